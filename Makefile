@@ -1,0 +1,46 @@
+# make demo      the main job: CBN against BatchNormalization on real images
+# make test      the tests, on TensorFlow and JAX
+# make test-all  the same, and PyTorch and the TPU compiler
+# make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
+
+PYTHON ?= python3
+PYTEST ?= .venv/bin/python -m pytest -q -n auto --dist worksteal
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test test-all test-extra lint format install
+.DELETE_ON_ERROR:
+
+demo: install
+	.venv/bin/python -m recipes.compare --dataset=digits --models=resnet20 \
+		--norms=bn,cbn --activations=sigmoid,tanh,relu,selu,swish --seeds=3
+
+test: lint
+	KERAS_BACKEND=tensorflow $(PYTEST)
+	KERAS_BACKEND=jax $(PYTEST)
+
+test-all: test test-extra
+
+test-extra: .venv/installed-extra
+	KERAS_BACKEND=torch $(PYTEST)
+	KERAS_BACKEND=jax $(PYTEST) -m tpu
+
+lint: install
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+format: install
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+install: .venv/installed
+
+.venv/installed: setup.cfg constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install -q -c constraints.txt \
+		-e '.[tensorflow,jax,recipes,tuner,dev]'
+	touch $@
+
+.venv/installed-extra: .venv/installed
+	.venv/bin/pip install -q -c constraints.txt -e '.[torch,tpu]'
+	touch $@

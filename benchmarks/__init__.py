@@ -1,0 +1,1 @@
+"""Speed and memory against what a user has today, as ratios from one run."""

@@ -1,0 +1,223 @@
+"""One normalisation layer, forward and backward, against keras BatchNormalization.
+
+    python -m benchmarks.layer                      # TensorFlow, as a graph
+    KERAS_BACKEND=jax python -m benchmarks.layer
+
+Times a training call of each layer and its gradients with respect to the input, gamma
+and beta, moving statistics included. The candidates take turns, so that whatever else
+the machine does hits all of them; a ratio is the median over the rounds of time /
+BatchNormalization's time in the same round, and its spread is the interquartile range.
+Beside each time stands the floor: the least time in which the bytes that must move can
+move (forward: read x twice, write y; backward: read x and the upstream gradient twice,
+write dx; all once where the tensor fits into the last-level cache), at the copy
+bandwidth measured in the same run.
+
+Prints a table; --output also writes it as JSON with versions and machine.
+"""
+
+import functools
+import json
+import pathlib
+import statistics
+import time
+
+import keras
+import numpy as np
+from absl import app, flags
+
+from benchmarks import machine
+from keras_norms import CBN
+
+BACKEND = keras.backend.backend()
+
+_SHAPES = flags.DEFINE_list(
+    "shapes",
+    ["128x64", "128x1024", "32x8x8x64", "128x32x32x16", "128x32x32x64", "32x56x56x64"],
+    "Input shapes, channels last, as 128x32x32x64.",
+)
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the activations."
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 30, "Rounds to time.", lower_bound=4)
+_JIT = flags.DEFINE_bool(
+    "jit_compile",
+    BACKEND == "jax",
+    "Whether the step is compiled by XLA (not PyTorch).",
+)
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+
+
+def keras_bn(dtype):
+    return keras.layers.BatchNormalization(dtype=dtype)
+
+
+def cbn(dtype):
+    layer = CBN(dtype=dtype)
+    layer.set_learning_rate(0.01)
+    return layer
+
+
+def candidates():
+    """Name -> function of the dtype that makes a layer; the first is the yardstick."""
+    layers = {"keras BatchNormalization": keras_bn, "CBN": cbn}
+    if BACKEND == "tensorflow":
+        layers["tf.nn.fused_batch_norm"] = fused_batch_norm
+    return layers
+
+
+def fused_batch_norm(dtype):
+    """The fused operation with Keras's update of the moving statistics around it."""
+    import tensorflow as tf
+
+    class FusedBatchNorm(keras.layers.BatchNormalization):
+        def call(self, inputs, training=None):
+            shape = tf.shape(inputs)
+            inputs = tf.reshape(inputs, (-1, 1, 1, inputs.shape[-1]))
+            outputs, mean, variance = tf.compat.v1.nn.fused_batch_norm(
+                inputs,
+                self.gamma.value,
+                self.beta.value,
+                epsilon=self.epsilon,
+                is_training=True,
+            )
+            for moving, new in (
+                (self.moving_mean, mean),
+                (self.moving_variance, variance),
+            ):
+                moving.assign(moving * self.momentum + new * (1 - self.momentum))
+            return tf.reshape(outputs, shape)
+
+    return FusedBatchNorm(dtype=dtype)
+
+
+def training_step(layer, x, g):
+    """Return a function that runs forward and backward once, to the end."""
+    layer.build(x.shape)
+    x, g = (keras.ops.cast(v, layer.compute_dtype) for v in (x, g))
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        parameters = [v.value for v in layer.trainable_variables]
+
+        @functools.partial(tf.function, jit_compile=_JIT.value)
+        def step(x, g):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = layer(x, training=True)
+            return y, tape.gradient(y, [x, *parameters], output_gradients=g)
+
+        def run():
+            y, gradients = step(x, g)
+            for v in (y[:1], gradients[0][:1], *gradients[1:]):
+                v.numpy()  # Small copies: the step's outputs stay on the device.
+
+        return run
+    if BACKEND == "jax":
+        import jax
+
+        def step(parameters, state, x, g):
+            def forward(parameters, x):
+                return layer.stateless_call(parameters, state, x, training=True)
+
+            y, pullback, state = jax.vjp(forward, parameters, x, has_aux=True)
+            return y, state, pullback(g)
+
+        step = jax.jit(step) if _JIT.value else step
+        parameters = [v.value for v in layer.trainable_variables]
+        state = [v.value for v in layer.non_trainable_variables]
+        return lambda: jax.block_until_ready(step(parameters, state, x, g))
+
+    import torch
+
+    parameters = [v.value for v in layer.trainable_variables]
+
+    def run():
+        leaf = x.detach().requires_grad_()
+        y = layer(leaf, training=True)
+        torch.autograd.grad(y, [leaf, *parameters], g)
+        if leaf.is_cuda:
+            torch.cuda.synchronize()
+
+    return run
+
+
+def seconds(run):
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(shape, dtype, rounds, copy_bandwidth, cache):
+    """Time every candidate on one shape. Returns a list of rows."""
+    rng = np.random.default_rng(0)
+    x, g = (rng.normal(size=shape).astype("float32") for _ in range(2))
+    policy = dtype if dtype == "float32" else f"mixed_{dtype}"
+    runs = {
+        name: training_step(make(policy), x, g) for name, make in candidates().items()
+    }
+    for run in runs.values():
+        for _ in range(3):
+            run()
+    times = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(seconds(run))
+    size = x.size * (4 if dtype == "float32" else 2)
+    passes = 8 if 3 * size > cache else 5
+    base = times[next(iter(runs))]
+    rows = []
+    for name, measured in times.items():
+        ratios = [t / b for t, b in zip(measured, base)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            {
+                "shape": "x".join(map(str, shape)),
+                "dtype": dtype,
+                "layer": name,
+                "milliseconds": 1e3 * statistics.median(measured),
+                "floor_milliseconds": 1e3 * passes * size / copy_bandwidth,
+                "ratio": statistics.median(ratios),
+                "ratio_quartiles": [low, high],
+            }
+        )
+    return rows
+
+
+def table(rows):
+    lines = [
+        "| shape | layer | ms | floor, ms | ratio to BatchNormalization (quartiles) |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        low, high = row["ratio_quartiles"]
+        lines.append(
+            f"| {row['shape']} {row['dtype']} | {row['layer']} "
+            f"| {row['milliseconds']:.2f} | {row['floor_milliseconds']:.2f} "
+            f"| {row['ratio']:.2f} ({low:.2f} - {high:.2f}) |"
+        )
+    return "\n".join(lines)
+
+
+def main(_):
+    bandwidth = machine.copy_bandwidth()
+    rows = []
+    for text in _SHAPES.value:
+        shape = tuple(map(int, text.split("x")))
+        rows += measure(
+            shape, _DTYPE.value, _ROUNDS.value, bandwidth, machine.cache_bytes()
+        )
+    print(table(rows))
+    if _OUTPUT.value:
+        report = {
+            "benchmark": "layer",
+            "jit_compile": _JIT.value,
+            "rounds": _ROUNDS.value,
+            "copy_gigabytes_per_second": bandwidth / 1e9,
+            **machine.describe(),
+            "rows": rows,
+        }
+        pathlib.Path(_OUTPUT.value).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,94 @@
+"""What a benchmark ran on: processor, versions, cache and copy bandwidth."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import time
+
+import keras
+import numpy as np
+
+
+def describe():
+    """Return machine and versions as a dictionary for a JSON report."""
+    versions = {"python": platform.python_version()}
+    for package in ("keras", "tensorflow", "jax", "torch", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "backend": keras.backend.backend(),
+        "device": _device(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": versions,
+    }
+
+
+def _processor():
+    with open("/proc/cpuinfo") as f:
+        names = [line.split(":")[1].strip() for line in f if "model name" in line]
+    return names[0] if names else platform.processor()
+
+
+def _device():
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        gpus = tf.config.list_physical_devices("GPU")
+        details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
+        return ", ".join(d.get("device_name", "GPU") for d in details) or "cpu"
+    if backend == "jax":
+        import jax
+
+        return jax.devices()[0].device_kind
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def cache_bytes():
+    """Return the size of the last-level cache; 0 where it cannot be read."""
+    sizes = [0]
+    for file in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"):
+        text = file.read_text().strip()
+        sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20}[text[-1]])
+    return max(sizes) if _device() == "cpu" else 0
+
+
+def copy_bandwidth(megabytes=256, rounds=10):
+    """Measure a large copy on the device: bytes read plus bytes written, per second."""
+    source = keras.ops.convert_to_tensor(
+        np.ones(megabytes * 2**18, "float32"), dtype="float32"
+    )
+    copy = _compiled_copy()
+    copy(source)
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        copy(source)
+        times.append(time.perf_counter() - start)
+    return 2 * megabytes * 2**20 / min(times)
+
+
+def _compiled_copy():
+    """A pass that reads a tensor and writes another, and waits for it."""
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        negative = jax.jit(lambda x: -x)
+        return lambda x: negative(x).block_until_ready()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        negative = tf.function(lambda x: -x)
+        return lambda x: negative(x)[:1].numpy()
+
+    def copy(x):
+        (-x)[:1].cpu()
+
+    return copy

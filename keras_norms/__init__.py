@@ -1,0 +1,7 @@
+"""Normalisation layers for Keras 3 that improve on BatchNormalization."""
+
+from keras_norms.amat import AMAT
+from keras_norms.layers.cbn import CBN
+
+__version__ = "0.1.0"
+__all__ = ["AMAT", "CBN"]

@@ -1,0 +1,134 @@
+"""AMAT: the callback that tells CBN layers the learning rate."""
+
+import warnings
+
+import keras
+from keras import ops
+
+from keras_norms.layers.learning_rate import FollowsLearningRate
+
+
+class AMAT(keras.callbacks.Callback):
+    """Adaptive moving average technique: `model.fit(..., callbacks=[AMAT()])`.
+
+    Finds every `CBN` layer of the model, nested ones too, and gives it the learning
+    rate that the coming step will use, so that its averages follow with
+    `eta = max(1 - omega * learning_rate, 0)`.
+
+    A rate that other callbacks change (`LearningRateScheduler`, `ReduceLROnPlateau`) is
+    assigned when it changes. A `LearningRateSchedule` goes into the compiled training
+    step, so that it is right also with `steps_per_execution` greater than 1, and needs
+    nothing from the host. On JAX, where the forward pass does not see the optimizer,
+    each layer gets a counter, set to the optimizer's iterations at the start of each
+    epoch; steps that a `LossScaleOptimizer` skips are counted until the next one. Put
+    AMAT after callbacks that change the rate at `on_train_batch_begin`.
+
+    On TensorFlow, layers that a model makes only while its first step is traced, in a
+    `build()` of its own, learn the rate after that step. Build such a model before.
+
+    The layers keep the last rate they were told when training ends.
+
+    Raises:
+        ValueError: At the start of training, if the model has no optimizer.
+
+    Reference:
+
+    - Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and Beyond,
+      TPAMI 2023, Section 4.2, Eqs. 8-9.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._detach()
+
+    def __deepcopy__(self, memo):
+        # A copy belongs to no model yet.
+        return type(self)()
+
+    def _detach(self):
+        self._layers = []
+        self._schedule = None
+        self._rate = None
+        self._was_built = False
+
+    def on_train_begin(self, logs=None):
+        model = self.model
+        if getattr(model, "optimizer", None) is None:
+            raise ValueError(
+                "AMAT needs a model compiled with an optimizer. "
+                f"Received: model={model} with optimizer=None"
+            )
+        self._detach()
+        self._attach()
+        if not self._layers and self._was_built:
+            warnings.warn("AMAT found no CBN layer in the model.", stacklevel=2)
+
+    def _attach(self):
+        model = self.model
+        self._was_built = model.built
+        self._schedule = _schedule(model.optimizer)
+        self._layers = [
+            layer
+            for layer in model._flatten_layers()
+            if isinstance(layer, FollowsLearningRate)
+        ]
+        iterations = None
+        if self._schedule is not None and keras.backend.backend() == "tensorflow":
+            iterations = _inner(model.optimizer)._iterations
+        changed = [layer.follow(self._schedule, iterations) for layer in self._layers]
+        if any(changed):
+            model.make_train_function(force=True)
+            self._set_counters()
+
+    def _set_counters(self):
+        counting = [layer for layer in self._layers if layer.step is not None]
+        if counting:
+            done = int(_number(_inner(self.model.optimizer)._iterations))
+            for layer in counting:
+                layer.step.assign(done)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        # Here, and not when training begins: a backup may have been restored since.
+        if self._schedule is not None:
+            self._set_counters()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if not self._was_built and self.model.built:
+            self._attach()
+        if self._schedule is not None or not self._layers:
+            return
+        # On JAX the trainer holds all state in an epoch, and fetching it is slow. Who
+        # changed the rate has fetched it: if nobody did, there is nothing to see.
+        if not getattr(self._model, "_jax_state_synced", True):
+            return
+        rate = _number(self.model.optimizer.learning_rate)
+        if rate != self._rate:
+            for layer in self._layers:
+                layer.set_learning_rate(rate)
+            self._rate = rate
+
+    def on_train_end(self, logs=None):
+        self._detach()
+
+
+def _number(scalar):
+    return float(ops.convert_to_numpy(ops.convert_to_tensor(scalar)))
+
+
+def _inner(optimizer):
+    """The optimizer that steps: `LossScaleOptimizer` wraps it."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _schedule(optimizer):
+    """The optimizer's schedule where the training step can hold it, else `None`.
+
+    PyTorch runs a step operation by operation: there, one evaluation on the host is
+    cheaper than one in every layer.
+    """
+    rate = _inner(optimizer)._learning_rate
+    if keras.backend.backend() == "torch":
+        return None
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        return rate
+    return None

@@ -1,0 +1,1 @@
+"""Keras layers: state, configuration, shapes. Mathematics is in `keras_norms.ops`."""

@@ -1,0 +1,294 @@
+"""CBN: complete batch normalization."""
+
+import keras
+from keras import constraints, initializers, ops, regularizers
+
+from keras_norms.layers import arguments
+from keras_norms.layers.learning_rate import FollowsLearningRate
+from keras_norms.ops import normalize
+
+
+@keras.saving.register_keras_serializable(package="keras_norms")
+class CBN(FollowsLearningRate, keras.layers.Layer):
+    """Complete batch normalization, before a linear layer in place of BN after it.
+
+    With `mu` the mean and `sq` the mean square, both per channel:
+
+    ```
+    mu_A = eta * mu_A + (1 - eta) * mean(x)
+    x'   = x - mu_A + beta
+    sq_A = eta * sq_A + (1 - eta) * mean(x'^2)
+    y    = (gamma / rho) * x' / sqrt(sq_A + epsilon)
+    ```
+
+    **In training** (`training=True`), the averages are updated with the current batch
+    first and then used, with `eta = max(1 - omega * learning_rate, 0)` (AMAT). The
+    `keras_norms.AMAT` callback tells the layer the learning rate; without it `eta` is
+    0, the batch is normalised with its own statistics, and the averages follow
+    `momentum`. The averages are debiased: the first batch counts alone.
+
+    **At inference**, `y` is the same map with the stored averages, affine in `x`. As in
+    `keras.layers.BatchNormalization`, `layer.trainable = False` means inference mode.
+
+    Place it after the nonlinearity and before each `Conv` or `Dense` layer, except the
+    one that reads the raw input, and leave `BatchNormalization` out.
+
+    Args:
+        axis: Integer, the channel axis. Use 1 after a convolution with
+            `data_format="channels_first"`.
+        rho: Positive float, the magnitude of the normalisation. The layer's output has
+            root mean square `gamma / rho`. The paper tries 1/4 to 8; values below 1
+            suit activations that compress their input, such as sigmoid. It is a scalar
+            weight: `layer.rho.assign(2.0)` takes effect at once.
+        omega: Non-negative float, how fast the averages follow: a batch enters with
+            weight `omega * learning_rate`, at most 1.
+        momentum: Float in [0, 1), decay of the averages while no learning rate is
+            known.
+        epsilon: Positive float, added to the mean square inside the root.
+        center: Boolean, whether there is a `beta`.
+        scale: Boolean, whether there is a `gamma`.
+        decouple: Boolean. `False` is the coupled form of batch normalization,
+            `y = (gamma / rho) * (x - mu_A) / sqrt(var_A + epsilon) + beta`.
+        mean_gradient: `"shift"` or `"ratio"`, how the gradient passes the moving mean.
+            The values are the same. `"shift"` sends it to the batch mean with weight 1,
+            `"ratio"` with weight `mu_A / mean(x)` (bounded by 10), as in the paper.
+        synchronized: Boolean, whether statistics are those of all TensorFlow replicas
+            of a `tf.distribute` strategy. On JAX they always are those of the whole
+            batch. Not available on PyTorch.
+        beta_initializer: Initializer of `beta`.
+        gamma_initializer: Initializer of `gamma`.
+        moving_mean_initializer: Initializer of the moving mean.
+        moving_square_initializer: Initializer of the moving mean square.
+        beta_regularizer: Optional regularizer of `beta`.
+        gamma_regularizer: Optional regularizer of `gamma`.
+        beta_constraint: Optional constraint of `beta`.
+        gamma_constraint: Optional constraint of `gamma`.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
+
+    Call arguments:
+        inputs: Tensor of rank 2 or more.
+        training: Boolean, see above.
+        mask: Optional boolean tensor. Elements where it is `False` are kept out of the
+            statistics. Its shape is that of `inputs` without the channel axis, or the
+            leading part of it, or any shape of the rank of `inputs` that broadcasts to
+            `inputs`.
+
+    Input shape:
+        Any of rank 2 or more, with a known size of `axis`.
+
+    Output shape:
+        The input shape.
+
+    Weights:
+        `gamma` and `beta`, trainable, of shape `(channels,)`; `moving_mean` and
+        `moving_square`, of shape `(channels,)`; the scalars `average_weight` (how much
+        of the averages is filled, 0 to 1), `rho`, and `learning_rate` (negative while
+        unknown). On JAX the `AMAT` callback adds a counter, `step`, where the learning
+        rate follows a schedule. Statistics and weights stay in float32 in mixed
+        precision.
+
+    Raises:
+        ValueError: If an argument is out of its range, if `axis` is not an axis of the
+            input or has no known size, or if a mask does not fit the input.
+
+    Example:
+
+    >>> model = keras.Sequential([
+    ...     keras.layers.Dense(64, activation="sigmoid"),
+    ...     CBN(),
+    ...     keras.layers.Dense(10),
+    ... ])
+    >>> model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    >>> model.fit(x, y, callbacks=[AMAT()])
+
+    Reference:
+
+    - Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and Beyond,
+      TPAMI 2023, Eqs. 4-9 and Algorithm 1. https://doi.org/10.1109/TPAMI.2023.3319005
+
+    It departs from the printed algorithm in three places. Algorithm 1 normalises with
+    averages that do not hold the current batch yet, which diverges where `eta` is 0;
+    its Appendix I and this layer include the batch. Its last line squares `eta`; Eq. 9
+    and this layer do not. The printed gradient is `mean_gradient="ratio"`; its weight
+    has no bound where the batch mean is near 0, so `"shift"` is the default.
+    """
+
+    def __init__(
+        self,
+        axis=-1,
+        rho=1.0,
+        omega=10.0,
+        momentum=0.99,
+        epsilon=1e-5,
+        center=True,
+        scale=True,
+        decouple=True,
+        mean_gradient="shift",
+        synchronized=False,
+        beta_initializer="zeros",
+        gamma_initializer="ones",
+        moving_mean_initializer="zeros",
+        moving_square_initializer="ones",
+        beta_regularizer=None,
+        gamma_regularizer=None,
+        beta_constraint=None,
+        gamma_constraint=None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.axis = arguments.integer("axis", axis)
+        self.initial_rho = arguments.number("rho", rho, above=0)
+        self.omega = arguments.number("omega", omega, at_least=0)
+        self.momentum = arguments.number("momentum", momentum, at_least=0, below=1)
+        self.epsilon = arguments.number("epsilon", epsilon, above=0)
+        self.center = arguments.boolean("center", center)
+        self.scale = arguments.boolean("scale", scale)
+        self.decouple = arguments.boolean("decouple", decouple)
+        self.mean_gradient = arguments.choice(
+            "mean_gradient", mean_gradient, ("shift", "ratio")
+        )
+        self.synchronized = arguments.synchronized(synchronized)
+        self.beta_initializer = initializers.get(beta_initializer)
+        self.gamma_initializer = initializers.get(gamma_initializer)
+        self.moving_mean_initializer = initializers.get(moving_mean_initializer)
+        self.moving_square_initializer = initializers.get(moving_square_initializer)
+        self.beta_regularizer = regularizers.get(beta_regularizer)
+        self.gamma_regularizer = regularizers.get(gamma_regularizer)
+        self.beta_constraint = constraints.get(beta_constraint)
+        self.gamma_constraint = constraints.get(gamma_constraint)
+        self.supports_masking = True
+
+        self.gamma = None
+        self.beta = None
+        self.moving_mean = None
+        self.moving_square = None
+        self.average_weight = None
+        self.rho = None
+
+    def build(self, input_shape):
+        channels = arguments.channels(self, input_shape)
+        if self.scale:
+            self.gamma = self.add_weight(
+                name="gamma",
+                shape=(channels,),
+                initializer=self.gamma_initializer,
+                regularizer=self.gamma_regularizer,
+                constraint=self.gamma_constraint,
+                autocast=False,
+            )
+        if self.center:
+            self.beta = self.add_weight(
+                name="beta",
+                shape=(channels,),
+                initializer=self.beta_initializer,
+                regularizer=self.beta_regularizer,
+                constraint=self.beta_constraint,
+                autocast=False,
+            )
+        self.moving_mean = self._add_statistic(
+            "moving_mean", (channels,), self.moving_mean_initializer
+        )
+        self.moving_square = self._add_statistic(
+            "moving_square", (channels,), self.moving_square_initializer
+        )
+        self.average_weight = self._add_statistic("average_weight", (), "zeros")
+        self.rho = self.add_weight(
+            name="rho",
+            shape=(),
+            initializer=initializers.Constant(self.initial_rho),
+            trainable=False,
+            autocast=False,
+        )
+        self.build_learning_rate()
+        self.input_spec = keras.layers.InputSpec(
+            ndim=len(input_shape), axes={self.axis: channels}
+        )
+
+    def _add_statistic(self, name, shape, initializer):
+        # Replicas that normalise each with their own batch keep one common average.
+        return self.add_weight(
+            name=name,
+            shape=shape,
+            initializer=initializer,
+            trainable=False,
+            autocast=False,
+            aggregation="mean",
+        )
+
+    def call(self, inputs, training=None, mask=None):
+        inputs = ops.cast(inputs, self.compute_dtype)
+        dtype = "float64" if self.compute_dtype == "float64" else "float32"
+        state = normalize.CBNState(
+            ops.cast(self.moving_mean, dtype),
+            ops.cast(self.moving_square, dtype),
+            ops.cast(self.average_weight, dtype),
+        )
+        ones = ops.ones_like(state.mean)
+        gamma = ops.cast(self.gamma, dtype) if self.scale else ones
+        beta = ops.cast(self.beta, dtype) if self.center else ops.zeros_like(ones)
+        rho = ops.cast(self.rho, dtype)
+        if not training or not self.trainable:
+            return normalize.cbn_inference(
+                inputs,
+                gamma,
+                beta,
+                state,
+                rho=rho,
+                epsilon=self.epsilon,
+                axis=self.axis,
+                decouple=self.decouple,
+            )
+        outputs, state = normalize.cbn_training(
+            inputs,
+            gamma,
+            beta,
+            state,
+            rho=rho,
+            epsilon=self.epsilon,
+            learning_rate=ops.cast(self.learning_rate_of_this_step(), dtype),
+            omega=self.omega,
+            momentum=self.momentum,
+            axis=self.axis,
+            decouple=self.decouple,
+            mean_gradient=self.mean_gradient,
+            mask=arguments.broadcast_mask(mask, inputs, self.axis),
+            synchronized=self.synchronized,
+        )
+        self.moving_mean.assign(state.mean)
+        self.moving_square.assign(state.square)
+        self.average_weight.assign(state.weight)
+        return outputs
+
+    def compute_output_shape(self, input_shape):
+        arguments.channels(self, input_shape, known=False)
+        return input_shape
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            {
+                "axis": self.axis,
+                "rho": self.initial_rho,
+                "omega": self.omega,
+                "momentum": self.momentum,
+                "epsilon": self.epsilon,
+                "center": self.center,
+                "scale": self.scale,
+                "decouple": self.decouple,
+                "mean_gradient": self.mean_gradient,
+                "synchronized": self.synchronized,
+                "beta_initializer": initializers.serialize(self.beta_initializer),
+                "gamma_initializer": initializers.serialize(self.gamma_initializer),
+                "moving_mean_initializer": initializers.serialize(
+                    self.moving_mean_initializer
+                ),
+                "moving_square_initializer": initializers.serialize(
+                    self.moving_square_initializer
+                ),
+                "beta_regularizer": regularizers.serialize(self.beta_regularizer),
+                "gamma_regularizer": regularizers.serialize(self.gamma_regularizer),
+                "beta_constraint": constraints.serialize(self.beta_constraint),
+                "gamma_constraint": constraints.serialize(self.gamma_constraint),
+            }
+        )
+        return config

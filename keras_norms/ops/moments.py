@@ -1,0 +1,171 @@
+"""Batch statistics in one pass: shifted, masked, and across replicas."""
+
+import math
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_norms.ops.custom_gradient import fused
+
+
+class Moments(NamedTuple):
+    """Statistics of one batch, each a tensor of shape `(channels,)`.
+
+    `count` is how many elements were seen, over all replicas where they are
+    synchronized. It is a scalar unless a mask differs between channels.
+    """
+
+    count: Any
+    mean: Any
+    variance: Any
+
+
+def reduction_axes(ndim, axis):
+    """Return every axis of a tensor of rank `ndim` but the channel axis."""
+    return tuple(i for i in range(ndim) if i != axis % ndim)
+
+
+def per_channel(vector, ndim, axis):
+    """Reshape `(channels,)` so that it broadcasts against a tensor of rank `ndim`."""
+    trailing = ndim - 1 - axis % ndim
+    if not trailing or not len(vector.shape):
+        return vector
+    return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
+
+
+def moments(x, prior_mean, has_prior, axis, mask=None, synchronized=False):
+    """Mean and variance of every channel.
+
+    The sums are taken of `x - shift`, so that nothing cancels where the mean is much
+    larger than the standard deviation, and both can be had from one read of `x`.
+
+    Args:
+        x: Tensor of rank 2 or more.
+        prior_mean: `(channels,)`, an estimate of the mean in the dtype to compute in
+            (float32 or wider). It changes the rounding, not the result.
+        has_prior: Boolean scalar. Without a prior, elements of the batch give a shift.
+        axis: The channel axis.
+        mask: Boolean tensor that broadcasts to the shape of `x`, `False` where an
+            element does not count. Reads `x` twice.
+        synchronized: Whether statistics are those of all TensorFlow replicas.
+
+    Returns:
+        `Moments`. Without any element, mean and variance are zero.
+    """
+    dtype = keras.backend.standardize_dtype(prior_mean.dtype)
+    if mask is None:
+        count = _elements(x, axis, dtype)
+        shift = ops.stop_gradient(_shift(x, prior_mean, has_prior, axis))
+        mean, variance = _mean_and_variance(x, shift, count, axis=axis)
+    else:
+        count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
+    local = Moments(count, mean, variance)
+    return _combine_replicas(local) if synchronized else local
+
+
+def _elements(x, axis, dtype):
+    """Elements per channel, a scalar tensor. Sizes may be known only at run time."""
+    shape = ops.shape(x)
+    sizes = [shape[i] for i in reduction_axes(len(shape), axis)]
+    static = math.prod(size for size in sizes if isinstance(size, int))
+    count = ops.convert_to_tensor(float(static), dtype)
+    for size in sizes:
+        if not isinstance(size, int):
+            count = count * ops.cast(size, dtype)
+    return count
+
+
+def _shift(x, prior_mean, has_prior, axis):
+    """The prior mean; without one, its median with the first and the last element."""
+    axes = reduction_axes(len(x.shape), axis)
+
+    def element(which):
+        index = tuple(which if i in axes else slice(None) for i in range(len(x.shape)))
+        # A sum of one element; of none in an empty batch.
+        return ops.cast(ops.sum(x[index], axes), prior_mean.dtype)
+
+    def from_batch():
+        first, last = element(slice(0, 1)), element(slice(-1, None))
+        return ops.clip(prior_mean, ops.minimum(first, last), ops.maximum(first, last))
+
+    if keras.backend.backend() == "jax":
+        # Devices that do not hold an element must fetch it: only where it is needed.
+        return ops.cond(has_prior, lambda: prior_mean, from_batch)
+    return ops.where(has_prior, prior_mean, from_batch())
+
+
+@fused(tensorflow_cpu="mean_and_variance")
+def _mean_and_variance(x, shift, count, *, axis):
+    axes = reduction_axes(len(x.shape), axis)
+    x = ops.cast(x, shift.dtype)
+    divisor = ops.maximum(count, ops.ones_like(count))
+    # Two differences, not one: XLA on CPU would write a shared one to memory.
+    mean = ops.sum(x + per_channel(-shift, len(x.shape), axis), axes) / divisor
+    square = ops.square(per_channel(shift, len(x.shape), axis) - x)
+    variance = ops.relu(ops.sum(square, axes) / divisor - ops.square(mean))
+    return shift + mean, variance
+
+
+@fused()
+def _masked_moments(x, mask, *, axis, dtype):
+    axes = reduction_axes(len(x.shape), axis)
+    mask = ops.broadcast_to(mask, ops.shape(x))
+    x = ops.cast(x, dtype)
+    count = ops.sum(ops.cast(mask, dtype), axes)
+    divisor = ops.maximum(count, ops.ones_like(count))
+    # A second pass: a prior mean may be far from the few elements that a mask leaves.
+    mean = ops.sum(ops.where(mask, x, ops.zeros_like(x)), axes) / divisor
+    centered = ops.where(
+        mask, x - per_channel(mean, len(x.shape), axis), ops.zeros_like(x)
+    )
+    return count, mean, ops.sum(ops.square(centered), axes) / divisor
+
+
+def _replica_context():
+    """TensorFlow's replica context where there are several replicas, else `None`."""
+    if keras.backend.backend() != "tensorflow":
+        return None
+    import tensorflow as tf
+
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return None
+    return context
+
+
+def number_of_replicas():
+    """How many TensorFlow replicas run this step together."""
+    context = _replica_context()
+    return 1 if context is None else context.num_replicas_in_sync
+
+
+def sum_over_replicas(x):
+    """Add `x` of all TensorFlow replicas; `x` itself where there is one.
+
+    JAX needs no such sum: under `keras.distribution` an array is the global one.
+    """
+    context = _replica_context()
+    return x if context is None else context.all_reduce("sum", x)
+
+
+def _combine_replicas(local):
+    """Merge the moments of all replicas (Chan et al. 1979) in one all-reduce."""
+    context = _replica_context()
+    if context is None:
+        return local
+    replicas = context.num_replicas_in_sync
+    # Each replica fills its own slot, so that the sum gathers them without
+    # cancellation.
+    slot = ops.one_hot(
+        context.replica_id_in_sync_group, replicas, dtype=local.mean.dtype
+    )
+    count = ops.broadcast_to(local.count, ops.shape(local.mean))
+    stacked = ops.stack([count, local.mean, local.variance])
+    slots = sum_over_replicas(ops.reshape(slot, (replicas, 1, 1)) * stacked)
+    counts, means, variances = slots[:, 0], slots[:, 1], slots[:, 2]
+    count = ops.sum(counts, 0)
+    shares = counts / ops.maximum(count, ops.ones_like(count))
+    mean = ops.sum(shares * means, 0)
+    spread = ops.square(means - mean)
+    return Moments(count, mean, ops.sum(shares * (variances + spread), 0))

@@ -1,0 +1,277 @@
+"""The normalising maps and their hand-written gradients.
+
+`x` is an activation tensor, a statistic is a vector over its channel axis. Statistics
+and affine weights are float32 or wider, the output has the dtype of `x`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from keras_norms.ops.custom_gradient import custom_gradient, fused
+from keras_norms.ops.moments import (
+    moments,
+    number_of_replicas,
+    per_channel,
+    reduction_axes,
+    sum_over_replicas,
+)
+
+# The debiasing weight must grow also at learning rate 0, or the averages never start.
+_SMALLEST_STEP = 1e-6
+# Bound on mu_A / mu_B as a weight of the gradient (`mean_gradient="ratio"`).
+_LARGEST_RATIO = 10.0
+
+
+class CBNState(NamedTuple):
+    """The statistics that CBN keeps between two steps.
+
+    `mean` and `square` are the moving mean and the moving mean square of the shifted
+    activation (mu_A and sigma_A^2, shape `(channels,)`). They are debiased: `weight`, a
+    scalar that starts at 0 and tends to 1, is the weight that all batches so far have
+    in a plain exponential average.
+    """
+
+    mean: Any
+    square: Any
+    weight: Any
+
+
+def cbn_inference(x, gamma, beta, state, *, rho, epsilon, axis, decouple=True):
+    """Complete batch normalization with stored statistics: affine in `x`.
+
+    See `cbn_training` for the arguments; `state.weight` is not used.
+    """
+    center = state.mean - beta if decouple else state.mean
+    inverse = 1 / (rho * ops.sqrt(state.square + epsilon))
+    offset = ops.zeros_like(beta) if decouple else beta
+    return _affine(x, center, gamma * inverse, offset, axis=axis)
+
+
+def cbn_training(
+    x,
+    gamma,
+    beta,
+    state,
+    *,
+    rho,
+    epsilon,
+    learning_rate,
+    omega,
+    momentum,
+    axis,
+    decouple=True,
+    mean_gradient="shift",
+    mask=None,
+    synchronized=False,
+):
+    """Complete batch normalization of one training batch (Peng et al., Eqs. 4-9).
+
+    Args:
+        x: Tensor of rank 2 or more.
+        gamma, beta: `(channels,)`, in the dtype to compute in.
+        state: `CBNState` before this batch.
+        rho: Scalar, the magnitude of the normalisation.
+        epsilon: Added to the mean square, inside the root.
+        learning_rate: Scalar that this step uses. The batch enters the moving averages
+            with weight `omega * learning_rate`, at most 1. Negative means unknown: the
+            batch is normalised with its own statistics, and the moving averages follow
+            `momentum`.
+        omega, momentum: See `learning_rate`.
+        axis: The channel axis.
+        decouple: Whether `beta` is added before the norm is taken (Eq. 5), or after it
+            and the variance taken, as in batch normalization.
+        mean_gradient: `"shift"` or `"ratio"`, how the gradient passes the moving mean.
+        mask: Boolean, broadcasts to `x`; `False` elements are kept out of statistics.
+        synchronized: Whether statistics are those of all TensorFlow replicas.
+
+    Returns:
+        The output and the `CBNState` after this batch, which carries no gradient.
+    """
+    batch = moments(x, state.mean, state.weight > 0, axis, mask, synchronized)
+    seen = batch.count > 0
+    known = learning_rate >= 0
+    step = ops.where(
+        known,
+        ops.clip(omega * learning_rate, _SMALLEST_STEP, 1.0),
+        ops.full_like(learning_rate, 1 - momentum),
+    )
+    weight, kept = _average_weights(state.weight, step, seen)
+    # Normalised with: the moving averages, or the batch where the rate is unknown.
+    kept_here = ops.where(known, kept, ops.cast(ops.logical_not(seen), kept.dtype))
+
+    # What mu_B exceeds the mean in use by, a constant for the gradient: x - mu_A+ then
+    # differs from x - mu_B by a constant. "ratio" makes it proportional to mu_B
+    # instead.
+    excess = ops.stop_gradient(batch.mean - state.mean)
+    ahead = kept_here * excess
+    mean_weight = ops.ones_like(ahead)
+    if mean_gradient == "ratio":
+        mean_weight = ops.stop_gradient(_mean_ratio(batch.mean - ahead, batch.mean))
+        ahead = ahead + (1 - mean_weight) * (batch.mean - ops.stop_gradient(batch.mean))
+    mean = batch.mean - ahead
+
+    # The mean of x' = x - mean + beta is ahead + beta.
+    square = batch.variance
+    center, offset = mean, beta
+    if decouple:
+        square = square + ops.square(ahead + beta)
+        center, offset = mean - beta, ops.zeros_like(beta)
+    # sqrt(sq_A+ + eps) = r * sqrt(sq_B + eps) with r a constant for the gradient.
+    root = ops.sqrt(square + epsilon)
+    used = square + kept_here * (state.square - square)
+    ratio = ops.stop_gradient(ops.sqrt(used + epsilon) / root)
+    inverse = 1 / (rho * ratio * root)
+
+    normalize = custom_gradient(
+        functools.partial(_normalize, axis=axis),
+        functools.partial(
+            _normalize_gradient,
+            epsilon=epsilon,
+            axis=axis,
+            decouple=decouple,
+            synchronized=synchronized,
+        ),
+    )
+    y = normalize(
+        x,
+        gamma,
+        beta,
+        center,
+        inverse,
+        offset,
+        batch.mean,
+        square,
+        mean_weight,
+        batch.count,
+        *(() if mask is None else (mask,)),
+    )
+    state = CBNState(
+        batch.mean - kept * excess, square + kept * (state.square - square), weight
+    )
+    return y, CBNState(*(ops.stop_gradient(value) for value in state))
+
+
+def _average_weights(weight, step, seen):
+    """One step of a debiased exponential average.
+
+    A plain average that starts at 0 would hold its values with total weight `weight`.
+    Dividing by it, the first batch counts alone, whatever `step` is.
+
+    Returns:
+        The total weight after this batch, and the share of the new average that the old
+        one has: 1 where nothing was seen.
+    """
+    total = weight + step * (1 - weight)
+    kept = ops.where(seen, (1 - step) * weight / total, ops.ones_like(total))
+    return ops.where(ops.any(seen), total, weight), kept
+
+
+def _mean_ratio(moving, batch):
+    """mu_A / mu_B, bounded, and 1 where mu_B is 0."""
+    nonzero = ops.where(batch == 0, ops.ones_like(batch), batch)
+    ratio = ops.clip(moving / nonzero, -_LARGEST_RATIO, _LARGEST_RATIO)
+    return ops.where(batch == 0, ops.ones_like(batch), ratio)
+
+
+@fused(tensorflow_cpu="affine")
+def _affine(x, center, scale, offset, *, axis):
+    """scale * (x - center) + offset; subtracting first keeps digits."""
+    ndim = len(x.shape)
+    center, scale, offset = (
+        per_channel(v, ndim, axis) for v in (center, scale, offset)
+    )
+    return ops.cast((ops.cast(x, center.dtype) - center) * scale + offset, x.dtype)
+
+
+def _normalize(x, gamma, beta, center, inverse, offset, *for_gradient, axis):
+    """The forward map; `for_gradient` is what only `_normalize_gradient` uses."""
+    return _affine(x, center, gamma * inverse, offset, axis=axis)
+
+
+def _normalize_gradient(
+    upstream,
+    x,
+    gamma,
+    beta,
+    center,
+    inverse,
+    offset,
+    mean,
+    square,
+    mean_weight,
+    count,
+    mask=None,
+    *,
+    epsilon,
+    axis,
+    decouple,
+    synchronized,
+):
+    """Gradients with respect to x, gamma and beta, through all statistics.
+
+    With c = `center`, a = gamma * inverse, g = `upstream`, m = `count` and
+    k = a * sum(g * (x - c)) / (m * (square + epsilon)), the derivative that arrives at
+    x' = x - c is a * g - k * x'. From there it goes on to x, and through the batch
+    mean.
+    """
+    scale = gamma * inverse
+    local = _gradient_sums(upstream, x, center, axis=axis)
+    total = sum_over_replicas(local) if synchronized else local
+    sum_g, sum_gx = total[0], total[1]
+    count = ops.maximum(count, ops.ones_like(count))
+    k = scale * sum_gx / (count * (square + epsilon))
+    if decouple:
+        # The batch mean of x' is not 0, so the derivative of its norm has a mean.
+        mean_x = mean - center
+        through_mean = scale * sum_g / count - k * mean_x
+        pivot = center
+        # Each replica takes an equal part of the sum; the optimizer adds them up.
+        part = count / number_of_replicas() if synchronized else count
+        dbeta = scale * local[0] - k * mean_x * part
+    else:
+        through_mean = scale * sum_g / count
+        pivot = mean
+        dbeta = local[0]
+    vectors = scale, k, pivot, mean_weight * through_mean
+    if mask is None:
+        dx = _gradient_x(upstream, x, *vectors, axis=axis)
+    else:
+        dx = _masked_gradient_x(upstream, x, *vectors, mask, axis=axis)
+    dgamma = local[1] * inverse
+    statistics = (center, inverse, offset, mean, square, mean_weight, count)
+    return dx, dgamma, dbeta, *[None] * (len(statistics) + (mask is not None))
+
+
+@fused(tensorflow_cpu="gradient_sums")
+def _gradient_sums(upstream, x, center, *, axis):
+    """sum(g) and sum(g * (x - center)) over a channel, stacked."""
+    ndim = len(x.shape)
+    axes = reduction_axes(ndim, axis)
+    g, x = ops.cast(upstream, center.dtype), ops.cast(x, center.dtype)
+    # Not x - center, which the forward pass has: XLA on CPU would write it to memory.
+    shifted = x + per_channel(-center, ndim, axis)
+    return ops.stack([ops.sum(g, axes), ops.sum(g * shifted, axes)])
+
+
+@fused(tensorflow_cpu="gradient_x")
+def _gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
+    """scale * g - k * (x - pivot) - constant."""
+    ndim = len(x.shape)
+    scale, k, pivot, constant = (
+        per_channel(v, ndim, axis) for v in (scale, k, pivot, constant)
+    )
+    g, x = ops.cast(upstream, scale.dtype), ops.cast(x, scale.dtype)
+    return ops.cast(scale * g - k * (x - pivot) - constant, upstream.dtype)
+
+
+@fused()
+def _masked_gradient_x(upstream, x, scale, k, pivot, constant, mask, *, axis):
+    """The same where the mask is true, scale * g elsewhere."""
+    zero = ops.zeros_like(k)
+    return ops.where(
+        mask,
+        _gradient_x.__wrapped__(upstream, x, scale, k, pivot, constant, axis=axis),
+        _gradient_x.__wrapped__(upstream, x, scale, zero, zero, zero, axis=axis),
+    )
