@@ -115,17 +115,25 @@ def training_step(layer, x, g):
     if BACKEND == "jax":
         import jax
 
-        def step(parameters, state, x, g):
+        def step(parameters, state, x, g, *memory_of_the_last_step):
             def forward(parameters, x):
                 return layer.stateless_call(parameters, state, x, training=True)
 
             y, pullback, state = jax.vjp(forward, parameters, x, has_aux=True)
-            return y, state, pullback(g)
+            dparameters, dx = pullback(g)
+            return (y, dx), (state, dparameters)
 
-        step = jax.jit(step) if _JIT.value else step
+        if _JIT.value:
+            # Otherwise the first touch of fresh memory takes longer than the layer.
+            step = jax.jit(step, donate_argnums=(4, 5), keep_unused=True)
         parameters = [v.value for v in layer.trainable_variables]
         state = [v.value for v in layer.non_trainable_variables]
-        return lambda: jax.block_until_ready(step(parameters, state, x, g))
+        large = [x + 0, g + 0]
+
+        def run():
+            large[:], _ = jax.block_until_ready(step(parameters, state, x, g, *large))
+
+        return run
 
     import torch
 

@@ -37,9 +37,9 @@ class CBN(FollowsLearningRate, keras.layers.Layer):
         axis: Integer, the channel axis. Use 1 after a convolution with
             `data_format="channels_first"`.
         rho: Positive float, the magnitude of the normalisation. The layer's output has
-            root mean square `gamma / rho`. The paper tries 1/4 to 8; values below 1
-            suit activations that compress their input, such as sigmoid. It is a scalar
-            weight: `layer.rho.assign(2.0)` takes effect at once.
+            root mean square `gamma / rho`. The paper tries 1/4 to 8; 1 and 2 are good
+            first choices. It is a scalar weight: `layer.rho.assign(2.0)` takes effect
+            at once.
         omega: Non-negative float, how fast the averages follow: a batch enters with
             weight `omega * learning_rate`, at most 1.
         momentum: Float in [0, 1), decay of the averages while no learning rate is

@@ -105,7 +105,7 @@ def _with_gradient_of(function, kernel, static):
     def call(*tensors):
         def gradient(*upstreams):
             with tf.GradientTape() as tape:
-                tape.watch(tensors)
+                tape.watch([t for t in tensors if t.dtype.is_floating])
                 outputs = function(*tensors, **static)
             return tape.gradient(outputs, tensors, upstreams)
 

@@ -56,8 +56,7 @@ def moments(x, prior_mean, has_prior, axis, mask=None, synchronized=False):
     dtype = keras.backend.standardize_dtype(prior_mean.dtype)
     if mask is None:
         count = _elements(x, axis, dtype)
-        shift = ops.stop_gradient(_shift(x, prior_mean, has_prior, axis))
-        mean, variance = _mean_and_variance(x, shift, count, axis=axis)
+        mean, variance = _mean_and_variance(x, prior_mean, has_prior, count, axis=axis)
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
     local = Moments(count, mean, variance)
@@ -96,8 +95,9 @@ def _shift(x, prior_mean, has_prior, axis):
 
 
 @fused(tensorflow_cpu="mean_and_variance")
-def _mean_and_variance(x, shift, count, *, axis):
+def _mean_and_variance(x, prior_mean, has_prior, count, *, axis):
     axes = reduction_axes(len(x.shape), axis)
+    shift = ops.stop_gradient(_shift(x, prior_mean, has_prior, axis))
     x = ops.cast(x, shift.dtype)
     divisor = ops.maximum(count, ops.ones_like(count))
     # Two differences, not one: XLA on CPU would write a shared one to memory.

@@ -165,7 +165,8 @@ def _average_weights(weight, step, seen):
     """
     total = weight + step * (1 - weight)
     kept = ops.where(seen, (1 - step) * weight / total, ops.ones_like(total))
-    return ops.where(ops.any(seen), total, weight), kept
+    seen_any = ops.any(seen) if len(seen.shape) else seen
+    return ops.where(seen_any, total, weight), kept
 
 
 def _mean_ratio(moving, batch):

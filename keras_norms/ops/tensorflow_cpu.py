@@ -6,13 +6,15 @@ right arguments they compute what CBN needs, two to four times as fast. Each fun
 computes what the one of the same purpose in `moments` or `normalize` does.
 """
 
+import math
+
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-_LONGEST_ROW = 8192
+_LONGEST_ROW = 4096
 
 
-def apply_to(x, *vectors, axis):
+def apply_to(x, *others, axis):
     """Whether this file can compute for these arguments.
 
     The operations know channels last and float32 statistics. In XLA they cancel where
@@ -21,7 +23,7 @@ def apply_to(x, *vectors, axis):
     return (
         axis % len(x.shape) == len(x.shape) - 1
         and x.shape[-1] is not None
-        and all(tensor.dtype == tf.float32 for tensor in (x, *vectors))
+        and all(tensor.dtype in (tf.float32, tf.bool) for tensor in (x, *others))
         and not control_flow_util.GraphOrParentsInXlaContext(
             tf.compat.v1.get_default_graph()
         )
@@ -30,13 +32,12 @@ def apply_to(x, *vectors, axis):
 
 def affine(x, center, scale, offset, *, axis):
     """(x - center) * scale + offset: normalisation by a variance of 1."""
-    groups = _groups(x)
     y = tf.raw_ops.FusedBatchNormV3(
-        x=_rows(x, groups),
-        scale=tf.tile(scale, [groups]),
-        offset=tf.tile(offset, [groups]),
-        mean=tf.tile(center, [groups]),
-        variance=tf.ones(groups * x.shape[-1]),
+        x=_rows(x),
+        scale=scale,
+        offset=offset,
+        mean=center,
+        variance=tf.ones_like(center),
         epsilon=0.0,
         is_training=False,
     ).y
@@ -45,14 +46,15 @@ def affine(x, center, scale, offset, *, axis):
     return y
 
 
-def mean_and_variance(x, shift, count, *, axis):
+def mean_and_variance(x, prior_mean, has_prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself."""
     groups = _groups(x)
+    shift = tf.zeros_like(prior_mean)
     if groups == 1:
-        # Long sums: of small numbers.
+        # The sums are long: of small numbers.
+        first = tf.reduce_sum(tf.reshape(x, (-1, x.shape[-1]))[:1], 0)
+        shift = tf.where(has_prior, prior_mean, first)
         x = x - shift
-    else:
-        shift = tf.zeros_like(shift)
     unused = tf.zeros(groups * x.shape[-1])
     outputs = tf.raw_ops.FusedBatchNormV3(
         x=_rows(x, groups),
@@ -103,14 +105,13 @@ def _groups(x):
     The operations add up a channel one element after the other. Shorter sums, combined
     afterwards, keep more digits, and longer rows are faster where channels are few.
     """
-    groups = 1
-    for size in reversed(x.shape[1:-1]):
-        if not size or groups * size * x.shape[-1] > _LONGEST_ROW:
-            break
-        groups *= size
-    return groups
+    positions = math.prod(size for size in x.shape[1:-1] if size)
+    if None in x.shape[1:-1]:
+        positions = x.shape[-2] or 1
+    longest = max(_LONGEST_ROW // x.shape[-1], 1)
+    return max(n for n in range(1, longest + 1) if positions % n == 0)
 
 
-def _rows(x, groups):
+def _rows(x, groups=1):
     """The tensor as the batch of 1 x 1 images that the operations take."""
     return tf.reshape(x, (-1, 1, 1, groups * x.shape[-1]))
