@@ -1,0 +1,214 @@
+"""Image sets as NumPy arrays, and their batches."""
+
+import functools
+import pathlib
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+TFDS = ("cifar10", "cifar100", "mnist")
+PAD = 4  # pixels on each side before the random crop
+
+
+class ImageData(NamedTuple):
+    """Images, float32 `(n, height, width, channels)`, and labels, int32 `(n,)`."""
+
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    num_classes: int
+
+
+def stem(dataset):
+    """The name of a data set, which for an .npz file is the file's."""
+    return pathlib.Path(dataset).stem
+
+
+def augmented(dataset):
+    """Whether training images are shifted and flipped: CIFAR's are, digits are not."""
+    return stem(dataset).startswith("cifar")
+
+
+@functools.lru_cache(maxsize=1)  # the next run in this process reads the same images
+def load(dataset, data_dir=None, train_size=None, download=False):
+    """Loads a data set, each channel with mean 0 and deviation 1 over training images.
+
+    Args:
+        dataset: `"digits"` (scikit-learn's 1,797 images of 8x8, the same 360 of them
+            for testing every time), `"mnist"`, `"cifar10"`, `"cifar100"` (through
+            tensorflow_datasets), or the path of an .npz file with the arrays
+            x_train, y_train, x_test and y_test.
+        data_dir: Where tensorflow_datasets looks; its own default where None.
+        train_size: Use this many training images only, the first ones of a fixed
+            permutation. All where None.
+        download: Whether tensorflow_datasets may download what it does not find.
+
+    Returns:
+        An `ImageData`.
+    """
+    if dataset == "digits":
+        arrays = _digits()
+    elif dataset in TFDS:
+        arrays = _tfds(dataset, data_dir, download)
+    elif dataset.endswith(".npz"):
+        arrays = _npz(dataset)
+    else:
+        raise ValueError(
+            f"Argument `dataset` must be one of digits, {', '.join(TFDS)} or the path "
+            f"of an .npz file. Received: dataset={dataset!r}"
+        )
+    x_train, y_train, x_test, y_test = arrays
+    num_classes = int(y_train.max()) + 1
+    if train_size is not None:
+        if not 1 <= train_size <= len(x_train):
+            raise ValueError(
+                f"Argument `train_size` must be between 1 and {len(x_train)}, the "
+                f"training images of {dataset}. Received: train_size={train_size}"
+            )
+        chosen = np.random.default_rng(0).permutation(len(x_train))[:train_size]
+        x_train, y_train = x_train[chosen], y_train[chosen]
+    mean = x_train.mean((0, 1, 2), dtype="float64").astype("float32")
+    deviation = x_train.std((0, 1, 2), dtype="float64").astype("float32")
+    deviation = np.maximum(deviation, 1e-7)  # a constant channel becomes 0
+    return ImageData(
+        (x_train - mean) / deviation,
+        y_train,
+        (x_test - mean) / deviation,
+        y_test,
+        num_classes,
+    )
+
+
+def _digits():
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    x_train, x_test, y_train, y_test = train_test_split(
+        digits.images,
+        digits.target,
+        test_size=360,
+        random_state=0,
+        stratify=digits.target,
+    )
+    return _images(x_train), _labels(y_train), _images(x_test), _labels(y_test)
+
+
+def _tfds(dataset, data_dir, download):
+    import tensorflow_datasets as tfds
+
+    try:
+        (x_train, y_train), (x_test, y_test) = tfds.as_numpy(
+            tfds.load(
+                dataset,
+                split=["train", "test"],
+                data_dir=data_dir,
+                batch_size=-1,
+                as_supervised=True,
+                download=download,
+            )
+        )
+    except (AssertionError, tfds.core.DatasetNotFoundError) as error:
+        if download:
+            raise
+        raise ValueError(
+            f"Argument `data_dir` must be a tensorflow_datasets directory with the "
+            f"data set {dataset}. Received: data_dir={data_dir!r}. Give the directory "
+            f"that holds {dataset}/, or add --download, or give an .npz file with the "
+            "arrays x_train, y_train, x_test and y_test: --dataset=path/to/"
+            f"{dataset}.npz"
+        ) from error
+    return _images(x_train), _labels(y_train), _images(x_test), _labels(y_test)
+
+
+def _npz(path):
+    names = ("x_train", "y_train", "x_test", "y_test")
+    if not pathlib.Path(path).is_file():
+        raise ValueError(
+            f"Argument `dataset` must be the path of an existing .npz file. "
+            f"Received: dataset={path!r}"
+        )
+    with np.load(path) as file:
+        if missing := [name for name in names if name not in file]:
+            raise ValueError(
+                f"Argument `dataset` must be an .npz file with the arrays "
+                f"{', '.join(names)}. Received: dataset={path!r}, which has "
+                f"{file.files}, and lacks {missing}"
+            )
+        x_train, y_train, x_test, y_test = (file[name] for name in names)
+    return _images(x_train), _labels(y_train), _images(x_test), _labels(y_test)
+
+
+def _images(x):
+    x = np.asarray(x, "float32")
+    return x[..., None] if x.ndim == 3 else x
+
+
+def _labels(y):
+    return np.asarray(y, "int32").reshape(-1)
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of training images without end, each a function of (seed, its number).
+
+    Batch i belongs to epoch `first_epoch + i // steps`. An epoch is one permutation
+    of the images, less the remainder that does not fill a batch. As nothing depends on
+    what was asked for before, neither prefetching nor a restart changes any batch:
+    give `fit` the same `steps` as `steps_per_epoch`, and to resume, `first_epoch`.
+
+    Args:
+        x, y: Images `(n, height, width, channels)` and labels `(n,)`.
+        batch_size: Integer, at most n.
+        seed: Integer, of the order and of the augmentation.
+        augment: Whether to pad by 4 pixels, crop at random, and mirror half of them.
+        first_epoch: Integer, the epoch of batch 0.
+    """
+
+    def __init__(self, x, y, batch_size, seed, augment=False, first_epoch=0):
+        super().__init__()
+        if not 1 <= batch_size <= len(x):
+            raise ValueError(
+                f"Argument `batch_size` must be between 1 and {len(x)}, the number of "
+                f"training images. Received: batch_size={batch_size}"
+            )
+        self.x, self.y = x, y
+        self.batch_size = batch_size
+        self.seed = seed
+        self.augment = augment
+        self.first_epoch = first_epoch
+        self.steps = len(x) // batch_size
+
+    @property
+    def num_batches(self):
+        return None  # endless: `steps_per_epoch` says where `fit` ends an epoch
+
+    def __getitem__(self, i):
+        epoch, step = self.first_epoch + i // self.steps, i % self.steps
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.x))
+        chosen = order[step * self.batch_size : (step + 1) * self.batch_size]
+        x, y = self.x[chosen], self.y[chosen]
+        if self.augment:
+            rng = np.random.default_rng((self.seed, epoch, step))
+            x = crop_and_flip(x, rng)
+        return x, y
+
+
+def crop_and_flip(x, rng):
+    """Shifts each image by up to 4 pixels, zeros coming in, and mirrors half of them.
+
+    Args:
+        x: Images `(n, height, width, channels)`.
+        rng: A `numpy.random.Generator`.
+
+    Returns:
+        Images of the same shape.
+    """
+    n, height, width, _ = x.shape
+    padded = np.pad(x, ((0, 0), (PAD, PAD), (PAD, PAD), (0, 0)))
+    rows = rng.integers(0, 2 * PAD + 1, (n, 1)) + np.arange(height)
+    columns = rng.integers(0, 2 * PAD + 1, (n, 1)) + np.arange(width)
+    mirrored = rng.random((n, 1)) < 0.5
+    columns = np.where(mirrored, columns[:, ::-1], columns)
+    return padded[np.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]]

@@ -1,0 +1,140 @@
+import keras
+import numpy as np
+import pytest
+
+from keras_norms import CBN
+from recipes import models
+from recipes.models import norms
+
+LINEAR = (keras.layers.Conv2D, keras.layers.Dense)
+NORMS = (CBN, keras.layers.BatchNormalization)
+
+
+def before(layer):
+    """The layer that makes the input of this one."""
+    return layer.input._keras_history.operation
+
+
+def of(model, kind):
+    return [layer for layer in model.layers if isinstance(layer, kind)]
+
+
+def build(name, norm, size=8, channels=1, activation="relu"):
+    return models.build(name, (size, size, channels), 10, norm, activation)
+
+
+@pytest.mark.parametrize("name,convs", [("resnet20", 21), ("vgg16", 13)])
+def test_cbn_stands_before_each_linear_layer_but_the_first(name, convs):
+    model = build(name, "cbn")
+    first, *others = of(model, LINEAR)
+    assert len(of(model, keras.layers.Conv2D)) == convs
+    assert isinstance(before(first), keras.layers.InputLayer)
+    assert all(isinstance(before(layer), CBN) for layer in others)
+    # One CBN a linear layer, but for the shortcuts, which share that of conv1.
+    shortcuts = [layer for layer in others if layer.name.endswith("shortcut")]
+    assert len(shortcuts) == (2 if name == "resnet20" else 0)
+    assert len(of(model, NORMS)) == len(others) - len(shortcuts)
+    assert all(layer.use_bias for layer in (first, *others))
+    pools = (keras.layers.MaxPooling2D, keras.layers.GlobalAveragePooling2D)
+    for norm in of(model, CBN):
+        assert isinstance(before(norm), (keras.layers.Activation, *pools))
+
+
+@pytest.mark.parametrize("name,convs", [("resnet20", 21), ("vgg16", 13)])
+def test_bn_stands_after_each_convolution(name, convs):
+    model = build(name, "bn")
+    found = of(model, NORMS)
+    assert [before(norm) for norm in found] == of(model, keras.layers.Conv2D)
+    assert len(found) == convs
+    assert not any(conv.use_bias for conv in of(model, keras.layers.Conv2D))
+    assert of(model, keras.layers.Dense)[0].use_bias
+    assert not isinstance(before(of(model, keras.layers.Dense)[0]), NORMS)
+
+
+@pytest.mark.parametrize("name", ["resnet20", "vgg16"])
+def test_none(name):
+    model = build(name, "none")
+    assert not of(model, NORMS)
+    assert all(layer.use_bias for layer in of(model, LINEAR))
+
+
+@pytest.mark.parametrize("norm", ["bn", "cbn", "none"])
+def test_residual_blocks(norm):
+    model = build("resnet20", norm)
+    sums = of(model, keras.layers.Add)
+    assert len(sums) == 9
+    for layer in sums:
+        block = layer.name.removesuffix("_sum")
+        shortcut, branch = (x._keras_history.operation for x in layer.input)
+        if norm == "bn":
+            assert branch.name == f"{block}_conv2_norm"
+            branch = before(branch)
+        assert branch.name == f"{block}_conv2"
+        conv1 = model.get_layer(f"{block}_conv1")
+        if block in ("stage2_block0", "stage3_block0"):
+            shortcut = before(shortcut) if norm == "bn" else shortcut
+            assert shortcut.name == f"{block}_shortcut"
+            assert shortcut.kernel_size == (1, 1) and shortcut.strides == (2, 2)
+            assert before(shortcut) is before(conv1)
+        else:
+            x = before(before(conv1)) if norm == "cbn" else before(conv1)
+            assert shortcut is x and isinstance(x, keras.layers.Activation)
+        activation = model.get_layer(f"{block}_activation")
+        assert before(activation) is layer
+    assert before(model.get_layer("pool")).name == "stage3_block2_activation"
+
+
+@pytest.mark.parametrize("depth", [8, 20, 32])
+def test_depth(depth):
+    model = build(f"resnet{depth}", "bn")
+    shortcuts = 2
+    assert len(of(model, LINEAR)) == depth + shortcuts
+    assert model.name == f"resnet{depth}"
+
+
+@pytest.mark.parametrize("size,channels", [(8, 1), (28, 1), (32, 3)])
+@pytest.mark.parametrize("name,last", [("resnet8", 4), ("vgg16", 32)])
+def test_sizes(name, last, size, channels):
+    model = build(name, "cbn", size, channels)
+    assert model.output_shape == (None, 10)
+    final = model.get_layer("pool").input.shape[1:3]
+    assert final == ((size // last or 1,) * 2 if size != 28 or last == 4 else (1, 1))
+    x = np.zeros((2, size, size, channels), "float32")
+    assert model(x, training=True).shape == (2, 10)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "tanh", "relu", "selu", "swish"])
+def test_activations(activation):
+    model = build("resnet8", "cbn", activation=activation)
+    expected = keras.activations.get(activation)
+    found = of(model, keras.layers.Activation)
+    assert len(found) == 7 and all(layer.activation is expected for layer in found)
+
+
+def test_cbn_arguments_and_a_norm_of_ones_own():
+    model = models.build("resnet8", (8, 8, 1), 10, "cbn", "relu", rho=2.0, omega=3.0)
+    for layer in of(model, CBN):
+        assert (layer.initial_rho, layer.omega) == (2.0, 3.0)
+    norm = norms.Norm(lambda name: CBN(decouple=False, name=name), "after")
+    model = build("resnet8", norm)
+    assert [before(layer) for layer in of(model, CBN)] == of(model, keras.layers.Conv2D)
+    assert not any(layer.decouple for layer in of(model, CBN))
+
+
+def test_names_are_readable():
+    names = {layer.name for layer in build("resnet8", "cbn").layers}
+    assert {"stem", "stage1_block0_conv1", "stage3_block0_conv2_norm"} <= names
+    assert {"logits", "logits_norm", "stage2_block0_shortcut"} <= names
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="resnet20.*model='resnet21'"):
+        build("resnet21", "bn")
+    with pytest.raises(ValueError, match="vgg16.*model='alexnet'"):
+        build("alexnet", "bn")
+    with pytest.raises(ValueError, match="bn.*cbn.*none.*norm='ln'"):
+        build("resnet8", "ln")
+    with pytest.raises(ValueError, match="sigmoid.*activation='sine'"):
+        build("resnet8", "bn", activation="sine")
+    with pytest.raises(ValueError, match="6n.*depth=9"):
+        models.resnet(9, (8, 8, 1), 10, norms.get("bn"), "relu")
