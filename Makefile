@@ -4,16 +4,15 @@
 # make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
 
 PYTHON ?= python3
-PYTEST ?= .venv/bin/python -m pytest -q -n auto --dist worksteal
+PYTEST ?= JAX_PLATFORMS=cpu .venv/bin/python -m pytest -q -n auto --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL ?= 2
-export JAX_PLATFORMS ?= cpu
 
 .PHONY: demo test test-all test-extra lint format install
 .DELETE_ON_ERROR:
 
 demo: install
 	.venv/bin/python -m recipes.compare --dataset=digits --models=resnet20 \
-		--norms=bn,cbn --activations=sigmoid,tanh,relu,selu,swish --seeds=3
+		--norms=bn,cbn --activations=sigmoid,tanh,relu,selu,swish --seeds=3 --rho=2
 
 test: lint
 	KERAS_BACKEND=tensorflow $(PYTEST)

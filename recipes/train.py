@@ -44,6 +44,7 @@ DEFAULTS = {
     "momentum": 0.9,
     "weight_decay": 5e-4,
     "train_size": None,
+    "augment": False,
 }
 EPOCHS = {"digits": 15, "mnist": 10}  # where 120 are not needed
 TEST_BATCH_SIZE = 500
@@ -65,7 +66,10 @@ def complete(config):
         )
     config = {key: value for key, value in config.items() if value is not None}
     dataset = data.stem(config.get("dataset", DEFAULTS["dataset"]))
-    defaults = DEFAULTS | {"epochs": EPOCHS.get(dataset, DEFAULTS["epochs"])}
+    defaults = DEFAULTS | {
+        "epochs": EPOCHS.get(dataset, DEFAULTS["epochs"]),
+        "augment": data.augmented(dataset),
+    }
     config = defaults | config | {"backend": keras.backend.backend()}
     models.check(config["model"], config["activation"])
     norm = norms.get(config["norm"], config["rho"], config["omega"])
@@ -156,7 +160,7 @@ def train(
         images.y_train,
         config["batch_size"],
         seed=config["seed"],
-        augment=data.augmented(config["dataset"]),
+        augment=config["augment"],
     )
     rate = optimizers.piecewise_schedule(
         config["learning_rate"], batches.steps * config["epochs"]
@@ -229,6 +233,9 @@ def define_shared_flags():
     )
     flags.DEFINE_integer(
         "train_size", None, "Use so many training images only.", lower_bound=1
+    )
+    flags.DEFINE_bool(
+        "augment", None, "Pad by 4, crop and mirror training images; CIFAR's if None."
     )
     flags.DEFINE_string("data_dir", None, "Where tensorflow_datasets looks.")
     flags.DEFINE_bool("download", False, "Download the data set if it is not there.")

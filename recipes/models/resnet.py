@@ -41,6 +41,7 @@ def resnet(depth, input_shape, num_classes, norm, activation):
             stride,
             padding="same",
             use_bias=norm.use_bias,
+            kernel_initializer="he_normal",
             name=name,
         )
         return norm.after(layer(x), name)
@@ -65,5 +66,5 @@ def resnet(depth, input_shape, num_classes, norm, activation):
             x = block(x, filters, stride, f"stage{stage}_block{index}")
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     x = norm.before(x, "logits")
-    x = layers.Dense(num_classes, name="logits")(x)
+    x = layers.Dense(num_classes, kernel_initializer="he_normal", name="logits")(x)
     return Model(inputs, x, name=f"resnet{depth}")

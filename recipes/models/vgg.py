@@ -36,6 +36,7 @@ def vgg16(input_shape, num_classes, norm, activation):
                 3,
                 padding="same",
                 use_bias=norm.use_bias,
+                kernel_initializer="he_normal",
                 name=name,
             )(x)
             x = norm.after(x, name)
@@ -45,5 +46,5 @@ def vgg16(input_shape, num_classes, norm, activation):
     # A 32x32 image is one position by now; of a larger one this takes the mean.
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     x = norm.before(x, "logits")
-    x = layers.Dense(num_classes, name="logits")(x)
+    x = layers.Dense(num_classes, kernel_initializer="he_normal", name="logits")(x)
     return Model(inputs, x, name="vgg16")
