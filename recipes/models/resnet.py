@@ -15,7 +15,7 @@ Reference: https://arxiv.org/abs/1512.03385, Section 4.2.
 from keras import Model, layers
 
 
-def resnet(depth, input_shape, num_classes, norm, activation):
+def resnet(depth, input_shape, num_classes, norm, activation, activate_sum=True):
     """Builds the network.
 
     Args:
@@ -24,6 +24,8 @@ def resnet(depth, input_shape, num_classes, norm, activation):
         num_classes: Size of the output, which are logits.
         norm: A `recipes.models.norms.Norm`.
         activation: Name of a Keras activation.
+        activate_sum: Whether a block ends with the activation of the sum, as above. If
+            not, x_next = shortcut + act(branch), as Eq. 7 of the CBN paper has it.
 
     Returns:
         A `keras.Model` from `(batch, height, width, channels)` to
@@ -56,7 +58,10 @@ def resnet(depth, input_shape, num_classes, norm, activation):
             x = conv(branch, filters, 1, stride, f"{name}_shortcut")
         branch = act(conv(branch, filters, 3, stride, conv1), conv1)
         branch = conv(norm.before(branch, conv2), filters, 3, 1, conv2)
-        return act(layers.Add(name=f"{name}_sum")([x, branch]), name)
+        add = layers.Add(name=f"{name}_sum")
+        if activate_sum:
+            return act(add([x, branch]), name)
+        return add([x, act(branch, name)])
 
     inputs = layers.Input(input_shape, name="image")
     x = act(conv(inputs, 16, 3, 1, "stem"), "stem")

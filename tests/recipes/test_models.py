@@ -84,6 +84,16 @@ def test_residual_blocks(norm):
     assert before(model.get_layer("pool")).name == "stage3_block2_activation"
 
 
+def test_activation_inside_the_branch():
+    norm = norms.get("cbn")
+    model = models.resnet(8, (8, 8, 1), 10, norm, "relu", activate_sum=False)
+    for layer in of(model, keras.layers.Add):
+        block = layer.name.removesuffix("_sum")
+        branch = layer.input[1]._keras_history.operation
+        assert branch.name == f"{block}_activation"
+        assert before(branch).name == f"{block}_conv2"
+
+
 @pytest.mark.parametrize("depth", [8, 20, 32])
 def test_depth(depth):
     model = build(f"resnet{depth}", "bn")
