@@ -162,6 +162,7 @@ EXTREMES = {
     "constant": np.full((8, 4, 3), 7.5),
     "tiny": np.random.default_rng(6).normal(size=(8, 4, 3)) * 1e-20,
     "one_sample": np.random.default_rng(7).normal(size=(1, 1, 3)),
+    "one_image": np.random.default_rng(13).normal(size=(1, 8, 8, 3)),
     "large": np.random.default_rng(8).normal(size=(8, 4, 3)) * 1e15,
 }
 
