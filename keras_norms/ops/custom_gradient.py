@@ -48,46 +48,70 @@ def custom_gradient(forward, backward):
     return forward
 
 
-def fused(tensorflow_cpu=None):
+def fused(cpu=None):
     """Decorate a pass over activations so that it runs as few kernels.
 
-    The function it decorates is written in `keras.ops`. JAX and `jit_compile=True` fuse
-    it with its neighbours, and it is left as it is. TensorFlow elsewhere launches a
-    kernel for each operation, and each reads and writes the whole tensor: there the
-    function is compiled by XLA on a GPU, and on a CPU, where XLA is slow, replaced.
+    The function it decorates is written in `keras.ops`. XLA fuses it with its
+    neighbours, under JAX and `jit_compile=True`, and there it is left as it is.
+    TensorFlow elsewhere launches a kernel for each operation, and each reads and writes
+    the whole tensor: on a GPU the function is compiled by XLA. On a CPU, both backends
+    have better ways for some passes.
 
     Tensors are positional arguments, everything static (the channel axis) is a hashable
     keyword argument. The function must not communicate between replicas.
 
     Args:
-        tensorflow_cpu: Name of the function in `keras_norms.ops.tensorflow_cpu` that
-            computes the same. It takes the same arguments and needs no gradient.
+        cpu: Name of the function that computes the same on a CPU, in
+            `keras_norms.ops.tensorflow_cpu`, `keras_norms.ops.jax_cpu` or both. It
+            takes the same arguments and needs no gradient.
     """
 
     def decorate(function):
         @functools.cache
-        def compiled(static):
+        def on_tensorflow_gpu(static):
             import tensorflow as tf
 
+            function_of_tensors = functools.partial(function, **dict(static))
+            return tf.function(function_of_tensors, jit_compile=True)
+
+        @functools.cache
+        def on_jax_cpu(static):
+            from keras_norms.ops import jax_cpu
+
             static = dict(static)
-            return tf.function(functools.partial(function, **static), jit_compile=True)
+            kernel = functools.partial(getattr(jax_cpu, cpu), **static)
+            return _where_jax_compiles_for_cpu(
+                kernel, functools.partial(function, **static)
+            )
 
         @functools.wraps(function)
         def call(*tensors, **static):
-            if keras.backend.backend() != "tensorflow":
+            backend = keras.backend.backend()
+            key = tuple(sorted(static.items()))
+            if backend == "tensorflow" and _has_gpu():
+                return on_tensorflow_gpu(key)(*tensors)
+            kernels = _cpu_kernels(backend)
+            if not hasattr(kernels, cpu or "") or not kernels.apply_to(
+                *tensors, **static
+            ):
                 return function(*tensors, **static)
-            if _has_gpu():
-                return compiled(tuple(sorted(static.items())))(*tensors)
-            from keras_norms.ops import tensorflow_cpu as kernels
-
-            if tensorflow_cpu and kernels.apply_to(*tensors, **static):
-                kernel = getattr(kernels, tensorflow_cpu)
-                return _with_gradient_of(function, kernel, static)(*tensors)
-            return function(*tensors, **static)
+            if backend == "jax":
+                return on_jax_cpu(key)(*tensors)
+            return _with_gradient_of(function, getattr(kernels, cpu), static)(*tensors)
 
         return call
 
     return decorate
+
+
+def _cpu_kernels(backend):
+    if backend == "tensorflow":
+        from keras_norms.ops import tensorflow_cpu as kernels
+    elif backend == "jax":
+        from keras_norms.ops import jax_cpu as kernels
+    else:
+        kernels = None
+    return kernels
 
 
 @functools.cache
@@ -95,6 +119,21 @@ def _has_gpu():
     import tensorflow as tf
 
     return bool(tf.config.list_physical_devices("GPU"))
+
+
+def _where_jax_compiles_for_cpu(kernel, function):
+    """`kernel` in programs for a CPU, `function` in others and for its gradient."""
+    import jax
+
+    @jax.custom_vjp
+    def call(*tensors):
+        return jax.lax.platform_dependent(*tensors, cpu=kernel, default=function)
+
+    call.defvjp(
+        lambda *tensors: (call(*tensors), tensors),
+        lambda tensors, upstream: jax.vjp(function, *tensors)[1](upstream),
+    )
+    return jax.jit(call)
 
 
 def _with_gradient_of(function, kernel, static):

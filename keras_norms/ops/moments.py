@@ -75,7 +75,7 @@ def _elements(x, axis, dtype):
     return count
 
 
-def _shift(x, prior_mean, has_prior, axis):
+def shift_of(x, prior_mean, has_prior, axis):
     """The prior mean; without one, its median with the first and the last element."""
     axes = reduction_axes(len(x.shape), axis)
 
@@ -94,10 +94,10 @@ def _shift(x, prior_mean, has_prior, axis):
     return ops.where(has_prior, prior_mean, from_batch())
 
 
-@fused(tensorflow_cpu="mean_and_variance")
+@fused(cpu="mean_and_variance")
 def _mean_and_variance(x, prior_mean, has_prior, count, *, axis):
     axes = reduction_axes(len(x.shape), axis)
-    shift = ops.stop_gradient(_shift(x, prior_mean, has_prior, axis))
+    shift = ops.stop_gradient(shift_of(x, prior_mean, has_prior, axis))
     x = ops.cast(x, shift.dtype)
     divisor = ops.maximum(count, ops.ones_like(count))
     # Two differences, not one: XLA on CPU would write a shared one to memory.

@@ -176,7 +176,7 @@ def _mean_ratio(moving, batch):
     return ops.where(batch == 0, ops.ones_like(batch), ratio)
 
 
-@fused(tensorflow_cpu="affine")
+@fused(cpu="affine")
 def _affine(x, center, scale, offset, *, axis):
     """scale * (x - center) + offset; subtracting first keeps digits."""
     ndim = len(x.shape)
@@ -245,7 +245,7 @@ def _normalize_gradient(
     return dx, dgamma, dbeta, *[None] * (len(statistics) + (mask is not None))
 
 
-@fused(tensorflow_cpu="gradient_sums")
+@fused(cpu="gradient_sums")
 def _gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)) over a channel, stacked."""
     ndim = len(x.shape)
@@ -256,7 +256,7 @@ def _gradient_sums(upstream, x, center, *, axis):
     return ops.stack([ops.sum(g, axes), ops.sum(g * shifted, axes)])
 
 
-@fused(tensorflow_cpu="gradient_x")
+@fused(cpu="gradient_x")
 def _gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     """scale * g - k * (x - pivot) - constant."""
     ndim = len(x.shape)
