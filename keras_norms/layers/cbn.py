@@ -1,15 +1,16 @@
 """CBN: complete batch normalization."""
 
 import keras
-from keras import constraints, initializers, ops, regularizers
+from keras import initializers, ops
 
 from keras_norms.layers import arguments
+from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.learning_rate import FollowsLearningRate
 from keras_norms.ops import normalize
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class CBN(FollowsLearningRate, keras.layers.Layer):
+class CBN(FollowsLearningRate, ChannelNormalization):
     """Complete batch normalization, before a linear layer in place of BN after it.
 
     With `mu` the mean and `sq` the mean square, both per channel:
@@ -135,63 +136,43 @@ class CBN(FollowsLearningRate, keras.layers.Layer):
         gamma_constraint=None,
         **kwargs,
     ):
-        super().__init__(**kwargs)
-        self.axis = arguments.integer("axis", axis)
+        super().__init__(
+            axis=axis,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            synchronized=synchronized,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            beta_regularizer=beta_regularizer,
+            gamma_regularizer=gamma_regularizer,
+            beta_constraint=beta_constraint,
+            gamma_constraint=gamma_constraint,
+            **kwargs,
+        )
         self.initial_rho = arguments.number("rho", rho, above=0)
         self.omega = arguments.number("omega", omega, at_least=0)
         self.momentum = arguments.number("momentum", momentum, at_least=0, below=1)
-        self.epsilon = arguments.number("epsilon", epsilon, above=0)
-        self.center = arguments.boolean("center", center)
-        self.scale = arguments.boolean("scale", scale)
         self.decouple = arguments.boolean("decouple", decouple)
         self.mean_gradient = arguments.choice(
             "mean_gradient", mean_gradient, ("shift", "ratio")
         )
-        self.synchronized = arguments.synchronized(synchronized)
-        self.beta_initializer = initializers.get(beta_initializer)
-        self.gamma_initializer = initializers.get(gamma_initializer)
         self.moving_mean_initializer = initializers.get(moving_mean_initializer)
         self.moving_square_initializer = initializers.get(moving_square_initializer)
-        self.beta_regularizer = regularizers.get(beta_regularizer)
-        self.gamma_regularizer = regularizers.get(gamma_regularizer)
-        self.beta_constraint = constraints.get(beta_constraint)
-        self.gamma_constraint = constraints.get(gamma_constraint)
-        self.supports_masking = True
-
-        self.gamma = None
-        self.beta = None
         self.moving_mean = None
         self.moving_square = None
         self.average_weight = None
         self.rho = None
 
     def build(self, input_shape):
-        channels = arguments.channels(self, input_shape)
-        if self.scale:
-            self.gamma = self.add_weight(
-                name="gamma",
-                shape=(channels,),
-                initializer=self.gamma_initializer,
-                regularizer=self.gamma_regularizer,
-                constraint=self.gamma_constraint,
-                autocast=False,
-            )
-        if self.center:
-            self.beta = self.add_weight(
-                name="beta",
-                shape=(channels,),
-                initializer=self.beta_initializer,
-                regularizer=self.beta_regularizer,
-                constraint=self.beta_constraint,
-                autocast=False,
-            )
-        self.moving_mean = self._add_statistic(
+        channels = self.build_affine(input_shape)
+        self.moving_mean = self.add_statistic(
             "moving_mean", (channels,), self.moving_mean_initializer
         )
-        self.moving_square = self._add_statistic(
+        self.moving_square = self.add_statistic(
             "moving_square", (channels,), self.moving_square_initializer
         )
-        self.average_weight = self._add_statistic("average_weight", (), "zeros")
+        self.average_weight = self.add_statistic("average_weight", (), "zeros")
         self.rho = self.add_weight(
             name="rho",
             shape=(),
@@ -200,32 +181,16 @@ class CBN(FollowsLearningRate, keras.layers.Layer):
             autocast=False,
         )
         self.build_learning_rate()
-        self.input_spec = keras.layers.InputSpec(
-            ndim=len(input_shape), axes={self.axis: channels}
-        )
-
-    def _add_statistic(self, name, shape, initializer):
-        # Replicas that normalise each with their own batch keep one common average.
-        return self.add_weight(
-            name=name,
-            shape=shape,
-            initializer=initializer,
-            trainable=False,
-            autocast=False,
-            aggregation="mean",
-        )
 
     def call(self, inputs, training=None, mask=None):
         inputs = ops.cast(inputs, self.compute_dtype)
-        dtype = "float64" if self.compute_dtype == "float64" else "float32"
+        dtype = self.statistics_dtype
+        gamma, beta = self.affine()
         state = normalize.CBNState(
             ops.cast(self.moving_mean, dtype),
             ops.cast(self.moving_square, dtype),
             ops.cast(self.average_weight, dtype),
         )
-        ones = ops.ones_like(state.mean)
-        gamma = ops.cast(self.gamma, dtype) if self.scale else ones
-        beta = ops.cast(self.beta, dtype) if self.center else ops.zeros_like(ones)
         rho = ops.cast(self.rho, dtype)
         if not training or not self.trainable:
             return normalize.cbn_inference(
@@ -259,36 +224,21 @@ class CBN(FollowsLearningRate, keras.layers.Layer):
         self.average_weight.assign(state.weight)
         return outputs
 
-    def compute_output_shape(self, input_shape):
-        arguments.channels(self, input_shape, known=False)
-        return input_shape
-
     def get_config(self):
         config = super().get_config()
         config.update(
             {
-                "axis": self.axis,
                 "rho": self.initial_rho,
                 "omega": self.omega,
                 "momentum": self.momentum,
-                "epsilon": self.epsilon,
-                "center": self.center,
-                "scale": self.scale,
                 "decouple": self.decouple,
                 "mean_gradient": self.mean_gradient,
-                "synchronized": self.synchronized,
-                "beta_initializer": initializers.serialize(self.beta_initializer),
-                "gamma_initializer": initializers.serialize(self.gamma_initializer),
                 "moving_mean_initializer": initializers.serialize(
                     self.moving_mean_initializer
                 ),
                 "moving_square_initializer": initializers.serialize(
                     self.moving_square_initializer
                 ),
-                "beta_regularizer": regularizers.serialize(self.beta_regularizer),
-                "gamma_regularizer": regularizers.serialize(self.gamma_regularizer),
-                "beta_constraint": constraints.serialize(self.beta_constraint),
-                "gamma_constraint": constraints.serialize(self.gamma_constraint),
             }
         )
         return config

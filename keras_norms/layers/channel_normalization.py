@@ -1,0 +1,125 @@
+"""What the layers that normalise the channels of an activation have in common."""
+
+import keras
+from keras import constraints, initializers, ops, regularizers
+
+from keras_norms.layers import arguments
+
+
+class ChannelNormalization(keras.layers.Layer):
+    """Base of a layer with statistics, `gamma` and `beta` for each channel.
+
+    A subclass calls `build_affine` in `build`, adds its statistics with
+    `add_statistic`, and gets `gamma` and `beta` from `affine` in `call`. Statistics and
+    affine weights are float32 in mixed precision, float64 in float64.
+    """
+
+    def __init__(
+        self,
+        axis,
+        epsilon,
+        center,
+        scale,
+        synchronized,
+        beta_initializer,
+        gamma_initializer,
+        beta_regularizer,
+        gamma_regularizer,
+        beta_constraint,
+        gamma_constraint,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.axis = arguments.integer("axis", axis)
+        self.epsilon = arguments.number("epsilon", epsilon, above=0)
+        self.center = arguments.boolean("center", center)
+        self.scale = arguments.boolean("scale", scale)
+        self.synchronized = arguments.synchronized(synchronized)
+        self.beta_initializer = initializers.get(beta_initializer)
+        self.gamma_initializer = initializers.get(gamma_initializer)
+        self.beta_regularizer = regularizers.get(beta_regularizer)
+        self.gamma_regularizer = regularizers.get(gamma_regularizer)
+        self.beta_constraint = constraints.get(beta_constraint)
+        self.gamma_constraint = constraints.get(gamma_constraint)
+        self.supports_masking = True
+        self.gamma = None
+        self.beta = None
+
+    def build_affine(self, input_shape):
+        """Make `gamma` and `beta`. Returns the number of channels."""
+        channels = arguments.channels(self, input_shape)
+        if self.scale:
+            self.gamma = self.add_weight(
+                name="gamma",
+                shape=(channels,),
+                initializer=self.gamma_initializer,
+                regularizer=self.gamma_regularizer,
+                constraint=self.gamma_constraint,
+                autocast=False,
+            )
+        if self.center:
+            self.beta = self.add_weight(
+                name="beta",
+                shape=(channels,),
+                initializer=self.beta_initializer,
+                regularizer=self.beta_regularizer,
+                constraint=self.beta_constraint,
+                autocast=False,
+            )
+        self.input_spec = keras.layers.InputSpec(
+            ndim=len(input_shape), axes={self.axis: channels}
+        )
+        return channels
+
+    def add_statistic(self, name, shape, initializer):
+        # Replicas that normalise each with their own batch keep one common average.
+        return self.add_weight(
+            name=name,
+            shape=shape,
+            initializer=initializer,
+            trainable=False,
+            autocast=False,
+            aggregation="mean",
+        )
+
+    @property
+    def statistics_dtype(self):
+        return "float64" if self.compute_dtype == "float64" else "float32"
+
+    def affine(self):
+        """`gamma` and `beta` in `statistics_dtype`; ones or zeros where there is none.
+
+        Returns:
+            Two tensors of shape `(channels,)`.
+        """
+        channels = (self.input_spec.axes[self.axis],)
+        gamma, beta = (
+            ops.full(channels, missing, self.statistics_dtype)
+            if weight is None
+            else ops.cast(weight, self.statistics_dtype)
+            for weight, missing in ((self.gamma, 1), (self.beta, 0))
+        )
+        return gamma, beta
+
+    def compute_output_shape(self, input_shape):
+        arguments.channels(self, input_shape, known=False)
+        return input_shape
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            {
+                "axis": self.axis,
+                "epsilon": self.epsilon,
+                "center": self.center,
+                "scale": self.scale,
+                "synchronized": self.synchronized,
+                "beta_initializer": initializers.serialize(self.beta_initializer),
+                "gamma_initializer": initializers.serialize(self.gamma_initializer),
+                "beta_regularizer": regularizers.serialize(self.beta_regularizer),
+                "gamma_regularizer": regularizers.serialize(self.gamma_regularizer),
+                "beta_constraint": constraints.serialize(self.beta_constraint),
+                "gamma_constraint": constraints.serialize(self.gamma_constraint),
+            }
+        )
+        return config
