@@ -1,4 +1,4 @@
-"""One normalisation layer, forward and backward, against keras BatchNormalization.
+"""Normalisation layers, forward and backward, against keras BatchNormalization.
 
     python -m benchmarks.layer                      # TensorFlow, as a graph
     KERAS_BACKEND=jax python -m benchmarks.layer
@@ -26,7 +26,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import machine
-from keras_norms import CBN
+from keras_norms import CBN, LpNorm, NoisyBN
 
 BACKEND = keras.backend.backend()
 
@@ -47,10 +47,6 @@ _JIT = flags.DEFINE_bool(
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
-def keras_bn(dtype):
-    return keras.layers.BatchNormalization(dtype=dtype)
-
-
 def cbn(dtype):
     layer = CBN(dtype=dtype)
     layer.set_learning_rate(0.01)
@@ -59,7 +55,16 @@ def cbn(dtype):
 
 def candidates():
     """Name -> function of the dtype that makes a layer; the first is the yardstick."""
-    layers = {"keras BatchNormalization": keras_bn, "CBN": cbn}
+    layers = {
+        "keras BatchNormalization": lambda dtype: keras.layers.BatchNormalization(
+            dtype=dtype
+        ),
+        "CBN": cbn,
+        "LpNorm(1)": lambda dtype: LpNorm(1, dtype=dtype),
+        "LpNorm(2)": lambda dtype: LpNorm(2, dtype=dtype),
+        "LpNorm(inf)": lambda dtype: LpNorm("inf", dtype=dtype),
+        "NoisyBN": lambda dtype: NoisyBN(dtype=dtype),
+    }
     if BACKEND == "tensorflow":
         layers["tf.nn.fused_batch_norm"] = fused_batch_norm
     return layers

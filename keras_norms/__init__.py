@@ -2,6 +2,8 @@
 
 from keras_norms.amat import AMAT
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.lp_norm import LpNorm
+from keras_norms.layers.noisy_bn import NoisyBN
 
 __version__ = "0.1.0"
-__all__ = ["AMAT", "CBN"]
+__all__ = ["AMAT", "CBN", "LpNorm", "NoisyBN"]

@@ -138,6 +138,7 @@ class CBN(FollowsLearningRate, ChannelNormalization):
     ):
         super().__init__(
             axis=axis,
+            momentum=momentum,
             epsilon=epsilon,
             center=center,
             scale=scale,
@@ -152,7 +153,6 @@ class CBN(FollowsLearningRate, ChannelNormalization):
         )
         self.initial_rho = arguments.number("rho", rho, above=0)
         self.omega = arguments.number("omega", omega, at_least=0)
-        self.momentum = arguments.number("momentum", momentum, at_least=0, below=1)
         self.decouple = arguments.boolean("decouple", decouple)
         self.mean_gradient = arguments.choice(
             "mean_gradient", mean_gradient, ("shift", "ratio")
@@ -230,7 +230,6 @@ class CBN(FollowsLearningRate, ChannelNormalization):
             {
                 "rho": self.initial_rho,
                 "omega": self.omega,
-                "momentum": self.momentum,
                 "decouple": self.decouple,
                 "mean_gradient": self.mean_gradient,
                 "moving_mean_initializer": initializers.serialize(

@@ -4,6 +4,7 @@ import keras
 from keras import constraints, initializers, ops, regularizers
 
 from keras_norms.layers import arguments
+from keras_norms.ops.moments import moving_average
 
 
 class ChannelNormalization(keras.layers.Layer):
@@ -17,6 +18,7 @@ class ChannelNormalization(keras.layers.Layer):
     def __init__(
         self,
         axis,
+        momentum,
         epsilon,
         center,
         scale,
@@ -31,6 +33,7 @@ class ChannelNormalization(keras.layers.Layer):
     ):
         super().__init__(**kwargs)
         self.axis = arguments.integer("axis", axis)
+        self.momentum = arguments.number("momentum", momentum, at_least=0, below=1)
         self.epsilon = arguments.number("epsilon", epsilon, above=0)
         self.center = arguments.boolean("center", center)
         self.scale = arguments.boolean("scale", scale)
@@ -82,6 +85,11 @@ class ChannelNormalization(keras.layers.Layer):
             aggregation="mean",
         )
 
+    def update_statistic(self, statistic, value, count):
+        """Move an average on by `momentum`, unless `count` elements are none."""
+        average = ops.cast(statistic, value.dtype)
+        statistic.assign(moving_average(average, value, self.momentum, count))
+
     @property
     def statistics_dtype(self):
         return "float64" if self.compute_dtype == "float64" else "float32"
@@ -110,6 +118,7 @@ class ChannelNormalization(keras.layers.Layer):
         config.update(
             {
                 "axis": self.axis,
+                "momentum": self.momentum,
                 "epsilon": self.epsilon,
                 "center": self.center,
                 "scale": self.scale,

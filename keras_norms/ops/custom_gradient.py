@@ -48,7 +48,7 @@ def custom_gradient(forward, backward):
     return forward
 
 
-def fused(cpu=None):
+def fused(cpu=None, xla=False):
     """Decorate a pass over activations so that it runs as few kernels.
 
     The function it decorates is written in `keras.ops`. XLA fuses it with its
@@ -64,11 +64,13 @@ def fused(cpu=None):
         cpu: Name of the function that computes the same on a CPU, in
             `keras_norms.ops.tensorflow_cpu`, `keras_norms.ops.jax_cpu` or both. It
             takes the same arguments and needs no gradient.
+        xla: Whether TensorFlow compiles the function by XLA on a CPU too. XLA there is
+            slow where it reduces, but not where much is computed for each element.
     """
 
     def decorate(function):
         @functools.cache
-        def on_tensorflow_gpu(static):
+        def compiled_by_tensorflow(static):
             import tensorflow as tf
 
             function_of_tensors = functools.partial(function, **dict(static))
@@ -88,16 +90,15 @@ def fused(cpu=None):
         def call(*tensors, **static):
             backend = keras.backend.backend()
             key = tuple(sorted(static.items()))
-            if backend == "tensorflow" and _has_gpu():
-                return on_tensorflow_gpu(key)(*tensors)
+            if backend == "tensorflow" and (xla or _has_gpu()):
+                return compiled_by_tensorflow(key)(*tensors)
             kernels = _cpu_kernels(backend)
-            if not hasattr(kernels, cpu or "") or not kernels.apply_to(
-                *tensors, **static
-            ):
+            kernel = getattr(kernels, cpu, None) if cpu else None
+            if kernel is None or not kernels.apply_to(*tensors, **static):
                 return function(*tensors, **static)
             if backend == "jax":
                 return on_jax_cpu(key)(*tensors)
-            return _with_gradient_of(function, getattr(kernels, cpu), static)(*tensors)
+            return _with_gradient_of(function, kernel, static)(*tensors)
 
         return call
 

@@ -3,7 +3,7 @@
 XLA for CPUs computes one sum per loop, so that two sums of the same tensors read them
 twice from memory. Here they are read in blocks that stay in the cache, and both sums
 grow block by block. Each function computes what the one of the same purpose in
-`moments` or `normalize` does.
+`moments` or `passes` does.
 """
 
 import jax

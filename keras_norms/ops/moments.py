@@ -34,7 +34,7 @@ def per_channel(vector, ndim, axis):
     return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
 
 
-def moments(x, prior_mean, has_prior, axis, mask=None, synchronized=False):
+def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
     """Mean and variance of every channel.
 
     The sums are taken of `x - shift`, so that nothing cancels where the mean is much
@@ -42,25 +42,32 @@ def moments(x, prior_mean, has_prior, axis, mask=None, synchronized=False):
 
     Args:
         x: Tensor of rank 2 or more.
-        prior_mean: `(channels,)`, an estimate of the mean in the dtype to compute in
-            (float32 or wider). It changes the rounding, not the result.
-        has_prior: Boolean scalar. Without a prior, elements of the batch give a shift.
+        dtype: What to compute in, float32 or wider.
         axis: The channel axis.
         mask: Boolean tensor that broadcasts to the shape of `x`, `False` where an
             element does not count. Reads `x` twice.
         synchronized: Whether statistics are those of all TensorFlow replicas.
+        prior: An estimate of the mean, `(channels,)`, and a boolean scalar: whether it
+            is one. It changes the rounding, not the result. Without one, elements of
+            the batch give a shift.
 
     Returns:
         `Moments`. Without any element, mean and variance are zero.
     """
-    dtype = keras.backend.standardize_dtype(prior_mean.dtype)
     if mask is None:
+        if prior is None:
+            prior = ops.zeros((x.shape[axis],), dtype), ops.convert_to_tensor(False)
         count = _elements(x, axis, dtype)
-        mean, variance = _mean_and_variance(x, prior_mean, has_prior, count, axis=axis)
+        mean, variance = _mean_and_variance(x, *prior, count, axis=axis)
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
     local = Moments(count, mean, variance)
     return _combine_replicas(local) if synchronized else local
+
+
+def moving_average(old, new, momentum, count):
+    """One step of a plain exponential average; a batch of `count` 0 changes nothing."""
+    return ops.where(count > 0, momentum * old + (1 - momentum) * new, old)
 
 
 def _elements(x, axis, dtype):
@@ -149,20 +156,24 @@ def sum_over_replicas(x):
     return x if context is None else context.all_reduce("sum", x)
 
 
-def _combine_replicas(local):
-    """Merge the moments of all replicas (Chan et al. 1979) in one all-reduce."""
+def gather_replicas(x):
+    """Stack `x` of all TensorFlow replicas along a new first axis."""
     context = _replica_context()
     if context is None:
-        return local
+        return x[None]
     replicas = context.num_replicas_in_sync
-    # Each replica fills its own slot, so that the sum gathers them without
-    # cancellation.
-    slot = ops.one_hot(
-        context.replica_id_in_sync_group, replicas, dtype=local.mean.dtype
-    )
+    # Each replica fills its own slot, so that the sum loses nothing.
+    slot = ops.one_hot(context.replica_id_in_sync_group, replicas, dtype=x.dtype)
+    slot = ops.reshape(slot, (replicas,) + (1,) * len(x.shape))
+    return sum_over_replicas(slot * x)
+
+
+def _combine_replicas(local):
+    """Merge the moments of all replicas (Chan et al. 1979) in one all-reduce."""
+    if number_of_replicas() == 1:
+        return local
     count = ops.broadcast_to(local.count, ops.shape(local.mean))
-    stacked = ops.stack([count, local.mean, local.variance])
-    slots = sum_over_replicas(ops.reshape(slot, (replicas, 1, 1)) * stacked)
+    slots = gather_replicas(ops.stack([count, local.mean, local.variance]))
     counts, means, variances = slots[:, 0], slots[:, 1], slots[:, 2]
     count = ops.sum(counts, 0)
     shares = counts / ops.maximum(count, ops.ones_like(count))

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_norms.ops.custom_gradient import custom_gradient, fused
-from keras_norms.ops.moments import (
-    moments,
-    number_of_replicas,
-    per_channel,
-    reduction_axes,
-    sum_over_replicas,
+from keras_norms.ops.custom_gradient import custom_gradient
+from keras_norms.ops.moments import moments, number_of_replicas, sum_over_replicas
+from keras_norms.ops.passes import (
+    affine,
+    gradient_sums,
+    gradient_x,
+    masked_gradient_x,
 )
 
 # The debiasing weight must grow also at learning rate 0, or the averages never start.
@@ -46,7 +46,7 @@ def cbn_inference(x, gamma, beta, state, *, rho, epsilon, axis, decouple=True):
     center = state.mean - beta if decouple else state.mean
     inverse = 1 / (rho * ops.sqrt(state.square + epsilon))
     offset = ops.zeros_like(beta) if decouple else beta
-    return _affine(x, center, gamma * inverse, offset, axis=axis)
+    return affine(x, center, gamma * inverse, offset, axis=axis)
 
 
 def cbn_training(
@@ -89,7 +89,8 @@ def cbn_training(
     Returns:
         The output and the `CBNState` after this batch, which carries no gradient.
     """
-    batch = moments(x, state.mean, state.weight > 0, axis, mask, synchronized)
+    prior = state.mean, state.weight > 0
+    batch = moments(x, gamma.dtype, axis, mask, synchronized, prior)
     seen = batch.count > 0
     known = learning_rate >= 0
     step = ops.where(
@@ -124,17 +125,7 @@ def cbn_training(
     ratio = ops.stop_gradient(ops.sqrt(used + epsilon) / root)
     inverse = 1 / (rho * ratio * root)
 
-    normalize = custom_gradient(
-        functools.partial(_normalize, axis=axis),
-        functools.partial(
-            _normalize_gradient,
-            epsilon=epsilon,
-            axis=axis,
-            decouple=decouple,
-            synchronized=synchronized,
-        ),
-    )
-    y = normalize(
+    y = _normalize(
         x,
         gamma,
         beta,
@@ -145,12 +136,55 @@ def cbn_training(
         square,
         mean_weight,
         batch.count,
-        *(() if mask is None else (mask,)),
+        mask,
+        epsilon=epsilon,
+        axis=axis,
+        decouple=decouple,
+        synchronized=synchronized,
     )
     state = CBNState(
         batch.mean - kept * excess, square + kept * (state.square - square), weight
     )
     return y, CBNState(*(ops.stop_gradient(value) for value in state))
+
+
+def batch_normalization(
+    x, gamma, beta, batch, *, epsilon, axis, mask=None, synchronized=False
+):
+    """gamma * (x - mean) / sqrt(variance + epsilon) + beta.
+
+    Args:
+        x: Tensor of rank 2 or more.
+        gamma, beta: `(channels,)`, in the dtype to compute in.
+        batch: The `Moments` of `x`, with the same `mask` and `synchronized`: the
+            gradient passes through them.
+        epsilon, axis, mask, synchronized: See `cbn_training`.
+
+    Returns:
+        The output.
+    """
+    return _normalize(
+        x,
+        gamma,
+        beta,
+        batch.mean,
+        1 / ops.sqrt(batch.variance + epsilon),
+        beta,
+        batch.mean,
+        batch.variance,
+        ops.ones_like(batch.mean),
+        batch.count,
+        mask,
+        epsilon=epsilon,
+        axis=axis,
+        decouple=False,
+        synchronized=synchronized,
+    )
+
+
+def batch_normalization_inference(x, gamma, beta, mean, variance, *, epsilon, axis):
+    """Batch normalization with stored statistics: affine in `x`."""
+    return affine(x, mean, gamma / ops.sqrt(variance + epsilon), beta, axis=axis)
 
 
 def _average_weights(weight, step, seen):
@@ -176,19 +210,18 @@ def _mean_ratio(moving, batch):
     return ops.where(batch == 0, ops.ones_like(batch), ratio)
 
 
-@fused(cpu="affine")
-def _affine(x, center, scale, offset, *, axis):
-    """scale * (x - center) + offset; subtracting first keeps digits."""
-    ndim = len(x.shape)
-    center, scale, offset = (
-        per_channel(v, ndim, axis) for v in (center, scale, offset)
+def _normalize(x, gamma, beta, *statistics_and_mask, **static):
+    """The forward map, with `_normalize_gradient` as its gradient."""
+    *statistics, mask = statistics_and_mask
+
+    def forward(x, gamma, beta, center, inverse, offset, *for_gradient):
+        return affine(x, center, gamma * inverse, offset, axis=static["axis"])
+
+    normalize = custom_gradient(
+        forward, functools.partial(_normalize_gradient, **static)
     )
-    return ops.cast((ops.cast(x, center.dtype) - center) * scale + offset, x.dtype)
-
-
-def _normalize(x, gamma, beta, center, inverse, offset, *for_gradient, axis):
-    """The forward map; `for_gradient` is what only `_normalize_gradient` uses."""
-    return _affine(x, center, gamma * inverse, offset, axis=axis)
+    masks = () if mask is None else (mask,)
+    return normalize(x, gamma, beta, *statistics, *masks)
 
 
 def _normalize_gradient(
@@ -218,7 +251,7 @@ def _normalize_gradient(
     mean.
     """
     scale = gamma * inverse
-    local = _gradient_sums(upstream, x, center, axis=axis)
+    local = gradient_sums(upstream, x, center, axis=axis)
     total = sum_over_replicas(local) if synchronized else local
     sum_g, sum_gx = total[0], total[1]
     count = ops.maximum(count, ops.ones_like(count))
@@ -237,42 +270,9 @@ def _normalize_gradient(
         dbeta = local[0]
     vectors = scale, k, pivot, mean_weight * through_mean
     if mask is None:
-        dx = _gradient_x(upstream, x, *vectors, axis=axis)
+        dx = gradient_x(upstream, x, *vectors, axis=axis)
     else:
-        dx = _masked_gradient_x(upstream, x, *vectors, mask, axis=axis)
+        dx = masked_gradient_x(upstream, x, *vectors, mask, axis=axis)
     dgamma = local[1] * inverse
     statistics = (center, inverse, offset, mean, square, mean_weight, count)
     return dx, dgamma, dbeta, *[None] * (len(statistics) + (mask is not None))
-
-
-@fused(cpu="gradient_sums")
-def _gradient_sums(upstream, x, center, *, axis):
-    """sum(g) and sum(g * (x - center)) over a channel, stacked."""
-    ndim = len(x.shape)
-    axes = reduction_axes(ndim, axis)
-    g, x = ops.cast(upstream, center.dtype), ops.cast(x, center.dtype)
-    # Not x - center, which the forward pass has: XLA on CPU would write it to memory.
-    shifted = x + per_channel(-center, ndim, axis)
-    return ops.stack([ops.sum(g, axes), ops.sum(g * shifted, axes)])
-
-
-@fused(cpu="gradient_x")
-def _gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
-    """scale * g - k * (x - pivot) - constant."""
-    ndim = len(x.shape)
-    scale, k, pivot, constant = (
-        per_channel(v, ndim, axis) for v in (scale, k, pivot, constant)
-    )
-    g, x = ops.cast(upstream, scale.dtype), ops.cast(x, scale.dtype)
-    return ops.cast(scale * g - k * (x - pivot) - constant, upstream.dtype)
-
-
-@fused()
-def _masked_gradient_x(upstream, x, scale, k, pivot, constant, mask, *, axis):
-    """The same where the mask is true, scale * g elsewhere."""
-    zero = ops.zeros_like(k)
-    return ops.where(
-        mask,
-        _gradient_x.__wrapped__(upstream, x, scale, k, pivot, constant, axis=axis),
-        _gradient_x.__wrapped__(upstream, x, scale, zero, zero, zero, axis=axis),
-    )

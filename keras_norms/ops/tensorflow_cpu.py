@@ -3,7 +3,7 @@
 There every operation is a loop of its own over the whole tensor. The batch
 normalization operations are the only ones that do several things in one loop; with the
 right arguments they compute what CBN needs, two to four times as fast. Each function
-computes what the one of the same purpose in `moments` or `normalize` does.
+computes what the one of the same purpose in `moments` or `passes` does.
 """
 
 import math

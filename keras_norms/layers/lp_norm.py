@@ -1,0 +1,195 @@
+"""LpNorm: normalization by the average l_p norm."""
+
+import math
+import numbers
+
+import keras
+from keras import initializers, ops
+
+from keras_norms.layers import arguments
+from keras_norms.layers.channel_normalization import ChannelNormalization
+from keras_norms.ops import lp_norm
+
+
+@keras.saving.register_keras_serializable(package="keras_norms")
+class LpNorm(ChannelNormalization):
+    """l_p normalization: the mean is removed, the scale is an average l_p norm.
+
+    With `mean` and `s_p` of each channel:
+
+    ```
+    s_p = mean(|x|^p)^(1/p)        s_inf = max|x|
+    y   = gamma * (x - mean) / (s_p + epsilon) + beta
+    ```
+
+    **In training** (`training=True`), `mean` and `s_p` are those of the batch, and
+    their moving averages follow with `momentum`. **At inference**, they are the moving
+    averages. `layer.trainable = False` means inference mode.
+
+    It stands where `keras.layers.BatchNormalization` would. With `p=2` and
+    `norm_of="centered"` it is BatchNormalization, but for where `epsilon` is added.
+
+    Args:
+        p: Number of at least 1, `math.inf` (or `"inf"`) included.
+        axis: Integer, the channel axis. Use 1 after a convolution with
+            `data_format="channels_first"`.
+        norm_of: `"input"` or `"centered"`: whether `s_p` is taken of `x`, as in the
+            paper, or of `x - mean`.
+        momentum: Float in [0, 1), decay of the moving averages.
+        epsilon: Positive float, added to the norm.
+        center: Boolean, whether there is a `beta`.
+        scale: Boolean, whether there is a `gamma`.
+        synchronized: Boolean, whether statistics are those of all TensorFlow replicas
+            of a `tf.distribute` strategy. On JAX they always are those of the whole
+            batch. Not available on PyTorch.
+        beta_initializer: Initializer of `beta`.
+        gamma_initializer: Initializer of `gamma`.
+        moving_mean_initializer: Initializer of the moving mean.
+        moving_norm_initializer: Initializer of the moving norm.
+        beta_regularizer: Optional regularizer of `beta`.
+        gamma_regularizer: Optional regularizer of `gamma`.
+        beta_constraint: Optional constraint of `beta`.
+        gamma_constraint: Optional constraint of `gamma`.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
+
+    Call arguments:
+        inputs: Tensor of rank 2 or more.
+        training: Boolean, see above.
+        mask: Optional boolean tensor. Elements where it is `False` are kept out of the
+            statistics. Its shape is that of `inputs` without the channel axis, or the
+            leading part of it, or any shape of the rank of `inputs` that broadcasts to
+            `inputs`.
+
+    Input shape:
+        Any of rank 2 or more, with a known size of `axis`.
+
+    Output shape:
+        The input shape.
+
+    Weights:
+        `gamma` and `beta`, trainable, `moving_mean` and `moving_norm`, each of shape
+        `(channels,)`. They stay in float32 in mixed precision.
+
+    Raises:
+        ValueError: If an argument is out of its range, if `axis` is not an axis of the
+            input or has no known size, or if a mask does not fit the input.
+
+    Example:
+
+    >>> model = keras.Sequential([
+    ...     keras.layers.Conv2D(64, 3, use_bias=False),
+    ...     LpNorm(p=1),
+    ...     keras.layers.Activation("relu"),
+    ... ])
+
+    Reference:
+
+    - Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
+      Optimization?, NeurIPS 2018, Section 3.3. https://arxiv.org/abs/1805.11604
+
+    The paper gives no formula and no `epsilon`; it says that the norm is taken before
+    the mean is removed, which is `norm_of="input"`. The gradient of the maximum goes in
+    equal parts to all elements that attain it.
+    """
+
+    def __init__(
+        self,
+        p=2,
+        axis=-1,
+        norm_of="input",
+        momentum=0.99,
+        epsilon=1e-5,
+        center=True,
+        scale=True,
+        synchronized=False,
+        beta_initializer="zeros",
+        gamma_initializer="ones",
+        moving_mean_initializer="zeros",
+        moving_norm_initializer="ones",
+        beta_regularizer=None,
+        gamma_regularizer=None,
+        beta_constraint=None,
+        gamma_constraint=None,
+        **kwargs,
+    ):
+        super().__init__(
+            axis=axis,
+            momentum=momentum,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            synchronized=synchronized,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            beta_regularizer=beta_regularizer,
+            gamma_regularizer=gamma_regularizer,
+            beta_constraint=beta_constraint,
+            gamma_constraint=gamma_constraint,
+            **kwargs,
+        )
+        value = math.inf if p == "inf" else p
+        if isinstance(p, bool) or not isinstance(value, numbers.Real) or not value >= 1:
+            raise ValueError(
+                "Argument `p` must be a number of at least 1, `math.inf` included. "
+                f"Received: p={p!r}"
+            )
+        self.p = float(value)
+        self.norm_of = arguments.choice("norm_of", norm_of, ("input", "centered"))
+        self.moving_mean_initializer = initializers.get(moving_mean_initializer)
+        self.moving_norm_initializer = initializers.get(moving_norm_initializer)
+        self.moving_mean = None
+        self.moving_norm = None
+
+    def build(self, input_shape):
+        channels = self.build_affine(input_shape)
+        self.moving_mean = self.add_statistic(
+            "moving_mean", (channels,), self.moving_mean_initializer
+        )
+        self.moving_norm = self.add_statistic(
+            "moving_norm", (channels,), self.moving_norm_initializer
+        )
+
+    def call(self, inputs, training=None, mask=None):
+        inputs = ops.cast(inputs, self.compute_dtype)
+        gamma, beta = self.affine()
+        if not training or not self.trainable:
+            return lp_norm.lp_inference(
+                inputs,
+                gamma,
+                beta,
+                ops.cast(self.moving_mean, gamma.dtype),
+                ops.cast(self.moving_norm, gamma.dtype),
+                epsilon=self.epsilon,
+                axis=self.axis,
+            )
+        static = {
+            "p": self.p,
+            "centered": self.norm_of == "centered",
+            "axis": self.axis,
+            "mask": arguments.broadcast_mask(mask, inputs, self.axis),
+            "synchronized": self.synchronized,
+        }
+        batch = lp_norm.lp_statistics(inputs, gamma.dtype, **static)
+        outputs = lp_norm.lp_normalization(
+            inputs, gamma, beta, batch, epsilon=self.epsilon, **static
+        )
+        self.update_statistic(self.moving_mean, batch.mean, batch.count)
+        self.update_statistic(self.moving_norm, batch.norm, batch.count)
+        return outputs
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            {
+                # JSON has no infinity.
+                "p": "inf" if self.p == math.inf else self.p,
+                "norm_of": self.norm_of,
+                "moving_mean_initializer": initializers.serialize(
+                    self.moving_mean_initializer
+                ),
+                "moving_norm_initializer": initializers.serialize(
+                    self.moving_norm_initializer
+                ),
+            }
+        )
+        return config

@@ -1,0 +1,226 @@
+"""NoisyBN: batch normalization with time-varying noise after it."""
+
+import keras
+from keras import initializers, ops
+
+from keras_norms.layers import arguments
+from keras_norms.layers.channel_normalization import ChannelNormalization
+from keras_norms.ops import noise, normalize
+from keras_norms.ops.moments import moments
+
+
+@keras.saving.register_keras_serializable(package="keras_norms")
+class NoisyBN(ChannelNormalization):
+    """Noisy batch normalization: noise that shifts and scales what BN has stabilised.
+
+    With `mean` and `var` of each channel `j`, over all other positions `i`:
+
+    ```
+    y0_ij = gamma_j * (x_ij - mean_j) / sqrt(var_j + epsilon) + beta_j
+    y_ij  = s_ij * y0_ij + m_ij
+
+    mu_j ~ U(-mean_range, mean_range)   m_ij ~ mu_j + U(-mean_jitter, mean_jitter)
+    sigma_j ~ U(1, scale_range)         s_ij ~ N(sigma_j, scale_jitter)
+    ```
+
+    The distribution of a channel changes from step to step, so that a network that
+    trains well with this layer does not owe that to stable distributions.
+
+    **In training** (`training=True`), `mean` and `var` are those of the batch, the
+    moving statistics follow them with `momentum`, and the noise is drawn anew at each
+    call. It is a constant for the gradient.
+
+    **At inference**, `mean` and `var` are the moving statistics and there is no noise:
+    `y = y0`, as in `keras.layers.BatchNormalization`. `layer.trainable = False` means
+    inference mode.
+
+    Args:
+        axis: Integer, the channel axis. Use 1 after a convolution with
+            `data_format="channels_first"`.
+        momentum: Float in [0, 1), decay of the moving statistics.
+        epsilon: Positive float, added to the variance inside the root.
+        center: Boolean, whether there is a `beta`.
+        scale: Boolean, whether there is a `gamma`.
+        mean_range: Non-negative float, bound of the mean shift of a channel.
+        scale_range: Float of at least 1, bound of the mean scale of a channel.
+        mean_jitter: Non-negative float, bound of an element's shift around that of its
+            channel.
+        scale_jitter: Non-negative float, standard deviation of an element's scale
+            around that of its channel.
+        noise_at_inference: Boolean, whether there is noise at inference as well.
+        seed: Optional integer. The same seed gives the same noise again, call by call.
+        synchronized: Boolean, whether statistics are those of all TensorFlow replicas
+            of a `tf.distribute` strategy. On JAX they always are those of the whole
+            batch. Not available on PyTorch.
+        beta_initializer: Initializer of `beta`.
+        gamma_initializer: Initializer of `gamma`.
+        moving_mean_initializer: Initializer of the moving mean.
+        moving_variance_initializer: Initializer of the moving variance.
+        beta_regularizer: Optional regularizer of `beta`.
+        gamma_regularizer: Optional regularizer of `gamma`.
+        beta_constraint: Optional constraint of `beta`.
+        gamma_constraint: Optional constraint of `gamma`.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
+
+    Call arguments:
+        inputs: Tensor of rank 2 or more.
+        training: Boolean, see above.
+        mask: Optional boolean tensor. Elements where it is `False` are kept out of the
+            statistics. Its shape is that of `inputs` without the channel axis, or the
+            leading part of it, or any shape of the rank of `inputs` that broadcasts to
+            `inputs`.
+
+    Input shape:
+        Any of rank 2 or more, with a known size of `axis`.
+
+    Output shape:
+        The input shape.
+
+    Weights:
+        Those of `keras.layers.BatchNormalization`, in its order: `gamma`, `beta`,
+        `moving_mean`, `moving_variance`, each of shape `(channels,)`. They stay in
+        float32 in mixed precision.
+
+    Raises:
+        ValueError: If an argument is out of its range, if `axis` is not an axis of the
+            input or has no known size, or if a mask does not fit the input.
+
+    Example:
+
+    >>> model = keras.Sequential([
+    ...     keras.layers.Conv2D(64, 3, use_bias=False),
+    ...     NoisyBN(seed=0),
+    ...     keras.layers.Activation("relu"),
+    ... ])
+
+    Reference:
+
+    - Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
+      Optimization?, NeurIPS 2018, Section 2.1 and Algorithm 1.
+      https://arxiv.org/abs/1805.11604
+    """
+
+    def __init__(
+        self,
+        axis=-1,
+        momentum=0.99,
+        epsilon=1e-3,
+        center=True,
+        scale=True,
+        mean_range=0.5,
+        scale_range=1.25,
+        mean_jitter=0.1,
+        scale_jitter=0.1,
+        noise_at_inference=False,
+        seed=None,
+        synchronized=False,
+        beta_initializer="zeros",
+        gamma_initializer="ones",
+        moving_mean_initializer="zeros",
+        moving_variance_initializer="ones",
+        beta_regularizer=None,
+        gamma_regularizer=None,
+        beta_constraint=None,
+        gamma_constraint=None,
+        **kwargs,
+    ):
+        super().__init__(
+            axis=axis,
+            momentum=momentum,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            synchronized=synchronized,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            beta_regularizer=beta_regularizer,
+            gamma_regularizer=gamma_regularizer,
+            beta_constraint=beta_constraint,
+            gamma_constraint=gamma_constraint,
+            **kwargs,
+        )
+        self.mean_range = arguments.number("mean_range", mean_range, at_least=0)
+        self.scale_range = arguments.number("scale_range", scale_range, at_least=1)
+        self.mean_jitter = arguments.number("mean_jitter", mean_jitter, at_least=0)
+        self.scale_jitter = arguments.number("scale_jitter", scale_jitter, at_least=0)
+        self.noise_at_inference = arguments.boolean(
+            "noise_at_inference", noise_at_inference
+        )
+        self.seed = None if seed is None else arguments.integer("seed", seed)
+        self.seed_generator = keras.random.SeedGenerator(seed)
+        self.moving_mean_initializer = initializers.get(moving_mean_initializer)
+        self.moving_variance_initializer = initializers.get(moving_variance_initializer)
+        self.moving_mean = None
+        self.moving_variance = None
+
+    def build(self, input_shape):
+        channels = self.build_affine(input_shape)
+        self.moving_mean = self.add_statistic(
+            "moving_mean", (channels,), self.moving_mean_initializer
+        )
+        self.moving_variance = self.add_statistic(
+            "moving_variance", (channels,), self.moving_variance_initializer
+        )
+
+    def call(self, inputs, training=None, mask=None):
+        inputs = ops.cast(inputs, self.compute_dtype)
+        gamma, beta = self.affine()
+        training = training and self.trainable
+        if training:
+            mask = arguments.broadcast_mask(mask, inputs, self.axis)
+            batch = moments(inputs, gamma.dtype, self.axis, mask, self.synchronized)
+            outputs = normalize.batch_normalization(
+                inputs,
+                gamma,
+                beta,
+                batch,
+                epsilon=self.epsilon,
+                axis=self.axis,
+                mask=mask,
+                synchronized=self.synchronized,
+            )
+            self.update_statistic(self.moving_mean, batch.mean, batch.count)
+            self.update_statistic(self.moving_variance, batch.variance, batch.count)
+        else:
+            outputs = normalize.batch_normalization_inference(
+                inputs,
+                gamma,
+                beta,
+                ops.cast(self.moving_mean, gamma.dtype),
+                ops.cast(self.moving_variance, gamma.dtype),
+                epsilon=self.epsilon,
+                axis=self.axis,
+            )
+        if training or self.noise_at_inference:
+            scale, shift = noise.scale_and_shift(
+                outputs,
+                self.seed_generator,
+                self.compute_dtype,
+                mean_range=self.mean_range,
+                scale_range=self.scale_range,
+                mean_jitter=self.mean_jitter,
+                scale_jitter=self.scale_jitter,
+                axis=self.axis,
+            )
+            outputs = scale * outputs + shift
+        return outputs
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            {
+                "mean_range": self.mean_range,
+                "scale_range": self.scale_range,
+                "mean_jitter": self.mean_jitter,
+                "scale_jitter": self.scale_jitter,
+                "noise_at_inference": self.noise_at_inference,
+                "seed": self.seed,
+                "moving_mean_initializer": initializers.serialize(
+                    self.moving_mean_initializer
+                ),
+                "moving_variance_initializer": initializers.serialize(
+                    self.moving_variance_initializer
+                ),
+            }
+        )
+        return config

@@ -1,0 +1,228 @@
+"""Normalisation by the average l_p norm of a channel, and its hand-written gradient.
+
+As in `normalize`: `x` is an activation tensor, a statistic is a vector over its channel
+axis, float32 or wider.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from keras_norms.ops.custom_gradient import custom_gradient, fused
+from keras_norms.ops.moments import (
+    gather_replicas,
+    moments,
+    per_channel,
+    reduction_axes,
+    sum_over_replicas,
+)
+from keras_norms.ops.passes import (
+    affine,
+    gradient_sums,
+    gradient_x,
+    masked_gradient_x,
+)
+
+
+class LpStatistics(NamedTuple):
+    """Statistics of one batch: elements per channel, `(channels,)` mean and norm."""
+
+    count: Any
+    mean: Any
+    norm: Any
+
+
+def lp_statistics(x, dtype, *, p, centered, axis, mask=None, synchronized=False):
+    """Mean and s_p = (mean |x|^p)^(1/p) of every channel, s_inf = max |x|.
+
+    Args:
+        x: Tensor of rank 2 or more.
+        dtype: What to compute in, float32 or wider.
+        p: Python float, 1 to infinity.
+        centered: Whether s_p is that of `x - mean` instead.
+        axis: The channel axis.
+        mask: Boolean, broadcasts to `x`; `False` elements do not count.
+        synchronized: Whether statistics are those of all TensorFlow replicas.
+
+    Returns:
+        `LpStatistics`. Without any element, mean and norm are zero.
+    """
+    batch = moments(x, dtype, axis, mask, synchronized)
+    if p == 2:
+        square = batch.variance
+        if not centered:
+            square = square + ops.square(batch.mean)
+        return LpStatistics(batch.count, batch.mean, _root(square, 2))
+    center = batch.mean if centered else ops.zeros_like(batch.mean)
+    masks = () if mask is None else (mask,)
+    norm = _norm(x, center, *masks, p=p, centered=centered, axis=axis)
+    if synchronized:
+        norm = _norm_of_norms(gather_replicas(norm), p, axis=0)
+    if p != math.inf:
+        count = ops.maximum(batch.count, ops.ones_like(batch.count))
+        norm = norm / count ** (1 / p)
+    return LpStatistics(batch.count, batch.mean, norm)
+
+
+def lp_inference(x, gamma, beta, mean, norm, *, epsilon, axis):
+    """The same map with stored statistics: affine in `x`."""
+    return affine(x, mean, gamma / (norm + epsilon), beta, axis=axis)
+
+
+def lp_normalization(
+    x,
+    gamma,
+    beta,
+    batch,
+    *,
+    p,
+    centered,
+    epsilon,
+    axis,
+    mask=None,
+    synchronized=False,
+):
+    """gamma * (x - mean) / (norm + epsilon) + beta (Santurkar et al., Section 3.3).
+
+    Args:
+        x: Tensor of rank 2 or more.
+        gamma, beta: `(channels,)`, in the dtype to compute in.
+        batch: What `lp_statistics` returns for `x` and the same other arguments: the
+            gradient passes through it. Where several elements attain the maximum, the
+            gradient of s_inf goes to them in equal parts.
+
+    Returns:
+        The output.
+    """
+
+    def forward(x, gamma, beta, mean, norm, *for_gradient):
+        return lp_inference(x, gamma, beta, mean, norm, epsilon=epsilon, axis=axis)
+
+    normalize = custom_gradient(
+        forward,
+        functools.partial(
+            _gradient,
+            p=p,
+            centered=centered,
+            epsilon=epsilon,
+            axis=axis,
+            synchronized=synchronized,
+        ),
+    )
+    masks = () if mask is None else (mask,)
+    return normalize(x, gamma, beta, batch.mean, batch.norm, batch.count, *masks)
+
+
+def _root(x, p):
+    """x^(1/p), with derivative 0 where x is 0."""
+    positive = x > 0
+    root = ops.where(positive, x, ops.ones_like(x)) ** (1 / p)
+    return ops.where(positive, root, ops.zeros_like(x))
+
+
+def _norm_of_norms(x, p, axis):
+    """(sum x^p)^(1/p) of non-negative numbers, without overflow."""
+    if p == 1:
+        return ops.sum(x, axis)
+    largest = ops.max(x, axis, keepdims=True)
+    if p == math.inf:
+        return ops.squeeze(largest, axis)
+    largest = ops.stop_gradient(ops.where(largest > 0, largest, ops.ones_like(largest)))
+    return _root(ops.sum((x / largest) ** p, axis), p) * ops.squeeze(largest, axis)
+
+
+def _offset(x, center, centered, axis):
+    """x - center in the dtype of `center`; x itself where it is not centered."""
+    x = ops.cast(x, center.dtype)
+    return x - per_channel(center, len(x.shape), axis) if centered else x
+
+
+@fused()
+def _norm(x, center, mask=None, *, p, centered, axis):
+    size = ops.abs(_offset(x, center, centered, axis))
+    if mask is not None:
+        size = ops.where(mask, size, ops.zeros_like(size))
+    return _norm_of_norms(size, p, reduction_axes(len(x.shape), axis))
+
+
+@fused()
+def _direction(x, center, norm, mask=None, *, p, centered, axis):
+    """The derivative of s_p with respect to x - center, up to a factor of the channel.
+
+    sign(u) (|u| / s_p)^(p-1), and for p = inf sign(u) where the maximum is attained.
+    """
+    u = _offset(x, center, centered, axis)
+    norm = per_channel(norm, len(u.shape), axis)
+    direction = ops.sign(u)
+    if p == math.inf:
+        direction = ops.where(ops.abs(u) == norm, direction, ops.zeros_like(u))
+    elif p != 1:
+        norm = ops.where(norm > 0, norm, ops.ones_like(norm))
+        direction = direction * (ops.abs(u) / norm) ** (p - 1)
+    if mask is not None:
+        direction = ops.where(mask, direction, ops.zeros_like(u))
+    return direction
+
+
+def _gradient(
+    upstream,
+    x,
+    gamma,
+    beta,
+    mean,
+    norm,
+    count,
+    mask=None,
+    *,
+    p,
+    centered,
+    epsilon,
+    axis,
+    synchronized,
+):
+    """Gradients with respect to x, gamma and beta, through mean and norm.
+
+    With a = gamma / (norm + epsilon) and g = `upstream`, the derivative that arrives at
+    the norm is -a * sum(g * (x - mean)) / (norm + epsilon).
+    """
+    inverse = 1 / (norm + epsilon)
+    scale = gamma * inverse
+    masks = () if mask is None else (mask,)
+    center = mean if centered else ops.zeros_like(mean)
+    local = gradient_sums(upstream, x, mean, axis=axis)
+    sums = local
+    if p == 2:
+        # (x - center) / norm: linear in x, and its mean is 0 where it is centered.
+        direction = x
+        pivot = center
+        unit = 1 / ops.where(norm > 0, norm, ops.ones_like(norm))
+    else:
+        direction = _direction(
+            x, center, norm, *masks, p=p, centered=centered, axis=axis
+        )
+        pivot = ops.zeros_like(mean)
+        unit = ops.ones_like(mean)
+        if p == math.inf or centered:
+            axes = reduction_axes(len(x.shape), axis)
+            attained = ops.sum(ops.abs(direction), axes)
+            sums = ops.concatenate(
+                [local, ops.stack([ops.sum(direction, axes), attained])]
+            )
+    total = sum_over_replicas(sums) if synchronized else sums
+    count = ops.maximum(count, ops.ones_like(count))
+    through_norm = -scale * total[1] * inverse
+    # The factor that `_direction` left out.
+    shares = ops.maximum(total[3], ops.ones_like(mean)) if p == math.inf else count
+    k = -through_norm * unit / shares
+    constant = scale * total[0] / count
+    if centered and p != 2:
+        constant = constant - k * total[2] / count
+    vectors = scale, k, pivot, constant
+    if mask is None:
+        dx = gradient_x(upstream, direction, *vectors, axis=axis)
+    else:
+        dx = masked_gradient_x(upstream, direction, *vectors, mask, axis=axis)
+    statistics_and_mask = 3 + len(masks)
+    return dx, local[1] * inverse, local[0], *[None] * statistics_and_mask

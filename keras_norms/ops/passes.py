@@ -1,0 +1,49 @@
+"""The passes over activations of which forward and backward maps consist."""
+
+from keras import ops
+
+from keras_norms.ops.custom_gradient import fused
+from keras_norms.ops.moments import per_channel, reduction_axes
+
+
+@fused(cpu="affine")
+def affine(x, center, scale, offset, *, axis):
+    """scale * (x - center) + offset; subtracting first keeps digits."""
+    ndim = len(x.shape)
+    center, scale, offset = (
+        per_channel(v, ndim, axis) for v in (center, scale, offset)
+    )
+    return ops.cast((ops.cast(x, center.dtype) - center) * scale + offset, x.dtype)
+
+
+@fused(cpu="gradient_sums")
+def gradient_sums(upstream, x, center, *, axis):
+    """sum(g) and sum(g * (x - center)) over a channel, stacked."""
+    ndim = len(x.shape)
+    axes = reduction_axes(ndim, axis)
+    g, x = ops.cast(upstream, center.dtype), ops.cast(x, center.dtype)
+    # Not x - center, which the forward pass has: XLA on CPU would write it to memory.
+    shifted = x + per_channel(-center, ndim, axis)
+    return ops.stack([ops.sum(g, axes), ops.sum(g * shifted, axes)])
+
+
+@fused(cpu="gradient_x")
+def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
+    """scale * g - k * (x - pivot) - constant."""
+    ndim = len(x.shape)
+    scale, k, pivot, constant = (
+        per_channel(v, ndim, axis) for v in (scale, k, pivot, constant)
+    )
+    g, x = ops.cast(upstream, scale.dtype), ops.cast(x, scale.dtype)
+    return ops.cast(scale * g - k * (x - pivot) - constant, upstream.dtype)
+
+
+@fused()
+def masked_gradient_x(upstream, x, scale, k, pivot, constant, mask, *, axis):
+    """The same where the mask is true, scale * g elsewhere."""
+    zero = ops.zeros_like(k)
+    return ops.where(
+        mask,
+        gradient_x.__wrapped__(upstream, x, scale, k, pivot, constant, axis=axis),
+        gradient_x.__wrapped__(upstream, x, scale, zero, zero, zero, axis=axis),
+    )
