@@ -61,7 +61,8 @@ def lp_statistics(x, dtype, *, p, centered, axis, mask=None, synchronized=False)
     if synchronized:
         norm = _norm_of_norms(gather_replicas(norm), p, axis=0)
     if p != math.inf:
-        count = ops.maximum(batch.count, ops.ones_like(batch.count))
+        # Not ops.maximum, which makes float64 float32 on PyTorch.
+        count = ops.where(batch.count > 0, batch.count, ops.ones_like(batch.count))
         norm = norm / count ** (1 / p)
     return LpStatistics(batch.count, batch.mean, norm)
 
@@ -126,7 +127,8 @@ def _norm_of_norms(x, p, axis):
     """(sum x^p)^(1/p) of non-negative numbers, without overflow."""
     if p == 1:
         return ops.sum(x, axis)
-    largest = ops.max(x, axis, keepdims=True)
+    # There may be no number at all.
+    largest = ops.max(x, axis, keepdims=True, initial=0)
     if p == math.inf:
         return ops.squeeze(largest, axis)
     largest = ops.stop_gradient(ops.where(largest > 0, largest, ops.ones_like(largest)))

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_norms.ops.custom_gradient import fused
+from keras_norms.ops.custom_gradient import custom_gradient, fused
+from keras_norms.ops.passes import affine, per_channel, reduction_axes
 
 
 class Moments(NamedTuple):
@@ -19,19 +20,6 @@ class Moments(NamedTuple):
     count: Any
     mean: Any
     variance: Any
-
-
-def reduction_axes(ndim, axis):
-    """Return every axis of a tensor of rank `ndim` but the channel axis."""
-    return tuple(i for i in range(ndim) if i != axis % ndim)
-
-
-def per_channel(vector, ndim, axis):
-    """Reshape `(channels,)` so that it broadcasts against a tensor of rank `ndim`."""
-    trailing = ndim - 1 - axis % ndim
-    if not trailing or not len(vector.shape):
-        return vector
-    return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
 
 
 def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
@@ -49,7 +37,7 @@ def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
         synchronized: Whether statistics are those of all TensorFlow replicas.
         prior: An estimate of the mean, `(channels,)`, and a boolean scalar: whether it
             is one. It changes the rounding, not the result. Without one, elements of
-            the batch give a shift.
+            the batch give a shift where `x` has float32 digits to lose.
 
     Returns:
         `Moments`. Without any element, mean and variance are zero.
@@ -63,6 +51,24 @@ def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
     local = Moments(count, mean, variance)
     return _combine_replicas(local) if synchronized else local
+
+
+def with_gradient(x, batch, axis):
+    """The same moments of `x`, whose gradient is one pass over it, but no mask.
+
+    For moments whose gradient is wanted by itself: the normalising maps take them as
+    constants and account for the dependence in their own gradient.
+    """
+
+    def forward(x, mean, variance, count):
+        return ops.stack([mean, variance])
+
+    def backward(upstream, x, mean, variance, count):
+        share = upstream / ops.maximum(count, ops.ones_like(count))
+        return affine(x, mean, 2 * share[1], share[0], axis=axis), None, None, None
+
+    values = custom_gradient(forward, backward)(x, *batch[1:], batch.count)
+    return Moments(batch.count, values[0], values[1])
 
 
 def moving_average(old, new, momentum, count):
@@ -83,7 +89,14 @@ def _elements(x, axis, dtype):
 
 
 def shift_of(x, prior_mean, has_prior, axis):
-    """The prior mean; without one, its median with the first and the last element."""
+    """The prior mean; without one, its median with the first and the last element.
+
+    Not so in half precision. There x itself is rounded by far more than what cancels in
+    float32 sums, and XLA can take the sums in the kernel that makes x, which it cannot
+    where it needs an element of x first.
+    """
+    if keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16"):
+        return prior_mean
     axes = reduction_axes(len(x.shape), axis)
 
     def element(which):

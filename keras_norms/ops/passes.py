@@ -3,7 +3,19 @@
 from keras import ops
 
 from keras_norms.ops.custom_gradient import fused
-from keras_norms.ops.moments import per_channel, reduction_axes
+
+
+def reduction_axes(ndim, axis):
+    """Return every axis of a tensor of rank `ndim` but the channel axis."""
+    return tuple(i for i in range(ndim) if i != axis % ndim)
+
+
+def per_channel(vector, ndim, axis):
+    """Reshape `(channels,)` so that it broadcasts against a tensor of rank `ndim`."""
+    trailing = ndim - 1 - axis % ndim
+    if not trailing or not len(vector.shape):
+        return vector
+    return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
 
 
 @fused(cpu="affine")
