@@ -1,12 +1,15 @@
-"""Normalisation layers, forward and backward, against keras BatchNormalization.
+"""Normalisation layers, forward and backward, against what Keras has.
 
     python -m benchmarks.layer                      # TensorFlow, as a graph
     KERAS_BACKEND=jax python -m benchmarks.layer
+    python -m benchmarks.layer --kernels            # weight normalisations
 
-Times a training call of each layer and its gradients with respect to the input, gamma
-and beta, moving statistics included. The candidates take turns, so that whatever else
+Times a training call of each layer and its gradients with respect to the input and the
+weights, moving statistics included. The yardstick is keras BatchNormalization; for
+`--kernels`, a 3x3 convolution that keeps the number of channels, with and without a
+normalised kernel. The candidates take turns, so that whatever else
 the machine does hits all of them; a ratio is the median over the rounds of time /
-BatchNormalization's time in the same round, and its spread is the interquartile range.
+the yardstick's time in the same round, and its spread is the interquartile range.
 Beside each time stands the floor: the least time in which the bytes that must move can
 move (forward: read x twice, write y; backward: read x and the upstream gradient twice,
 write dx; all once where the tensor fits into the last-level cache), at the copy
@@ -26,7 +29,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import machine
-from keras_norms import CBN, LpNorm, NoisyBN
+from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN
 
 BACKEND = keras.backend.backend()
 
@@ -38,6 +41,7 @@ _SHAPES = flags.DEFINE_list(
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the activations."
 )
+_KERNELS = flags.DEFINE_bool("kernels", False, "Whether to time normalised kernels.")
 _ROUNDS = flags.DEFINE_integer("rounds", 30, "Rounds to time.", lower_bound=4)
 _JIT = flags.DEFINE_bool(
     "jit_compile",
@@ -53,8 +57,22 @@ def cbn(dtype):
     return layer
 
 
-def candidates():
+def convolutions(channels):
     """Name -> function of the dtype that makes a layer; the first is the yardstick."""
+
+    def convolution(dtype):
+        return keras.layers.Conv2D(channels, 3, padding="same", dtype=dtype)
+
+    return {
+        "keras Conv2D": convolution,
+        "WS(Conv2D)": lambda dtype: WS(convolution(dtype)),
+        "CWN(Conv2D)": lambda dtype: CWN(convolution(dtype)),
+        "WN(Conv2D)": lambda dtype: WN(convolution(dtype)),
+    }
+
+
+def norms():
+    """The same for layers that normalise activations."""
     layers = {
         "keras BatchNormalization": lambda dtype: keras.layers.BatchNormalization(
             dtype=dtype
@@ -98,6 +116,7 @@ def fused_batch_norm(dtype):
 def training_step(layer, x, g):
     """Return a function that runs forward and backward once, to the end."""
     layer.build(x.shape)
+    mode = {} if _KERNELS.value else {"training": True}  # a convolution has no mode
     x, g = (keras.ops.cast(v, layer.compute_dtype) for v in (x, g))
     if BACKEND == "tensorflow":
         import tensorflow as tf
@@ -108,7 +127,7 @@ def training_step(layer, x, g):
         def step(x, g):
             with tf.GradientTape() as tape:
                 tape.watch(x)
-                y = layer(x, training=True)
+                y = layer(x, **mode)
             return y, tape.gradient(y, [x, *parameters], output_gradients=g)
 
         def run():
@@ -122,7 +141,7 @@ def training_step(layer, x, g):
 
         def step(parameters, state, x, g, *memory_of_the_last_step):
             def forward(parameters, x):
-                return layer.stateless_call(parameters, state, x, training=True)
+                return layer.stateless_call(parameters, state, x, **mode)
 
             y, pullback, state = jax.vjp(forward, parameters, x, has_aux=True)
             dparameters, dx = pullback(g)
@@ -146,7 +165,7 @@ def training_step(layer, x, g):
 
     def run():
         leaf = x.detach().requires_grad_()
-        y = layer(leaf, training=True)
+        y = layer(leaf, **mode)
         torch.autograd.grad(y, [leaf, *parameters], g)
         if leaf.is_cuda:
             torch.cuda.synchronize()
@@ -165,8 +184,9 @@ def measure(shape, dtype, rounds, copy_bandwidth, cache):
     rng = np.random.default_rng(0)
     x, g = (rng.normal(size=shape).astype("float32") for _ in range(2))
     policy = dtype if dtype == "float32" else f"mixed_{dtype}"
+    candidates = convolutions(shape[-1]) if _KERNELS.value else norms()
     runs = {
-        name: training_step(make(policy), x, g) for name, make in candidates().items()
+        name: training_step(make(policy), x, g) for name, make in candidates.items()
     }
     for run in runs.values():
         for _ in range(3):
@@ -176,7 +196,8 @@ def measure(shape, dtype, rounds, copy_bandwidth, cache):
         for name, run in runs.items():
             times[name].append(seconds(run))
     size = x.size * (4 if dtype == "float32" else 2)
-    passes = 8 if 3 * size > cache else 5
+    # A convolution is bound by arithmetic; its floor is not given.
+    passes = 0 if _KERNELS.value else 8 if 3 * size > cache else 5
     base = times[next(iter(runs))]
     rows = []
     for name, measured in times.items():
@@ -198,7 +219,7 @@ def measure(shape, dtype, rounds, copy_bandwidth, cache):
 
 def table(rows):
     lines = [
-        "| shape | layer | ms | floor, ms | ratio to BatchNormalization (quartiles) |",
+        "| shape | layer | ms | floor, ms | ratio (quartiles) |",
         "|---|---|---|---|---|",
     ]
     for row in rows:

@@ -4,6 +4,7 @@ from keras_norms.amat import AMAT
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
+from keras_norms.layers.weight_normalization import CWN, WN, WS
 
 __version__ = "0.1.0"
-__all__ = ["AMAT", "CBN", "LpNorm", "NoisyBN"]
+__all__ = ["AMAT", "CBN", "CWN", "LpNorm", "NoisyBN", "WN", "WS"]

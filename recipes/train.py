@@ -72,9 +72,7 @@ def complete(config):
     }
     config = defaults | config | {"backend": keras.backend.backend()}
     models.check(config["model"], config["activation"])
-    norm = norms.get(config["norm"], config["rho"], config["omega"])
-    if norm.layer is not None:
-        norm.layer(name="check")  # refuses a bad rho or omega
+    norms.get(config["norm"], config["rho"], config["omega"])
     for key in ("epochs", "batch_size", "learning_rate"):
         if not config[key] > 0:
             raise ValueError(

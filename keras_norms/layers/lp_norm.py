@@ -127,7 +127,7 @@ class LpNorm(ChannelNormalization):
             gamma_constraint=gamma_constraint,
             **kwargs,
         )
-        value = math.inf if p == "inf" else p
+        value = math.inf if isinstance(p, str) and p == "inf" else p
         if isinstance(p, bool) or not isinstance(value, numbers.Real) or not value >= 1:
             raise ValueError(
                 "Argument `p` must be a number of at least 1, `math.inf` included. "

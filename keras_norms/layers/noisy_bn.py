@@ -147,7 +147,7 @@ class NoisyBN(ChannelNormalization):
             "noise_at_inference", noise_at_inference
         )
         self.seed = None if seed is None else arguments.integer("seed", seed)
-        self.seed_generator = keras.random.SeedGenerator(seed)
+        self.seed_generator = keras.random.SeedGenerator(self.seed)
         self.moving_mean_initializer = initializers.get(moving_mean_initializer)
         self.moving_variance_initializer = initializers.get(moving_variance_initializer)
         self.moving_mean = None

@@ -33,23 +33,29 @@ def scale_and_shift(
     Returns:
         Two tensors of the shape of `x`, constants for the gradient.
     """
-    ndim, channels = len(x.shape), (x.shape[axis],)
-    mean = keras.random.uniform(channels, -mean_range, mean_range, dtype, seed)
-    scale = keras.random.uniform(channels, 1, scale_range, dtype, seed)
-    if keras.backend.backend() == "torch":
-        shape = ops.shape(x)
-        normal = keras.random.normal(shape, dtype=dtype, seed=seed)
-        uniform = keras.random.uniform(shape, -1, 1, dtype, seed)
-    else:
-        normal, uniform = hashed_noise(ops.stop_gradient(x), seed.next(), dtype=dtype)
+    ndim = len(x.shape)
+    _, of_channel = _noise(ops.zeros((2, x.shape[axis]), dtype), seed, dtype)
+    mean = mean_range * of_channel[0]
+    scale = 1 + (scale_range - 1) * (of_channel[1] + 1) / 2
+    normal, uniform = _noise(ops.stop_gradient(x), seed, dtype)
     scale = per_channel(scale, ndim, axis) + scale_jitter * normal
     shift = per_channel(mean, ndim, axis) + mean_jitter * uniform
     return ops.stop_gradient(scale), ops.stop_gradient(shift)
 
 
+def _noise(x, seed, dtype):
+    """Independent N(0, 1) and U(-1, 1), each a tensor of the shape of `x`."""
+    if keras.backend.backend() == "torch":
+        shape = ops.shape(x)
+        normal = keras.random.normal(shape, dtype=dtype, seed=seed)
+        return normal, keras.random.uniform(shape, -1, 1, dtype, seed)
+    # Not keras.random, which draws other numbers in XLA than outside on TensorFlow.
+    return hashed_noise(x, seed.next(), dtype=dtype)
+
+
 @fused(xla=True)
 def hashed_noise(x, seed, *, dtype):
-    """Independent N(0, 1) and U(-1, 1), each a tensor of the shape of `x`.
+    """N(0, 1) and U(-1, 1), the same for a seed in every mode and on every device.
 
     Args:
         x: Tensor. Only its shape counts.
@@ -92,7 +98,8 @@ def _positions(x):
     positions = ops.zeros((1,) * ndim, "uint32")
     for axis, size in reversed(list(enumerate(ops.shape(x)))):
         along = ops.cast(ops.arange(size), "uint32") * stride
-        positions = positions + per_channel(along, ndim, axis)
+        along = ops.reshape(along, (-1,) + (1,) * (ndim - 1 - axis))
+        positions = positions + along
         stride = stride * ops.cast(size, "uint32")
     return positions
 

@@ -1,6 +1,22 @@
 """Normalisations by name: which layer, and on which side of a linear layer it stands.
 
-Another one is one more line in `NORMS`, or a `Norm` of one's own given to a model.
+| name | what | where |
+|---|---|---|
+| none | nothing | |
+| bn | keras BatchNormalization | after |
+| cbn | CBN | before |
+| noisy_bn | NoisyBN | after |
+| lp1, lp2, lpinf | LpNorm | after |
+| layer | one mean and variance a sample (GroupNormalization with 1 group) | after |
+| group | GroupNormalization, 32 groups of at least 4 channels | after |
+| rms | keras RMSNormalization, at each position | after |
+| wn, cwn | WN, CWN with scale sqrt(2), which keeps the variance through ReLU | kernel |
+| ws | WS. Outputs grow with the fan-in: it wants a norm after it | kernel |
+| ws+gn, cwn+bn | WS and group, CWN and bn, as their papers use them | kernel, after |
+
+"After" is between linear layer and activation, "before" between activation and linear
+layer. Kernels are those of all convolutions. Another normalisation is one more entry of
+`NORMS`, or a `Norm` of one's own given to a model.
 """
 
 import dataclasses
@@ -8,26 +24,32 @@ from collections.abc import Callable
 
 import keras
 
-from keras_norms import CBN
+from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN
 
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A factory of layers, and their place.
+    """Factories of layers, and their place.
 
     Args:
-        layer: Callable, `layer(name=...)` returns a new layer.
+        layer: Callable, `layer(channels, name=...)` returns a new layer.
         placement: `"after"` a linear layer and before the activation, `"before"` a
             linear layer and after the activation, or `None`: nowhere.
+        wrapper: Callable, `wrapper(layer, name=...)` wraps a convolution.
     """
 
     layer: Callable | None = None
     placement: str | None = None
+    wrapper: Callable | None = None
 
     @property
     def use_bias(self):
         """Whether a linear layer needs its own bias, for no norm after it has one."""
         return self.placement != "after"
+
+    def convolution(self, layer):
+        """The convolution, with its kernel normalised if this norm does that."""
+        return layer if self.wrapper is None else self.wrapper(layer, name=layer.name)
 
     def before(self, x, name):
         """The input of the linear layer `name`."""
@@ -38,20 +60,56 @@ class Norm:
         return self._apply(x, name) if self.placement == "after" else x
 
     def _apply(self, x, name):
-        return self.layer(name=f"{name}_norm")(x)
+        return self.layer(x.shape[-1], name=f"{name}_norm")(x)
 
 
-def batch_normalization(name):
+def batch_normalization(channels, name):
     """BatchNormalization with PyTorch's defaults, as in the baselines of the paper."""
     return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)
 
 
+def noisy_batch_normalization(channels, name):
+    # Seeded by `keras.utils.set_random_seed`, as initializers are.
+    return NoisyBN(momentum=0.9, epsilon=1e-5, name=name)
+
+
+def lp_norm(p):
+    return lambda channels, name: LpNorm(p, momentum=0.9, name=name)
+
+
+def group_normalization(channels, name):
+    groups = max(n for n in range(1, 33) if channels % (4 * n) == 0 or n == 1)
+    return keras.layers.GroupNormalization(groups, epsilon=1e-5, name=name)
+
+
+def layer_normalization(channels, name):
+    return keras.layers.GroupNormalization(1, epsilon=1e-5, name=name)
+
+
+def rms_normalization(channels, name):
+    return keras.layers.RMSNormalization(name=name)
+
+
+def scaled_cwn(layer, name):
+    return CWN(layer, scale=2**0.5, name=name)
+
+
 NORMS = {
-    "none": lambda rho, omega: Norm(),
-    "bn": lambda rho, omega: Norm(batch_normalization, "after"),
-    "cbn": lambda rho, omega: Norm(
-        lambda name: CBN(rho=rho, omega=omega, name=name), "before"
-    ),
+    "none": Norm(),
+    "bn": Norm(batch_normalization, "after"),
+    "cbn": Norm(lambda channels, name: CBN(name=name), "before"),
+    "noisy_bn": Norm(noisy_batch_normalization, "after"),
+    "lp1": Norm(lp_norm(1), "after"),
+    "lp2": Norm(lp_norm(2), "after"),
+    "lpinf": Norm(lp_norm("inf"), "after"),
+    "layer": Norm(layer_normalization, "after"),
+    "group": Norm(group_normalization, "after"),
+    "rms": Norm(rms_normalization, "after"),
+    "ws": Norm(wrapper=WS),
+    "cwn": Norm(wrapper=scaled_cwn),
+    "wn": Norm(wrapper=WN),
+    "ws+gn": Norm(group_normalization, "after", WS),
+    "cwn+bn": Norm(batch_normalization, "after", CWN),
 }
 
 
@@ -61,4 +119,9 @@ def get(name, rho=1.0, omega=10.0):
         raise ValueError(
             f"Argument `norm` must be one of {sorted(NORMS)}. Received: norm={name!r}"
         )
-    return NORMS[name](rho, omega)
+    if name == "cbn":
+        CBN(rho=rho, omega=omega)  # refuses bad ones now
+        return Norm(
+            lambda channels, name: CBN(rho=rho, omega=omega, name=name), "before"
+        )
+    return NORMS[name]

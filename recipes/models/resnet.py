@@ -46,7 +46,7 @@ def resnet(depth, input_shape, num_classes, norm, activation, activate_sum=True)
             kernel_initializer="he_normal",
             name=name,
         )
-        return norm.after(layer(x), name)
+        return norm.after(norm.convolution(layer)(x), name)
 
     def act(x, name):
         return layers.Activation(activation, name=f"{name}_activation")(x)

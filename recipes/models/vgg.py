@@ -31,15 +31,15 @@ def vgg16(input_shape, num_classes, norm, activation):
             name = f"stage{stage}_conv{index}"
             if x is not inputs:
                 x = norm.before(x, name)
-            x = layers.Conv2D(
+            conv = layers.Conv2D(
                 filters,
                 3,
                 padding="same",
                 use_bias=norm.use_bias,
                 kernel_initializer="he_normal",
                 name=name,
-            )(x)
-            x = norm.after(x, name)
+            )
+            x = norm.after(norm.convolution(conv)(x), name)
             x = layers.Activation(activation, name=f"{name}_activation")(x)
         if max(x.shape[1:3]) > 1:
             x = layers.MaxPooling2D(padding="same", name=f"stage{stage}_pool")(x)

@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_norms import CBN
+from keras_norms import CBN, CWN, WN, WS
 from recipes import models
 from recipes.models import norms
 
@@ -125,7 +125,7 @@ def test_cbn_arguments_and_a_norm_of_ones_own():
     model = models.build("resnet8", (8, 8, 1), 10, "cbn", "relu", rho=2.0, omega=3.0)
     for layer in of(model, CBN):
         assert (layer.initial_rho, layer.omega) == (2.0, 3.0)
-    norm = norms.Norm(lambda name: CBN(decouple=False, name=name), "after")
+    norm = norms.Norm(lambda channels, name: CBN(decouple=False, name=name), "after")
     model = build("resnet8", norm)
     assert [before(layer) for layer in of(model, CBN)] == of(model, keras.layers.Conv2D)
     assert not any(layer.decouple for layer in of(model, CBN))
@@ -148,3 +148,35 @@ def test_bad_arguments():
         build("resnet8", "bn", activation="sine")
     with pytest.raises(ValueError, match="6n.*depth=9"):
         models.resnet(9, (8, 8, 1), 10, norms.get("bn"), "relu")
+
+
+@pytest.mark.parametrize("norm", sorted(norms.NORMS))
+def test_every_norm_trains_a_step(norm):
+    model = build("resnet8", norm, channels=3)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(True))
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(8, 8, 8, 3)).astype("float32")
+    history = model.fit(images, np.arange(8), epochs=1, batch_size=8, verbose=0)
+    assert np.isfinite(history.history["loss"][0])
+    again = keras.saving.deserialize_keras_object(
+        keras.saving.serialize_keras_object(model)
+    )
+    assert [layer.name for layer in again.layers] == [
+        layer.name for layer in model.layers
+    ]
+
+
+@pytest.mark.parametrize("norm,wrapper", [("ws+gn", WS), ("cwn+bn", CWN), ("wn", WN)])
+@pytest.mark.parametrize("name,convs", [("resnet20", 21), ("vgg16", 13)])
+def test_kernels_of_all_convolutions_are_normalised(norm, wrapper, name, convs):
+    model = build(name, norm)
+    wrapped = of(model, wrapper)
+    assert len(wrapped) == convs
+    assert not of(model, keras.layers.Conv2D)
+    assert all(layer.layer.use_bias == (norm == "wn") for layer in wrapped)
+    assert len(of(model, keras.layers.GroupNormalization)) == convs * (norm == "ws+gn")
+
+
+def test_groups_have_at_least_four_channels():
+    groups = [norms.group_normalization(n, "x").groups for n in (4, 16, 64, 512, 12)]
+    assert groups == [1, 4, 16, 32, 3]

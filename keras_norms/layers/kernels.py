@@ -1,0 +1,105 @@
+"""Layers with a kernel: which weights those are, and where a unit lies in them."""
+
+from typing import NamedTuple
+
+import keras
+from keras import layers
+
+_CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
+_TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
+_DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
+_SEPARABLE = (layers.SeparableConv1D, layers.SeparableConv2D)
+_WITH_A_KERNEL = (
+    (layers.Dense, layers.EinsumDense)
+    + _CONVOLUTIONS
+    + _TRANSPOSED
+    + _DEPTHWISE
+    + _SEPARABLE
+)
+
+
+class Kernel(NamedTuple):
+    """A kernel of a layer: its attribute, and the axes that one unit sums over."""
+
+    name: str
+    fan_in: tuple
+
+    def unit_shape(self, shape):
+        """The sizes of the other axes, one element a unit."""
+        return tuple(n for i, n in enumerate(shape) if i not in self.fan_in)
+
+
+def check_layer(layer):
+    """Raise `ValueError` unless `layer` has kernels that may be normalised."""
+    fits = "a Dense, EinsumDense, Conv, DepthwiseConv or SeparableConv layer of Keras"
+    if isinstance(layer, layers.Wrapper):
+        advice = f"{fits}, not a wrapper. Wrap the layer inside of it instead"
+    elif isinstance(layer, keras.Model):
+        advice = f"{fits}, not a model. Wrap its layers one by one instead"
+    elif not isinstance(layer, _WITH_A_KERNEL):
+        advice = f"{fits}, or of a class derived from one, since it needs a kernel"
+    elif obstacle := _obstacle(layer):
+        advice = f"a layer without it: this one {obstacle}"
+    else:
+        return
+    raise ValueError(f"Argument `layer` must be {advice}. Received: layer={layer!r}")
+
+
+def check_unchanged(layer):
+    """Raise `ValueError` if the kernel of a checked layer is none any more."""
+    if obstacle := _obstacle(layer):
+        raise ValueError(
+            f"Layer '{layer.name}' changed after it was wrapped: it {obstacle}."
+        )
+
+
+def _obstacle(layer):
+    if getattr(layer, "lora_rank", None):
+        return (
+            f"has LoRA enabled (lora_rank={layer.lora_rank}), so that its kernel is a "
+            "sum of weights. Leave it unwrapped, or wrap a new layer that holds the "
+            "merged kernel"
+        )
+    if layer.quantization_mode:
+        return (
+            f"is quantized (mode '{layer.quantization_mode}'). Wrap a layer that is "
+            "not, and quantize a plain layer that holds its `normalized_kernels()`"
+        )
+    return None
+
+
+def kernels_of(layer):
+    """The kernels of a built layer, a tuple of `Kernel`, in the order they apply."""
+    if isinstance(layer, _SEPARABLE):
+        rank = len(layer.depthwise_kernel.shape)
+        return (
+            Kernel("depthwise_kernel", tuple(range(rank - 2))),
+            Kernel("pointwise_kernel", tuple(range(rank - 1))),
+        )
+    rank = len(layer.kernel.shape)
+    if isinstance(layer, layers.EinsumDense):
+        weight, output = _einsum_axes(layer)
+        fan_in = tuple(i for i, axis in enumerate(weight) if axis not in output)
+    elif isinstance(layer, _DEPTHWISE):
+        fan_in = tuple(range(rank - 2))
+    elif isinstance(layer, _TRANSPOSED):
+        fan_in = (*range(rank - 2), rank - 1)
+    else:
+        fan_in = tuple(range(rank - 1))
+    return (Kernel("kernel", fan_in),)
+
+
+def unit_axes(layer, rank):
+    """The axes of an output of that rank that count units, in the kernel's order."""
+    if isinstance(layer, layers.EinsumDense):
+        weight, output = _einsum_axes(layer)
+        output = output.replace("...", "." * (rank - len(output.replace(".", ""))))
+        return tuple(output.index(axis) for axis in weight if axis in output)
+    first = getattr(layer, "data_format", None) == "channels_first"
+    return (1 if first else rank - 1,)
+
+
+def _einsum_axes(layer):
+    """The letters of the kernel and of the output."""
+    operands, output = layer.equation.replace(" ", "").split("->")
+    return operands.split(",")[1], output

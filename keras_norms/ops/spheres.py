@@ -1,0 +1,293 @@
+"""Projections of weights onto spheres, one unit at a time.
+
+A unit is a vector `v` of `n` numbers that lie along `axes` of a tensor, whose other
+axes count units. Everything is computed in float32 or wider and returned in that dtype.
+Functions may be differentiated twice.
+
+Vectors are divided by their largest magnitude before they are squared, so that nothing
+overflows or vanishes for magnitudes of 1e-18 to 1e18. The result does not depend on
+that number, so it is a constant for the gradient.
+
+Reference:
+
+- Sun et al., New Interpretations of Normalization Methods in Deep Learning, AAAI 2020,
+  Lemma 1. https://doi.org/10.1609/aaai.v34i04.6046
+"""
+
+import math
+
+import keras
+from keras import ops
+
+
+def center(v, axes=-1):
+    """`v - mean(v)`, the projection onto the hyperplane orthogonal to `(1, ..., 1)`.
+
+    Args:
+        v: Tensor.
+        axes: Integer or tuple of integers, the axes of a vector.
+
+    Returns:
+        A tensor of the shape of `v`, exactly zero where a vector is constant.
+    """
+    return _mean_and_centered(_wide(v), _normal(axes, v))[1]
+
+
+def norm(v, axes=-1, epsilon=0.0):
+    """`sqrt(|v|^2 + epsilon)`, the length of each vector.
+
+    Args:
+        v: Tensor.
+        axes: Integer or tuple of integers, the axes of a vector.
+        epsilon: Non-negative float.
+
+    Returns:
+        A tensor of the shape of `v` without `axes`. Without `epsilon`, the gradient is
+        zero where `v` is.
+    """
+    axes = _normal(axes, v)
+    return _squeeze(_length(_wide(v), axes, _sum, epsilon), axes)
+
+
+def unit_norm(v, axes=-1, epsilon=0.0):
+    """`v / sqrt(|v|^2 + epsilon)`, the projection onto the sphere of radius 1.
+
+    Args:
+        v: Tensor.
+        axes: Integer or tuple of integers, the axes of a vector.
+        epsilon: Non-negative float.
+
+    Returns:
+        A tensor of the shape of `v`, zero where a vector is zero.
+    """
+    return _over_length(_wide(v), _normal(axes, v), _sum, epsilon)
+
+
+def standardize(v, axes=-1, epsilon=0.0):
+    """`N(v) = (v - mean(v)) / sqrt(var(v) + epsilon)`.
+
+    Without `epsilon`, `N(v)` lies on the sphere of radius `sqrt(n)` in the hyperplane
+    orthogonal to `(1, ..., 1)`, and `N(a v + t) = N(v)` for `a > 0`.
+
+    Args:
+        v: Tensor.
+        axes: Integer or tuple of integers, the axes of a vector.
+        epsilon: Non-negative float.
+
+    Returns:
+        A tensor of the shape of `v`, zero where a vector is constant.
+    """
+    return _over_length(center(v, axes), _normal(axes, v), _mean, epsilon)
+
+
+def decompose(v, axes=-1):
+    """Split `v = gamma * N(v) + beta` (Lemma 1); `|v|^2 = n * (gamma^2 + beta^2)`.
+
+    Args:
+        v: Tensor.
+        axes: Integer or tuple of integers, the axes of a vector.
+
+    Returns:
+        `gamma`, the standard deviation, and `beta`, the mean, each of the shape of `v`
+        without `axes`, and `N(v)`.
+    """
+    axes = _normal(axes, v)
+    mean, centered = _mean_and_centered(_wide(v), axes)
+    gamma = _length(centered, axes, _mean, 0.0)
+    direction = _over_length(centered, axes, _mean, 0.0)
+    return _squeeze(gamma, axes), _squeeze(mean, axes), direction
+
+
+def ws(weight, axes, gain=None, epsilon=1e-5):
+    """`gain * (w - mean(w)) / sqrt(var(w) + epsilon)`: weight standardization.
+
+    Args:
+        weight: Tensor.
+        axes: Integer or tuple of integers, the axes that a unit sums over (its fan-in).
+        gain: Optional tensor of the shape of `weight` without `axes`.
+        epsilon: Non-negative float.
+
+    Returns:
+        A tensor of the shape of `weight`.
+    """
+    return _times(gain, standardize(weight, axes, epsilon), axes)
+
+
+def cwn(weight, axes, gain=None, epsilon=1e-5):
+    """`gain * (w - mean(w)) / sqrt(|w - mean(w)|^2 + epsilon)`: centered weight norm.
+
+    Args:
+        weight: Tensor.
+        axes: Integer or tuple of integers, the axes that a unit sums over (its fan-in).
+        gain: Optional tensor of the shape of `weight` without `axes`.
+        epsilon: Non-negative float.
+
+    Returns:
+        A tensor of the shape of `weight`.
+    """
+    return _times(gain, unit_norm(center(weight, axes), axes, epsilon), axes)
+
+
+def wn(weight, axes, gain=None, epsilon=1e-5):
+    """`gain * w / sqrt(|w|^2 + epsilon)`: weight normalization.
+
+    With `gain = norm(weight, axes, epsilon)` it returns `weight`.
+
+    Args:
+        weight: Tensor.
+        axes: Integer or tuple of integers, the axes that a unit sums over (its fan-in).
+        gain: Optional tensor of the shape of `weight` without `axes`.
+        epsilon: Non-negative float.
+
+    Returns:
+        A tensor of the shape of `weight`.
+    """
+    return _times(gain, unit_norm(weight, axes, epsilon), axes)
+
+
+def effective_weight(kernel, gamma, beta, mean, covariance, epsilon=0.0):
+    """The linear map that a linear layer and batch normalization after it make.
+
+    ```
+    W' = gamma W / sqrt(W Sigma W^T + epsilon)      b' = beta - W' mean
+    ```
+
+    so that `BN(x W) = x W' + b'` over a batch with these statistics (Sun et al.,
+    Eq. 12). A bias of the linear layer has no effect. A convolution is the same with
+    its kernel reshaped to `(fan_in, units)` and the statistics of its patches.
+
+    Args:
+        kernel: `(inputs, units)`, a unit in each column, as in `keras.layers.Dense`.
+        gamma: `(units,)`, the scale of the batch normalization.
+        beta: `(units,)`, its shift.
+        mean: `(inputs,)`, the mean of the inputs.
+        covariance: `(inputs, inputs)`, the covariance of the inputs, divided by the
+            batch size.
+        epsilon: Non-negative float, of the batch normalization.
+
+    Returns:
+        `W'`, `(inputs, units)`, and `b'`, `(units,)`. Where the output of a unit does
+        not vary and there is no `epsilon`, its `W'` is zero.
+    """
+    kernel, gamma, beta, mean, covariance = _alike(
+        kernel, gamma, beta, mean, covariance
+    )
+    kernel_size = _size(kernel, (0,), 0.0)
+    # The root of the largest covariance is a magnitude of inputs.
+    input_size = ops.sqrt(_size(covariance, (0, 1), 0.0))
+    direction = kernel / kernel_size
+    shape = covariance / input_size / input_size
+    # Not `ops.matmul`: it has the precision of float32 on PyTorch.
+    variance = ops.sum(direction * (shape @ direction), 0, keepdims=True)
+    # The variance of outputs is that of directions times output_size^2.
+    output_size = kernel_size * input_size
+    root_epsilon = _root_of(epsilon, kernel)
+    size = _larger(output_size, root_epsilon)
+    square = ops.square(output_size / size) * ops.relu(variance)
+    square = square + ops.square(root_epsilon / size)
+    constant = ops.equal(square, 0)
+    root = ops.sqrt(ops.where(constant, ops.ones_like(square), square))
+    scale = ops.where(constant, ops.zeros_like(root), gamma / root)
+    effective = direction * (scale * (kernel_size / size))
+    return effective, beta - (mean[None] @ effective)[0]
+
+
+def _wide(x):
+    """`x` in float32, or in float64 where it is that."""
+    x = ops.convert_to_tensor(x)
+    wide = keras.backend.standardize_dtype(x.dtype) == "float64"
+    return x if wide else ops.cast(x, "float32")
+
+
+def _alike(*tensors):
+    """`tensors` in float64 where one of them is that, else in float32."""
+    tensors = [_wide(x) for x in tensors]
+    dtypes = {keras.backend.standardize_dtype(x.dtype) for x in tensors}
+    return [ops.cast(x, max(dtypes)) for x in tensors]
+
+
+def _normal(axes, v):
+    """`axes` as a sorted tuple of non-negative integers."""
+    axes = (axes,) if isinstance(axes, int) else axes
+    return tuple(sorted(axis % len(v.shape) for axis in axes))
+
+
+# Over axes that stay with size 1. An element is the sum, and the mean, over no axes.
+
+
+def _sum(v, axes):
+    return ops.sum(v, axis=axes, keepdims=True) if axes else v
+
+
+def _mean(v, axes):
+    # On PyTorch, `ops.mean` has the precision of float32 only.
+    n = 1
+    for size in (ops.shape(v)[i] for i in axes):
+        n = n * (size if isinstance(size, int) else ops.cast(size, v.dtype))
+    return _sum(v, axes) / n
+
+
+def _squeeze(v, axes):
+    return ops.squeeze(v, axis=axes) if axes else v
+
+
+def _mean_and_centered(v, axes):
+    # Less its first element, a constant vector is exactly zero, and nothing cancels
+    # where the mean is much larger than the standard deviation.
+    first = tuple(
+        slice(0, 1) if i in axes else slice(None) for i in range(len(v.shape))
+    )
+    first = ops.stop_gradient(v[first])
+    v = v - first
+    mean = _mean(v, axes)
+    return first + mean, v - mean
+
+
+def _size(v, axes, epsilon):
+    """What to divide `v` by before it is squared: positive, and no gradient."""
+    v = ops.abs(ops.stop_gradient(v))
+    largest = ops.max(v, axis=axes, keepdims=True) if axes else v
+    size = _larger(largest, _root_of(epsilon, v))
+    return ops.where(size > 0, size, ops.ones_like(size))
+
+
+def _larger(a, b):
+    # On PyTorch, `ops.maximum` has the precision of float32 only.
+    return ops.where(a > b, a, b)
+
+
+def _root_of(epsilon, v):
+    # Of a Python number, PyTorch would keep the digits of float32 only.
+    return ops.convert_to_tensor(math.sqrt(epsilon), v.dtype)
+
+
+def _divided(v, axes, reduce, epsilon):
+    """`v / size`, `sqrt(reduce(v^2) + epsilon) / size`, `size`, and where it is 0.
+
+    Where that root would be zero, it is 1 and has no gradient.
+    """
+    size = _size(v, axes, epsilon)
+    v = v / size
+    square = reduce(ops.square(v), axes)
+    square = square + ops.square(_root_of(epsilon, v) / size)
+    zero = ops.equal(square, 0)
+    root = ops.sqrt(ops.where(zero, ops.ones_like(square), square))
+    return v, root, size, zero
+
+
+def _length(v, axes, reduce, epsilon):
+    _, root, size, zero = _divided(v, axes, reduce, epsilon)
+    return ops.where(zero, ops.zeros_like(root), size * root)
+
+
+def _over_length(v, axes, reduce, epsilon):
+    v, root, _, _ = _divided(v, axes, reduce, epsilon)
+    return v / root
+
+
+def _times(gain, v, axes):
+    if gain is None:
+        return v
+    axes = _normal(axes, v)
+    shape = [1 if i in axes else size for i, size in enumerate(v.shape)]
+    return ops.reshape(ops.cast(gain, v.dtype), shape) * v

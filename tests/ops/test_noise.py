@@ -1,0 +1,193 @@
+"""The noise of NoisyBN: its distribution, its independence, the same bits anywhere."""
+
+import keras
+import numpy as np
+import pytest
+import scipy.stats
+from keras import ops
+
+from keras_norms.ops import noise
+from tests.autodiff import BACKEND, MODES, compiled
+
+hashed = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has its generator")
+# Four standard errors of a normal variable, as a probability.
+FOUR_SIGMA = 2 * scipy.stats.norm.sf(4)
+
+
+def draw(shape, seed=0, calls=1, axis=-1, **ranges):
+    """Scales and shifts of the last of some calls, float64, in the given ranges."""
+    ranges = {
+        "mean_range": 0,
+        "scale_range": 1,
+        "mean_jitter": 0,
+        "scale_jitter": 0,
+    } | ranges
+    generator, x = keras.random.SeedGenerator(seed), ops.zeros(shape)
+    for _ in range(calls):
+        pair = noise.scale_and_shift(x, generator, "float32", axis=axis, **ranges)
+    return [numpy(ops.broadcast_to(v, shape)) for v in pair]
+
+
+def numpy(x):
+    return ops.convert_to_numpy(x).astype("float64")
+
+
+def elements(shape, seed=0, calls=1):
+    """N(0, 1) and U(-1, 1) of every element."""
+    scale, shift = draw(shape, seed, calls, mean_jitter=1, scale_jitter=1)
+    return {"normal": scale - 1, "uniform": shift}
+
+
+def assert_mean(values, mean, variance):
+    """The average is within four standard errors of the mean."""
+    assert abs(values.mean() - mean) < 4 * np.sqrt(variance / values.size)
+
+
+def assert_uncorrelated(a, b):
+    """For variables of mean 0 and variance 1."""
+    assert_mean(a * b, 0, 1)
+
+
+DISTRIBUTIONS = {
+    "normal": scipy.stats.norm(),
+    "uniform": scipy.stats.uniform(-1, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def million():
+    return elements((1000, 1000))
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_moments_and_distribution(million, kind):
+    values, exact = million[kind].ravel(), DISTRIBUTIONS[kind]
+    for order in (1, 2, 3, 4):
+        mean, square = exact.moment(order), exact.moment(2 * order)
+        assert_mean(values**order, mean, square - mean**2)
+    assert scipy.stats.kstest(values, exact.cdf).pvalue > FOUR_SIGMA
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_neighbours_calls_and_seeds_are_independent(million, kind):
+    exact, shape = DISTRIBUTIONS[kind], million[kind].shape
+
+    def standardised(values):
+        """Values, and their sizes, which depend on each other if radii do."""
+        square = values**2
+        spread = np.sqrt(exact.moment(4) - exact.var() ** 2)
+        return values / exact.std(), (square - exact.var()) / spread
+
+    for i, values in enumerate(standardised(million[kind])):
+        assert_uncorrelated(values[1:], values[:-1])
+        assert_uncorrelated(values[:, 1:], values[:, :-1])
+        assert_uncorrelated(values[::2, ::2], values[1::2, 1::2])
+        for seed, calls in ((0, 2), (1, 1), (1, 2)):
+            other = standardised(elements(shape, seed, calls)[kind])[i]
+            assert_uncorrelated(values, other)
+
+
+def test_normal_and_uniform_are_independent(million):
+    normal, uniform = million["normal"], million["uniform"] * np.sqrt(3)
+    square = (normal**2 - 1) / np.sqrt(2)
+    assert_uncorrelated(normal, uniform)
+    assert_uncorrelated(square, uniform)
+    assert_uncorrelated(square, (uniform**2 - 1) / np.sqrt(0.8))
+
+
+def test_a_channel_draws_its_means():
+    channels, wide = 100_000, {"mean_range": 0.5, "scale_range": 1.25}
+    scale, shift = draw((3, channels), **wide)
+    for values, low, high in ((scale, 1, 1.25), (shift, -0.5, 0.5)):
+        assert np.ptp(values, 0).max() == 0  # the same for the whole channel
+        assert low <= values.min() and values.max() <= high
+        exact = scipy.stats.uniform(low, high - low)
+        assert scipy.stats.kstest(values[0], exact.cdf).pvalue > FOUR_SIGMA
+    assert_uncorrelated(*((v[0] - v.mean()) / v.std() for v in (scale, shift)))
+    again = draw((3, channels), calls=2, **wide)
+    assert_uncorrelated(*((v[0] - v.mean()) / v.std() for v in (shift, again[1])))
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_elements_vary_around_the_means_of_their_channel(axis):
+    shape, wide = (200, 5, 100, 5), {"mean_range": 0.5, "scale_range": 1.25}
+    means = draw(shape, axis=axis, **wide)
+    values = draw(shape, axis=axis, mean_jitter=0.2, scale_jitter=0.3, **wide)
+    others = tuple({0, 1, 2, 3} - {axis % 4})
+    assert all(np.ptp(mean, others).max() == 0 for mean in means)
+    assert all(np.unique(mean).size == 5 for mean in means)
+    normal, uniform = ((v - mean).ravel() for v, mean in zip(values, means))
+    for kind, actual, size in (("normal", normal, 0.3), ("uniform", uniform, 0.2)):
+        exact = DISTRIBUTIONS[kind]
+        assert scipy.stats.kstest(actual / size, exact.cdf).pvalue > FOUR_SIGMA
+
+
+def lowbias32(x):
+    """https://nullprogram.com/blog/2018/07/31/"""
+    x = x ^ (x >> np.uint32(16))
+    x = x * np.uint32(0x7FEB352D)
+    x = x ^ (x >> np.uint32(15))
+    x = x * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def uniforms(bits):
+    return ((bits >> np.uint32(9)).astype("float64") + 0.5) / 2**23
+
+
+@hashed
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [(0, 0), (3, 17), (2**32 - 1, 5)])
+def test_the_hash_in_numpy(seed, mode):
+    """So that all backends and modes have the same noise; Box and Muller in float64."""
+    shape = (7, 3, 50)
+    key = lowbias32(lowbias32(np.uint32([seed[0]])) ^ np.uint32(seed[1]))
+    bits = lowbias32(np.arange(np.prod(shape), dtype="uint32") ^ key)
+    radius_bits, angle_bits = lowbias32(bits ^ lowbias32(key)), lowbias32(bits)
+    angle = np.pi / 2 * uniforms(angle_bits) + np.pi * (angle_bits & 1)
+    expected = {
+        "normal": np.sqrt(-2 * np.log(uniforms(radius_bits))) * np.cos(angle),
+        "uniform": 2 * uniforms(lowbias32(bits + np.uint32(0x9E3779B9))) - 1,
+    }
+
+    def hashed_noise(x, seed):
+        return noise.hashed_noise(x, seed, dtype="float32")
+
+    x = ops.zeros(shape, "bfloat16")
+    seed = ops.convert_to_tensor(np.uint32(seed))
+    actual = compiled(hashed_noise, mode)(x, seed)
+    for value, name in zip(actual, expected):
+        # Of numbers up to 6, with a few operations' rounding.
+        np.testing.assert_allclose(
+            numpy(value), expected[name].reshape(shape), atol=2e-6, err_msg=name
+        )
+
+
+def test_a_generator_moves_on_and_repeats():
+    first, second, again = (elements((20, 30), 5, calls) for calls in (1, 2, 1))
+    for kind in DISTRIBUTIONS:
+        assert np.array_equal(first[kind], again[kind])
+        assert not np.intersect1d(first[kind], second[kind]).size > 3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_dtypes(dtype):
+    generator = keras.random.SeedGenerator(1)
+    x = ops.zeros((100, 200), dtype)
+    pair = noise.scale_and_shift(
+        x,
+        generator,
+        dtype,
+        mean_range=0.5,
+        scale_range=1.25,
+        mean_jitter=0.1,
+        scale_jitter=0.1,
+        axis=-1,
+    )
+    for value in pair:
+        assert keras.backend.standardize_dtype(value.dtype) == dtype
+        assert np.isfinite(numpy(ops.cast(value, "float32"))).all()
+    scale, shift = (numpy(ops.cast(value, "float32")) for value in pair)
+    assert scale.min() > 0.4 and scale.max() < 1.85  # 6 standard deviations
+    # Rounding to bfloat16 may add 2^-9 of the largest.
+    assert np.abs(shift).max() < 0.6 * (1 + 2**-8)

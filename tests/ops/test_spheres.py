@@ -1,0 +1,309 @@
+"""Projections onto spheres against float64 NumPy, and the lemmas about them."""
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import ops
+
+from keras_norms.ops import spheres
+from tests.autodiff import BACKEND, MODES, second_derivative, training_step
+from tests.reference import finite_differences, relative_error
+from tests.weight_reference import AsLayer, WeightReference
+
+WIDEST = "float32" if BACKEND == "jax" else "float64"
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+# JAX compiles each operation anew for each shape.
+examples = settings(max_examples=3 if BACKEND == "jax" else 30, deadline=None)
+
+
+def numpy(x):
+    return np.asarray(ops.convert_to_numpy(x))
+
+
+def normal(*shape, seed=0):
+    """Float64 numbers that float32 holds exactly."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(0.3, 1.0, shape).astype("float32").astype("float64")
+
+
+def reference_norm(v, axes, keepdims=False):
+    return np.sqrt(np.sum(v**2, axes, keepdims=keepdims))
+
+
+def reference_standardize(v, axes):
+    centered, deviation = v - v.mean(axes, keepdims=True), v.std(axes, keepdims=True)
+    constant = np.ptp(v, axes, keepdims=True) == 0
+    return np.where(constant, 0, centered / np.where(constant, 1, deviation))
+
+
+# The function, its reference, and whether it stays the same if v grows.
+FUNCTIONS = {
+    "center": (spheres.center, lambda v, a: v - v.mean(a, keepdims=True), False),
+    "norm": (spheres.norm, reference_norm, False),
+    "unit_norm": (
+        spheres.unit_norm,
+        lambda v, axes: v / reference_norm(v, axes, keepdims=True),
+        True,
+    ),
+    "standardize": (spheres.standardize, reference_standardize, True),
+    "gamma": (lambda v, a: spheres.decompose(v, a)[0], lambda v, a: v.std(a), False),
+    "beta": (lambda v, a: spheres.decompose(v, a)[1], lambda v, a: v.mean(a), False),
+    "direction": (
+        lambda v, axes: spheres.decompose(v, axes)[2],
+        reference_standardize,
+        True,
+    ),
+}
+
+
+@st.composite
+def vectors(draw):
+    """A tensor, its numbers, and axes of it."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    axes = draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))
+    axes = tuple(axis - len(shape) * draw(st.booleans()) for axis in axes)
+    dtype = draw(st.sampled_from(["float16", "bfloat16", "float32", WIDEST]))
+    v = ops.cast(normal(*shape, seed=draw(st.integers(0, 2**31))), dtype)
+    return v, numpy(ops.cast(v, WIDEST)).astype("float64"), axes
+
+
+@examples
+@given(case=vectors())
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_any_shape_axes_and_dtype(name, case):
+    function, reference, of_direction = FUNCTIONS[name]
+    v, exact, axes = case
+    actual = function(v, axes if len(axes) > 1 else axes[0])
+    given_dtype = keras.backend.standardize_dtype(v.dtype)
+    dtype = "float64" if given_dtype == "float64" else "float32"
+    assert keras.backend.standardize_dtype(actual.dtype) == dtype
+    expected = reference(exact, axes)
+    assert tuple(actual.shape) == expected.shape
+    size = np.abs(expected if of_direction else exact).max()
+    assert np.abs(numpy(actual) - expected).max() <= TOLERANCE[dtype] * size
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-9, 1e9, 1e18])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_vectors_of_any_size(name, size):
+    function, reference, of_direction = FUNCTIONS[name]
+    v = normal(20, 3).astype("float32") * np.float32(size)
+    expected = reference(v.astype("float64"), (0,))
+    assert relative_error(function(v, 0), expected) < 1e-5
+    step = training_step(AsLayer(lambda v: function(v, 0)), ops.sum)
+    gradient = finite_differences(lambda v: reference(v, (0,)).sum(), normal(20, 3))
+    if name in ("norm", "unit_norm"):  # Of the others, it is zero or constant.
+        wanted = gradient / size if of_direction else gradient
+        assert relative_error(step(v)[1], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["center", "standardize", "gamma", "beta"])
+def test_a_mean_much_larger_than_the_deviation(name):
+    function, reference, _ = FUNCTIONS[name]
+    v = (1e4 + normal(1000, 3)).astype("float32")
+    expected = reference(v.astype("float64"), (0,))
+    assert relative_error(function(v, 0), expected) < 1e-5
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-5, 1e-100])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e-18, 1e18])
+def test_constant_vectors(value, epsilon):
+    """They are zero without their mean, and each derivative is finite."""
+    v = np.full((7, 2), value, "float32")
+    gamma, beta, direction = map(numpy, spheres.decompose(v, 0))
+    assert np.all(gamma == 0)
+    assert np.all(direction == 0)
+    np.testing.assert_allclose(beta, v[0], rtol=1e-6)
+    assert np.all(numpy(spheres.ws(v, 0, epsilon=epsilon)) == 0)
+    assert np.all(numpy(spheres.cwn(v, 0, epsilon=epsilon)) == 0)
+    expected = v / np.sqrt(np.sum(v.astype("float64") ** 2, 0) + epsilon + 1e-300)
+    np.testing.assert_allclose(
+        numpy(spheres.unit_norm(v, 0, epsilon)), expected, rtol=1e-5
+    )
+    for function in (
+        lambda v: spheres.norm(v, 0, epsilon),
+        lambda v: spheres.unit_norm(v, 0, epsilon),
+        lambda v: spheres.standardize(v, 0, epsilon),
+        lambda v: spheres.decompose(v, 0)[0],
+    ):
+        _, gradient = training_step(AsLayer(function), ops.sum)(v)
+        assert np.all(np.isfinite(gradient))
+
+
+def test_a_bad_unit_stays_alone():
+    v = normal(5, 3).astype("float32")
+    v[2, 1] = np.nan
+    for function, reference, _ in FUNCTIONS.values():
+        actual, expected = numpy(function(v, 0)), reference(v.astype("float64"), (0,))
+        np.testing.assert_allclose(actual[..., [0, 2]], expected[..., [0, 2]], 1e-4)
+        assert np.all(np.isnan(actual[..., 1]) == np.isnan(expected[..., 1]))
+
+
+def check_derivatives(function, reference, x, mode):
+    """Of a random quadratic form of the output."""
+    rng = np.random.default_rng(1)
+    g, h = rng.normal(size=(2, *reference(x).shape))
+    direction = rng.normal(size=x.shape).astype("float32")
+    x32 = x.astype("float32")
+
+    def loss(y):
+        weights = [ops.convert_to_tensor(w, "float32") for w in (g, h)]
+        return ops.sum(weights[0] * y + 0.5 * weights[1] * y * y)
+
+    def of_numpy(x):
+        return np.sum(g * reference(x) + 0.5 * h * reference(x) ** 2)
+
+    def along_direction(x, step=1e-4):
+        forward, backward = x + step * direction, x - step * direction
+        return (of_numpy(forward) - of_numpy(backward)) / (2 * step)
+
+    _, gradient = training_step(AsLayer(function), loss, mode)(x32)
+    assert relative_error(gradient, finite_differences(of_numpy, x)) < 1e-5
+    second = second_derivative(AsLayer(function), x32, loss, direction, mode)
+    expected = finite_differences(along_direction, x, 1e-4)
+    assert relative_error(second, expected) < 1e-5
+
+
+@pytest.mark.parametrize("mode", MODES[-1:])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives(name, mode):
+    function, reference, _ = FUNCTIONS[name]
+    axes = (0, 2)
+    check_derivatives(
+        lambda v: function(v, axes),
+        lambda v: reference(v, axes),
+        normal(3, 2, 2),
+        mode,
+    )
+
+
+# The lemmas of Sun et al.
+
+
+def test_lemma_1():
+    v = normal(50, 3).astype("float32")
+    n, ones = 50, np.ones(50)
+    direction = numpy(spheres.standardize(v, 0))
+    np.testing.assert_allclose(np.sum(direction**2, 0), np.full(3, n), rtol=1e-5)
+    np.testing.assert_allclose(ones @ direction, np.zeros(3), atol=1e-4)
+    moved = numpy(spheres.standardize(2.5 * v + 4.0, 0))
+    np.testing.assert_allclose(moved, direction, atol=1e-5)
+    mirrored = numpy(spheres.standardize(-v, 0))
+    np.testing.assert_allclose(mirrored, -direction, atol=1e-6)
+    gamma, beta, _ = map(numpy, spheres.decompose(v, 0))
+    np.testing.assert_allclose(gamma * direction + beta, v, atol=1e-6)
+    np.testing.assert_allclose(np.sum(v**2, 0), n * (gamma**2 + beta**2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ws", "cwn", "wn"])
+def test_lemmas_2_and_3(kind):
+    """A step along the gradient is orthogonal to the weight, which can only grow."""
+    w, g = normal(6, 4).astype("float32"), normal(6, 4, seed=1).astype("float32")
+    function = AsLayer(lambda w: getattr(spheres, kind)(w, 0, epsilon=0.0))
+
+    def loss(y):
+        return ops.sum(y * ops.convert_to_tensor(g))
+
+    _, gradient = training_step(function, loss)(w)
+    size = np.linalg.norm(w, axis=0) * np.linalg.norm(gradient, axis=0)
+    assert np.all(np.abs(np.sum(w * gradient, 0)) < 1e-6 * size)
+    stepped = w.astype("float64") - 0.5 * gradient
+    growth = np.sum(stepped**2, 0) - np.sum(w.astype("float64") ** 2, 0)
+    np.testing.assert_allclose(growth, 0.25 * np.sum(gradient**2, 0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["ws", "cwn", "wn"])
+def test_weight_maps(kind):
+    """The layers test their derivatives."""
+    w, gain = normal(3, 4, 2), normal(4, seed=1)
+    reference = WeightReference(kind, epsilon=0.1)
+    function = getattr(spheres, kind)
+    tolerance = TOLERANCE[WIDEST]
+    expected = reference.forward(w, gain, (0, 2))
+    assert relative_error(function(w, (0, -1), gain, epsilon=0.1), expected) < tolerance
+    expected = reference.forward(w, np.ones(4), (0, 2))
+    assert relative_error(function(w, (2, 0), epsilon=0.1), expected) < tolerance
+    single = w[:, :1, :1]
+    expected = reference.forward(single, np.ones((3, 1, 1)), ())
+    actual = numpy(function(single, (), epsilon=0.1))
+    np.testing.assert_allclose(actual, expected, rtol=tolerance)
+
+
+def test_ws_is_root_n_times_cwn():
+    w = normal(7, 4)
+    actual, other = (numpy(f(w, 0, epsilon=0.0)) for f in (spheres.ws, spheres.cwn))
+    assert relative_error(actual, np.sqrt(7) * other) < TOLERANCE[WIDEST]
+
+
+# Equation 12
+
+
+def statistics(x):
+    return x.mean(0), np.cov(x.T, bias=True)
+
+
+def batch_norm(y, gamma, beta, epsilon):
+    return gamma * (y - y.mean(0)) / np.sqrt(y.var(0) + epsilon) + beta
+
+
+@pytest.mark.parametrize("dtype", sorted({"float32", WIDEST}))
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_effective_weight_of_batch_normalization(epsilon, dtype):
+    x, w = normal(20, 5), normal(5, 3, seed=1)
+    gamma, beta = normal(3, seed=2), normal(3, seed=3)
+    values = [np.asarray(v, dtype) for v in (w, gamma, beta, *statistics(x))]
+    weight, bias = map(numpy, spheres.effective_weight(*values, epsilon))
+    assert weight.dtype == bias.dtype == dtype
+    expected = batch_norm(x @ w, gamma, beta, epsilon)
+    assert relative_error(x @ weight + bias, expected) < TOLERANCE[dtype]
+    covariance = statistics(x)[1]
+    lengths = np.einsum("iu,ij,ju->u", weight, covariance, weight)
+    if not epsilon:  # It is on an ellipsoid.
+        np.testing.assert_allclose(lengths, gamma**2, rtol=10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("size_of_weights", [1e-18, 1.0, 1e18])
+@pytest.mark.parametrize("size_of_inputs", [1e-18, 1.0, 1e18])
+def test_effective_weights_of_any_size(size_of_weights, size_of_inputs):
+    x, w = size_of_inputs * normal(20, 5), size_of_weights * normal(5, 3, seed=1)
+    gamma, beta = normal(3, seed=2), normal(3, seed=3)
+    values = [np.asarray(v, "float32") for v in (w, gamma, beta, *statistics(x))]
+    weight, bias = map(numpy, spheres.effective_weight(*values))
+    expected = batch_norm(x @ w, gamma, beta, 0.0)
+    assert relative_error(x @ weight + bias, expected) < 1e-5
+
+
+def test_effective_weight_of_units_that_do_not_vary():
+    x, w = normal(20, 5), normal(5, 3, seed=1)
+    x[:, 2] = 0.5
+    w[:, 0] = [0, 0, 1, 0, 0]
+    w[:, 1] = 0
+    gamma, beta = normal(3, seed=2), normal(3, seed=3)
+    values = [np.asarray(v, "float32") for v in (w, gamma, beta, *statistics(x))]
+    weight, bias = map(numpy, spheres.effective_weight(*values))
+    assert np.all(weight[:, :2] == 0)
+    np.testing.assert_allclose(bias[:2], beta[:2], rtol=1e-6)
+    expected = batch_norm(x @ w[:, 2:], gamma[2:], beta[2:], 0.0)
+    assert relative_error(x @ weight[:, 2:] + bias[2:], expected) < 1e-5
+
+
+@pytest.mark.parametrize("mode", MODES[-1:])
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_derivatives_of_the_effective_weight(epsilon, mode):
+    x = normal(20, 4)
+    gamma, beta = normal(3, seed=2), normal(3, seed=3)
+    mean, covariance = statistics(x)
+    rest = [np.asarray(v, "float32") for v in (gamma, beta, mean, covariance)]
+
+    def effective(w):
+        weight, bias = spheres.effective_weight(w, *rest, epsilon)
+        return ops.concatenate([weight, bias[None]], axis=0)
+
+    def reference(w):
+        variance = np.einsum("iu,ij,ju->u", w, covariance, w)
+        weight = gamma * w / np.sqrt(variance + epsilon)
+        return np.concatenate([weight, (beta - mean @ weight)[None]])
+
+    check_derivatives(effective, reference, normal(4, 3, seed=1), mode)
