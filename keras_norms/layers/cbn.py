@@ -184,45 +184,74 @@ class CBN(FollowsLearningRate, ChannelNormalization):
 
     def call(self, inputs, training=None, mask=None):
         inputs = ops.cast(inputs, self.compute_dtype)
-        dtype = self.statistics_dtype
         gamma, beta = self.affine()
-        state = normalize.CBNState(
-            ops.cast(self.moving_mean, dtype),
-            ops.cast(self.moving_square, dtype),
-            ops.cast(self.average_weight, dtype),
-        )
-        rho = ops.cast(self.rho, dtype)
         if not training or not self.trainable:
             return normalize.cbn_inference(
-                inputs,
-                gamma,
-                beta,
-                state,
-                rho=rho,
-                epsilon=self.epsilon,
-                axis=self.axis,
-                decouple=self.decouple,
+                inputs, gamma, beta, self._state(), axis=self.axis, **self._stored()
             )
         outputs, state = normalize.cbn_training(
-            inputs,
-            gamma,
-            beta,
-            state,
-            rho=rho,
-            epsilon=self.epsilon,
-            learning_rate=ops.cast(self.learning_rate_of_this_step(), dtype),
-            omega=self.omega,
-            momentum=self.momentum,
-            axis=self.axis,
-            decouple=self.decouple,
-            mean_gradient=self.mean_gradient,
-            mask=arguments.broadcast_mask(mask, inputs, self.axis),
-            synchronized=self.synchronized,
+            inputs, gamma, beta, self._state(), **self._settings(inputs, mask)
         )
+        self._assign(state)
+        return outputs
+
+    def scale_and_shift(self, inputs, training=None, mask=None):
+        """What `call` does with `inputs`, as vectors: `scale * inputs + shift`.
+
+        In training it updates the statistics as `call` does, in place of it.
+
+        Args:
+            inputs, training, mask: See the call arguments.
+
+        Returns:
+            Two tensors of shape `(channels,)`, float32 in mixed precision.
+        """
+        inputs = ops.cast(inputs, self.compute_dtype)
+        gamma, beta = self.affine()
+        if not training or not self.trainable:
+            return normalize.cbn_stored_scale_and_shift(
+                gamma, beta, self._state(), **self._stored()
+            )
+        scale, shift, state = normalize.cbn_scale_and_shift(
+            inputs, gamma, beta, self._state(), **self._settings(inputs, mask)
+        )
+        self._assign(state)
+        return scale, shift
+
+    def _state(self):
+        return normalize.CBNState(
+            ops.cast(self.moving_mean, self.statistics_dtype),
+            ops.cast(self.moving_square, self.statistics_dtype),
+            ops.cast(self.average_weight, self.statistics_dtype),
+        )
+
+    def _assign(self, state):
         self.moving_mean.assign(state.mean)
         self.moving_square.assign(state.square)
         self.average_weight.assign(state.weight)
-        return outputs
+
+    def _stored(self):
+        """The settings of the map with stored statistics."""
+        return {
+            "rho": ops.cast(self.rho, self.statistics_dtype),
+            "epsilon": self.epsilon,
+            "decouple": self.decouple,
+        }
+
+    def _settings(self, inputs, mask):
+        """The settings of a training step, which this moves on."""
+        return {
+            **self._stored(),
+            "learning_rate": ops.cast(
+                self.learning_rate_of_this_step(), self.statistics_dtype
+            ),
+            "omega": self.omega,
+            "momentum": self.momentum,
+            "axis": self.axis,
+            "mean_gradient": self.mean_gradient,
+            "mask": arguments.broadcast_mask(mask, inputs, self.axis),
+            "synchronized": self.synchronized,
+        }
 
     def get_config(self):
         config = super().get_config()

@@ -53,7 +53,7 @@ def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
     return _combine_replicas(local) if synchronized else local
 
 
-def with_gradient(x, batch, axis):
+def with_gradient(x, batch, axis, synchronized=False):
     """The same moments of `x`, whose gradient is one pass over it, but no mask.
 
     For moments whose gradient is wanted by itself: the normalising maps take them as
@@ -64,6 +64,8 @@ def with_gradient(x, batch, axis):
         return ops.stack([mean, variance])
 
     def backward(upstream, x, mean, variance, count):
+        if synchronized:
+            upstream = sum_over_replicas(upstream)
         share = upstream / ops.maximum(count, ops.ones_like(count))
         return affine(x, mean, 2 * share[1], share[0], axis=axis), None, None, None
 

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_norms.ops.custom_gradient import custom_gradient
-from keras_norms.ops.moments import moments, number_of_replicas, sum_over_replicas
+from keras_norms.ops.moments import (
+    moments,
+    number_of_replicas,
+    sum_over_replicas,
+    with_gradient,
+)
 from keras_norms.ops.passes import (
     affine,
     gradient_sums,
@@ -38,20 +43,80 @@ class CBNState(NamedTuple):
     weight: Any
 
 
+class CBNMap(NamedTuple):
+    """One batch's map, `gamma * inverse * (x - center) + offset`, and its statistics.
+
+    `mean` and `square` are those of the batch, `square` with epsilon is what the root
+    is taken of for the gradient, `mean_weight` is the weight of the mean's gradient,
+    `count` how many elements were seen.
+    """
+
+    center: Any
+    inverse: Any
+    offset: Any
+    mean: Any
+    square: Any
+    mean_weight: Any
+    count: Any
+
+
 def cbn_inference(x, gamma, beta, state, *, rho, epsilon, axis, decouple=True):
     """Complete batch normalization with stored statistics: affine in `x`.
 
     See `cbn_training` for the arguments; `state.weight` is not used.
     """
-    center = state.mean - beta if decouple else state.mean
-    inverse = 1 / (rho * ops.sqrt(state.square + epsilon))
-    offset = ops.zeros_like(beta) if decouple else beta
+    center, inverse, offset = _stored_map(beta, state, rho, epsilon, decouple)
     return affine(x, center, gamma * inverse, offset, axis=axis)
 
 
-def cbn_training(
+def cbn_training(x, gamma, beta, state, *, mask=None, **settings):
+    """Complete batch normalization of one training batch (Peng et al., Eqs. 4-9).
+
+    Args:
+        x: Tensor of rank 2 or more.
+        gamma, beta: `(channels,)`, in the dtype to compute in.
+        state: `CBNState` before this batch.
+        mask: Boolean, broadcasts to `x`; `False` elements are kept out of statistics.
+        **settings: See `cbn_map`.
+
+    Returns:
+        The output and the `CBNState` after this batch, which carries no gradient.
+    """
+    values, state = cbn_map(x, beta, state, mask=mask, **settings)
+    names = ("epsilon", "axis", "decouple", "synchronized")
+    static = {name: settings[name] for name in names}
+    return _normalize(x, gamma, beta, *values, mask, **static), state
+
+
+def cbn_scale_and_shift(x, gamma, beta, state, **settings):
+    """The map of one training batch as vectors: `cbn_training` is scale * x + shift.
+
+    See `cbn_training` for the arguments. The gradient with respect to `x` passes
+    through the statistics alone.
+
+    Returns:
+        Scale and shift, each `(channels,)`, and the `CBNState` after this batch.
+    """
+    values, state = cbn_map(x, beta, state, differentiable=True, **settings)
+    scale = gamma * values.inverse
+    return scale, values.offset - scale * values.center, state
+
+
+def cbn_stored_scale_and_shift(gamma, beta, state, *, rho, epsilon, decouple):
+    """The map of `cbn_inference` as vectors: it is scale * x + shift."""
+    center, inverse, offset = _stored_map(beta, state, rho, epsilon, decouple)
+    scale = gamma * inverse
+    return scale, offset - scale * center
+
+
+def _stored_map(beta, state, rho, epsilon, decouple):
+    center = state.mean - beta if decouple else state.mean
+    offset = ops.zeros_like(beta) if decouple else beta
+    return center, 1 / (rho * ops.sqrt(state.square + epsilon)), offset
+
+
+def cbn_map(
     x,
-    gamma,
     beta,
     state,
     *,
@@ -65,13 +130,12 @@ def cbn_training(
     mean_gradient="shift",
     mask=None,
     synchronized=False,
+    differentiable=False,
 ):
-    """Complete batch normalization of one training batch (Peng et al., Eqs. 4-9).
+    """The statistics of one training batch, and the map that they make.
 
     Args:
-        x: Tensor of rank 2 or more.
-        gamma, beta: `(channels,)`, in the dtype to compute in.
-        state: `CBNState` before this batch.
+        x, beta, state, mask: See `cbn_training`.
         rho: Scalar, the magnitude of the normalisation.
         epsilon: Added to the mean square, inside the root.
         learning_rate: Scalar that this step uses. The batch enters the moving averages
@@ -83,14 +147,16 @@ def cbn_training(
         decouple: Whether `beta` is added before the norm is taken (Eq. 5), or after it
             and the variance taken, as in batch normalization.
         mean_gradient: `"shift"` or `"ratio"`, how the gradient passes the moving mean.
-        mask: Boolean, broadcasts to `x`; `False` elements are kept out of statistics.
         synchronized: Whether statistics are those of all TensorFlow replicas.
+        differentiable: Whether the gradient of the map itself is wanted in few passes.
 
     Returns:
-        The output and the `CBNState` after this batch, which carries no gradient.
+        `CBNMap`, and the `CBNState` after this batch, which carries no gradient.
     """
     prior = state.mean, state.weight > 0
-    batch = moments(x, gamma.dtype, axis, mask, synchronized, prior)
+    batch = moments(x, beta.dtype, axis, mask, synchronized, prior)
+    if differentiable and mask is None:
+        batch = with_gradient(x, batch, axis, synchronized)
     seen = batch.count > 0
     known = learning_rate >= 0
     step = ops.where(
@@ -125,27 +191,13 @@ def cbn_training(
     ratio = ops.stop_gradient(ops.sqrt(used + epsilon) / root)
     inverse = 1 / (rho * ratio * root)
 
-    y = _normalize(
-        x,
-        gamma,
-        beta,
-        center,
-        inverse,
-        offset,
-        batch.mean,
-        square,
-        mean_weight,
-        batch.count,
-        mask,
-        epsilon=epsilon,
-        axis=axis,
-        decouple=decouple,
-        synchronized=synchronized,
-    )
     state = CBNState(
         batch.mean - kept * excess, square + kept * (state.square - square), weight
     )
-    return y, CBNState(*(ops.stop_gradient(value) for value in state))
+    values = CBNMap(
+        center, inverse, offset, batch.mean, square, mean_weight, batch.count
+    )
+    return values, CBNState(*(ops.stop_gradient(value) for value in state))
 
 
 def batch_normalization(

@@ -1,0 +1,191 @@
+"""FusedCBN: CBN and the linear layers that read it, computed together."""
+
+import functools
+
+import keras
+from keras import layers as keras_layers
+from keras import ops
+from keras.src.backend import AutocastScope
+
+from keras_norms.layers.cbn import CBN
+from keras_norms.layers.kernels import check_layer
+from keras_norms.ops.fused import linear_of_affine
+
+
+@keras.saving.register_keras_serializable(package="keras_norms")
+class FusedCBN(keras.layers.Layer):
+    """Fused complete batch normalization: `layer(CBN(x))` without writing `CBN(x)`.
+
+    CBN is `scale * x + shift` with vectors over the channels, so that with kernel `W`
+
+    ```
+    conv(scale * x + shift, W) = conv(x, scale * W) + conv(shift, W)
+    ```
+
+    where the last convolution is that of one constant image, which makes zero padding
+    exact. No normalised tensor is written or kept for the backward pass, and the
+    gradients of `scale` and `shift` come from that of the kernel.
+
+    Weights, statistics and results are those of the two layers, in training and at
+    inference. With a mean much larger than the standard deviation it loses digits that
+    CBN keeps, for it subtracts the mean last.
+
+    Args:
+        layer: A `Dense`, `Conv1D`, `Conv2D`, `Conv3D`, `DepthwiseConv1D` or
+            `DepthwiseConv2D` layer, or a list of such layers that read the same tensor.
+        norm: The `CBN` layer in front of it. Its axis is the channel axis of the
+            layers. Defaults to a `CBN` with that axis.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name`.
+
+    Call arguments:
+        inputs: Tensor that fits the layers.
+        training: Boolean, that of `CBN`.
+        mask: Optional mask for the statistics, that of `CBN`.
+
+    Output shape:
+        That of the layer, or a list of those of the layers.
+
+    Raises:
+        ValueError: If a layer is not one of those above, has LoRA or is quantized, has
+            an activity regularizer or causal padding, or disagrees with `norm` about
+            the channel axis or the dtype.
+
+    Example:
+
+    >>> x = keras.layers.Activation("relu")(x)
+    >>> x = FusedCBN(keras.layers.Conv2D(64, 3, padding="same"), CBN(rho=2))(x)
+    """
+
+    def __init__(self, layer, norm=None, **kwargs):
+        self._several = isinstance(layer, (list, tuple))
+        layers = list(layer) if self._several else [layer]
+        for each in layers:
+            _check(each)
+        axis = 1 if _channels_first(layers[0]) else -1
+        policy = layers[0].dtype_policy
+        super().__init__(dtype=policy, **kwargs)
+        self.norm = CBN(axis=axis, dtype=policy) if norm is None else norm
+        self.layers = layers
+        if not isinstance(self.norm, CBN):
+            raise ValueError(f"Argument `norm` must be a CBN layer. Received: {norm=}")
+        for each in (self.norm, *layers):
+            if each.dtype_policy != policy:
+                raise ValueError(
+                    "Argument `layer` must have the dtype of all other layers, "
+                    f"{policy.name!r}. Received: {each.dtype_policy.name!r}"
+                )
+        self.supports_masking = False
+
+    def build(self, input_shape):
+        rank = len(input_shape)
+        for each in self.layers:
+            axis = 1 if _channels_first(each) else rank - 1
+            if self.norm.axis % rank != axis:
+                raise ValueError(
+                    f"Argument `norm` must normalise axis {axis}, the channel axis of "
+                    f"layer '{each.name}'. Received: norm.axis={self.norm.axis}"
+                )
+        for each in (self.norm, *self.layers):
+            if not each.built:
+                each.build(input_shape)
+
+    def call(self, inputs, training=None, mask=None):
+        inputs = ops.cast(inputs, self.compute_dtype)
+        scale, shift = self.norm.scale_and_shift(inputs, training=training, mask=mask)
+        outputs = [_call(each, inputs, scale, shift) for each in self.layers]
+        return outputs if self._several else outputs[0]
+
+    def compute_output_shape(self, input_shape):
+        shapes = [each.compute_output_shape(input_shape) for each in self.layers]
+        return shapes if self._several else shapes[0]
+
+    def get_config(self):
+        layers = [keras.saving.serialize_keras_object(each) for each in self.layers]
+        return {
+            **super().get_config(),
+            "layer": layers if self._several else layers[0],
+            "norm": keras.saving.serialize_keras_object(self.norm),
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        config.pop("dtype", None)
+        layer = config["layer"]
+        revive = keras.saving.deserialize_keras_object
+        several = isinstance(layer, (list, tuple))
+        config["layer"] = [revive(each) for each in layer] if several else revive(layer)
+        config["norm"] = revive(config["norm"])
+        return cls(**config)
+
+
+_CONVOLUTIONS = (keras_layers.Conv1D, keras_layers.Conv2D, keras_layers.Conv3D)
+_DEPTHWISE = (keras_layers.DepthwiseConv1D, keras_layers.DepthwiseConv2D)
+
+
+def can_be_fused(layer, norm):
+    """Whether `FusedCBN(layer, norm)` is one."""
+    try:
+        FusedCBN(layer, norm)
+    except ValueError:
+        return False
+    return True
+
+
+def _check(layer):
+    check_layer(layer)
+    if not isinstance(layer, (keras_layers.Dense, *_CONVOLUTIONS, *_DEPTHWISE)):
+        advice = "a Dense, Conv or DepthwiseConv layer. Put a CBN before this one"
+    elif getattr(layer, "padding", None) == "causal":
+        advice = "without causal padding. Put a CBN before this one"
+    elif layer.activity_regularizer is not None:
+        advice = "without an activity regularizer"
+    else:
+        return
+    raise ValueError(f"Argument `layer` must be {advice}. Received: layer={layer!r}")
+
+
+def _channels_first(layer):
+    return getattr(layer, "data_format", None) == "channels_first"
+
+
+def _call(layer, inputs, scale, shift):
+    """`layer(scale * inputs + shift)`."""
+    with AutocastScope(None):  # in mixed precision, a call would cast them
+        kernel = ops.cast(layer.kernel.value, scale.dtype)
+        bias = ops.cast(layer.bias.value, scale.dtype) if layer.use_bias else None
+    if isinstance(layer, keras_layers.Dense):
+        outputs = linear_of_affine(inputs, scale, shift, kernel, bias, ops.matmul)
+        return layer.activation(outputs)
+    depthwise = isinstance(layer, _DEPTHWISE)
+    convolution = functools.partial(
+        ops.depthwise_conv if depthwise else ops.conv,
+        strides=layer.strides,
+        padding=layer.padding,
+        data_format=layer.data_format,
+        dilation_rate=layer.dilation_rate,
+    )
+    outputs = linear_of_affine(
+        inputs,
+        scale,
+        shift,
+        kernel,
+        bias,
+        convolution,
+        groups=1 if depthwise else layer.groups,
+        border=_border(layer, inputs),
+        channels_first=_channels_first(layer),
+    )
+    return layer.activation(outputs)
+
+
+def _border(layer, inputs):
+    """The smallest image that shows a convolution of a constant: border and inside."""
+    reach = tuple(
+        (size - 1) * dilation + 1
+        for size, dilation in zip(layer.kernel_size, layer.dilation_rate)
+    )
+    if layer.padding == "valid" or max(reach) == 1:
+        return reach
+    shape = ops.shape(inputs)
+    return tuple(shape[2:] if _channels_first(layer) else shape[1:-1])
