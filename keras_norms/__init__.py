@@ -2,9 +2,23 @@
 
 from keras_norms.amat import AMAT
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.layers.weight_normalization import CWN, WN, WS
+from keras_norms.surgery import convert, fold, recalibrate
 
 __version__ = "0.1.0"
-__all__ = ["AMAT", "CBN", "CWN", "LpNorm", "NoisyBN", "WN", "WS"]
+__all__ = [
+    "AMAT",
+    "CBN",
+    "CWN",
+    "FusedCBN",
+    "LpNorm",
+    "NoisyBN",
+    "WN",
+    "WS",
+    "convert",
+    "fold",
+    "recalibrate",
+]

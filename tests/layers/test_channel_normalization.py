@@ -57,7 +57,8 @@ layers = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 # The noise too.
 every_layer = pytest.mark.parametrize("make", EVERY_LAYER, ids=[*LAYERS, "noise"])
 classes = pytest.mark.parametrize("cls", CLASSES)
-modes = pytest.mark.parametrize("mode", MODES)
+# Compiled where there is a compiler: eagerly, JAX compiles each operation.
+COMPILED = MODES[1:] or MODES
 
 
 def data(*shape, seed=0):
@@ -73,20 +74,24 @@ def run(layer, x, training=True, **kwargs):
     """The output of a call; on JAX as one program, not compiled piece by piece."""
     if BACKEND != "jax":
         return numpy(layer(x, training=training, **kwargs))
-    import jax
-
     if not layer.built:
         layer.build(x.shape)
+    variables = layer.trainable_variables, layer.non_trainable_variables
+    values = [[v.value for v in vs] for vs in variables]
+    y, other = jax_program(layer, training, layer.trainable)(*values, x, kwargs)
+    for variable, value in zip(variables[1], other, strict=True):
+        variable.assign(value)
+    return numpy(y)
+
+
+@functools.cache
+def jax_program(layer, training, trainable):
+    import jax
 
     def call(trainable, other, x, kwargs):
         return layer.stateless_call(trainable, other, x, training=training, **kwargs)
 
-    variables = layer.trainable_variables, layer.non_trainable_variables
-    values = [[v.value for v in vs] for vs in variables]
-    y, other = jax.jit(call)(*values, x, kwargs)
-    for variable, value in zip(variables[1], other, strict=True):
-        variable.assign(value)
-    return numpy(y)
+    return jax.jit(call)
 
 
 def state(layer):
@@ -181,7 +186,7 @@ SHAPES += [((1, 1, 1), -1)]
 def test_shapes(make, shape, axis):
     layer = make(axis=axis)
     assert layer.compute_output_shape(shape) == shape
-    outputs = layer(data(*shape), training=True), layer(data(*shape))
+    outputs = run(layer, data(*shape)), layer(data(*shape))
     symbolic = make(axis=axis)(keras.Input(batch_shape=shape), training=True)
     for y in (*outputs, symbolic):
         assert tuple(y.shape) == shape
@@ -349,7 +354,7 @@ def test_fit_trains_everything(make):
         assert_all_close(fit(classifier(make(), jit_compile=True)), after)
 
 
-@modes
+@pytest.mark.parametrize("mode", COMPILED)
 @pytest.mark.parametrize(
     "make",
     [
@@ -399,7 +404,7 @@ def test_centered_l2_norm_is_batch_normalization():
         layer.build(x.shape)
         for seed, weight in enumerate(layer.trainable_weights):
             weight.assign(data(*weight.shape, seed=seed))
-        results.append(training_step(layer, loss)(x))
+        results.append(training_step(layer, loss, COMPILED[0])(x))
     # Keras subtracts the squared mean from the mean square: a digit of float32.
     assert_all_close(*results, rtol=1e-4, atol=1e-4)
     # Without momentum, the stored statistics are those of the batch.
@@ -470,9 +475,7 @@ def test_float64(make):
 # Masks
 
 
-@pytest.mark.parametrize(
-    ("axis", "whole_samples"), [(-1, True), (-1, False), (1, True), (1, False)]
-)
+@pytest.mark.parametrize(("axis", "whole_samples"), [(-1, False), (1, True)])
 @layers
 def test_a_mask_equals_dropping(make, axis, whole_samples):
     x = data(6, 4, 3, 5)
@@ -564,24 +567,23 @@ def test_regularizers_and_constraints(make):
 # Saving and copying
 
 
-@layers
+@pytest.mark.parametrize("make", [quiet_bn, LAYERS["LpNorm(inf)"]], ids=["bn", "lp"])
 def test_saving_and_copying(tmp_path, make):
-    model = classifier(make(momentum=0.9))
+    model, fresh = (classifier(make(momentum=0.9)) for _ in range(2))
     fit(model)
-    y = model.predict(IMAGES, verbose=0)
     model.save(tmp_path / "model.keras")
-    model.save_weights(tmp_path / "model.weights.h5")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    fresh = classifier(make(momentum=0.9))
+    model.save_weights(tmp_path / "model.weights.h5")
     fresh.load_weights(tmp_path / "model.weights.h5")
     clone = keras.models.clone_model(model)
     assert clone.layers[1].get_config() == model.layers[1].get_config()
     assert np.any(numpy(clone.layers[1].moving_mean) != state(model.layers[1])[0])
     clone.set_weights(model.get_weights())
+    y = model(IMAGES)
     for other in (loaded, fresh, clone):
         for value, wanted in zip(other.weights, model.weights, strict=True):
             np.testing.assert_array_equal(numpy(value), numpy(wanted))
-        assert_close(other.predict(IMAGES, verbose=0), y)
+        assert_close(other(IMAGES), y)
     assert_all_close(fit(loaded), fit(model))
 
 
@@ -591,7 +593,6 @@ def test_saving_and_copying(tmp_path, make):
 shapes = st.integers(2, 5).flatmap(lambda rank: st.tuples(*[st.integers(1, 4)] * rank))
 # The first example of a process takes seconds, and JAX compiles for each shape.
 few = settings(deadline=None, max_examples=10)
-COMPILED = {"tensorflow": "graph", "jax": "jit_compile", "torch": "eager"}[BACKEND]
 
 
 def integers(shape, seed=0):
@@ -617,7 +618,7 @@ def test_the_order_of_a_batch_does_not_matter(shape, channel_axis, name, seed):
     layer = {"CBN": CBN, **LAYERS}[name](axis=axis, epsilon=0.1)
     layer.build(shape)
     start = layer.get_weights()
-    step = training_step(layer, lambda y: ops.sum(ops.tanh(y)), COMPILED)
+    step = training_step(layer, lambda y: ops.sum(ops.tanh(y)), COMPILED[0])
     along = (axis + 1) % len(shape)
     order = np.random.default_rng(seed).permutation(shape[along])
     x = integers(shape, seed)

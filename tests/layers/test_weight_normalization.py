@@ -1028,7 +1028,7 @@ def test_a_kernel_that_is_no_single_weight_any_more_is_refused(change, message):
     ],
 )
 def test_a_unit_with_one_weight_is_refused(wrapper, layer, shape, name):
-    layer = type(layer).from_config(layer.get_config())
+    layer = quick_to_build(type(layer).from_config(layer.get_config()))
     with pytest.raises(ValueError, match=f"`{name}`.*Use WN.*{name}.shape="):
         wrapper(layer).build(shape)
 

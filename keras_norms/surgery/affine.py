@@ -1,0 +1,195 @@
+"""Normalisation layers as what they are at inference: `a * x + b` for each channel."""
+
+import math
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from keras_norms.layers.cbn import CBN
+from keras_norms.layers.lp_norm import LpNorm
+from keras_norms.layers.noisy_bn import NoisyBN
+from keras_norms.surgery import linear
+
+BATCH_NORMS = (keras.layers.BatchNormalization,)
+NORMS = (*BATCH_NORMS, CBN, NoisyBN, LpNorm)
+
+
+class Affine(NamedTuple):
+    """The map x -> a * x + b; both are float64 vectors over the channels."""
+
+    a: Any
+    b: Any
+
+    def after(self, first):
+        """This map of what `first` gives."""
+        return Affine(self.a * first.a, self.a * first.b + self.b)
+
+    def equals(self, other):
+        return np.array_equal(self.a, other.a) and np.array_equal(self.b, other.b)
+
+
+def identity(channels):
+    return Affine(np.ones(channels), np.zeros(channels))
+
+
+def is_norm(unit):
+    """Whether it is a norm that this package knows. A subclass may do anything."""
+    return unit.cls in NORMS
+
+
+def is_batch_norm(unit):
+    return issubclass(unit.cls, BATCH_NORMS)
+
+
+def axis_of(unit, rank):
+    """The channel axis of a norm, or of a diagonal EinsumDense."""
+    if issubclass(unit.cls, NORMS):
+        axis = unit.config["axis"]
+        # Keras once stored a list.
+        return int(np.ravel(axis)[0]) % rank
+    return linear.diagonal_axis(unit, rank)
+
+
+def affine_of(unit):
+    """What a norm or a diagonal EinsumDense does at inference."""
+    if not issubclass(unit.cls, NORMS):
+        kernel, bias = unit.weight("kernel"), unit.weight("bias")
+        zero = np.zeros_like(kernel)
+        return Affine(kernel, zero if bias is None else np.ravel(bias))
+    mean = unit.weight("moving_mean")
+    gamma = _or(unit.weight("gamma"), np.ones_like(mean))
+    beta = _or(unit.weight("beta"), np.zeros_like(mean))
+    epsilon = unit.config["epsilon"]
+    if unit.cls is CBN:
+        root = unit.weight("rho") * np.sqrt(unit.weight("moving_square") + epsilon)
+        a = gamma / root
+        if unit.config["decouple"]:
+            return Affine(a, a * (beta - mean))
+        return Affine(a, beta - a * mean)
+    if unit.cls is LpNorm:
+        a = gamma / (unit.weight("moving_norm") + epsilon)
+    else:
+        a = gamma / np.sqrt(unit.weight("moving_variance") + epsilon)
+    return Affine(a, beta - a * mean)
+
+
+class Statistics(NamedTuple):
+    """What is known of the input of a norm; `norm` is LpNorm's, where it was measured.
+
+    `weight` is 0 where mean and variance only stand in for what is not known.
+    """
+
+    mean: Any
+    variance: Any
+    norm: Any = None
+    weight: float = 1.0
+
+
+def unknown(channels):
+    return Statistics(np.zeros(channels), np.ones(channels), weight=0.0)
+
+
+def weights_for(cls, config, affine, statistics):
+    """Weights with which a norm of this class is `affine` at inference.
+
+    The moving statistics are `statistics`, so that a training batch of the same
+    distribution sees the same map.
+
+    CBN with `decouple=True` is a * (x - c), c = -b / a, and keeps mu and the mean
+    square of x' = x - mu + beta. Hence beta = mu - c, sq = variance + beta^2, and
+    gamma = a * rho * sqrt(sq + epsilon). The identity is beta = mu.
+
+    Args:
+        cls: One of `NORMS`.
+        config: Configuration of the layer.
+        affine: The wanted map.
+        statistics: `Statistics` of the input.
+
+    Returns:
+        A dictionary of weights by name, and whether the map is met.
+    """
+    a, b = affine
+    mean, variance = statistics.mean, statistics.variance
+    epsilon = config["epsilon"]
+    arrays = {"moving_mean": mean}
+    gamma, beta = a, b + a * mean
+    if cls is CBN:
+        square = variance
+        if config["decouple"]:
+            beta = mean + np.divide(b, a, out=np.zeros_like(b), where=a != 0)
+            square = variance + np.square(beta)
+        gamma = a * config["rho"] * np.sqrt(square + epsilon)
+        arrays["moving_square"] = square
+        arrays["average_weight"] = np.asarray(statistics.weight)
+    elif cls is LpNorm:
+        norm = statistics.norm
+        if norm is None:
+            # Right for p = 2; close to it otherwise, and gamma makes up for it.
+            centered = config["norm_of"] == "centered"
+            norm = np.sqrt(variance if centered else variance + np.square(mean))
+        gamma = a * (norm + epsilon)
+        arrays["moving_norm"] = norm
+    else:
+        gamma = a * np.sqrt(variance + epsilon)
+        arrays["moving_variance"] = variance
+    arrays["gamma"], arrays["beta"] = gamma, beta
+    met = can_be(cls, config, affine)
+    met = met and (config["scale"] or np.allclose(gamma, 1, rtol=1e-6))
+    met = met and (config["center"] or np.allclose(beta, 0, atol=1e-7))
+    return arrays, bool(met)
+
+
+def can_be(cls, config, affine):
+    """Whether a norm of this class can be this map at all, gamma and beta given."""
+    if cls is CBN and config["decouple"]:
+        # Its shift is scaled too: a channel of scale 0 is 0.
+        return not np.any((affine.a == 0) & (affine.b != 0))
+    return True
+
+
+def norm_is_guessed(cls, config):
+    """Whether LpNorm's statistic does not follow from mean and variance."""
+    if cls is not LpNorm:
+        return False
+    return config["p"] == "inf" or not math.isclose(float(config["p"]), 2)
+
+
+def _or(value, default):
+    return default if value is None else value
+
+
+def check_axes(graph, units):
+    """Raise unless all calls of `units` normalise the channels.
+
+    The channel axis is the last one, or 1 in a model with `channels_first` layers.
+    """
+    formats = {
+        unit.config.get("data_format")
+        for unit in graph.all_units()
+        if linear.is_linear(unit) and not issubclass(unit.cls, linear.WRAPPERS)
+    }
+    for unit in units:
+        for node in unit.nodes:
+            rank = node.input.rank
+            axis = axis_of(unit, rank)
+            if axis == rank - 1 or (axis == 1 and "channels_first" in formats):
+                continue
+            raise ValueError(
+                f"Layer '{unit.name}' must normalise the channel axis of its input. "
+                f"Received: axis={axis}, where the input has shape {node.input.shape}"
+            )
+
+
+def hidden_norms(graph):
+    """Names of normalisation layers that are inside of layers other than models."""
+    names = []
+    for unit in graph.all_units():
+        if unit.layer is None or unit.graph is not None or is_norm(unit):
+            continue
+        names += [
+            f"{inside.name} (in {unit.name})"
+            for inside in unit.layer._flatten_layers(include_self=False)
+            if isinstance(inside, NORMS)
+        ]
+    return names

@@ -1,0 +1,176 @@
+"""fold: a model for inference whose normalisation is in its kernels and biases."""
+
+import warnings
+
+import keras
+import numpy as np
+
+from keras_norms.layers.noisy_bn import NoisyBN
+from keras_norms.surgery import affine as affine_lib
+from keras_norms.surgery import fuse, linear
+from keras_norms.surgery.fused import split
+from keras_norms.surgery.graph import Graph, numpy
+
+
+def fold(model):
+    """Make a copy for inference, with normalisation folded into kernels and biases.
+
+    At inference every normalisation layer is `a * x + b` for each channel. After a
+    linear layer that nothing else reads, the map goes into the kernel and bias before
+    it; before linear layers, into those after it. Both pass Dropout, pooling, cropping,
+    upsampling, Flatten and Concatenate where the map commutes with them. WS, CWN and WN
+    become the layer inside of them, with the kernel that it is called with. The
+    arithmetic is done in float64.
+
+    The result has layers of Keras only and loads where keras_norms is not installed.
+    Its outputs are those of `model` at inference, also at image borders. Two cases need
+    a layer in place of the normalisation, of the same name:
+
+    * Before a zero-padded convolution `b` cannot go into the bias: the zeros at the
+      border are added after the map. The scale does go into the kernel, and the shift
+      `x + b / a` stays, as one `Rescaling` layer before the padding.
+    * A map that no linear layer can take, such as one between a sum and an activation,
+      stays as one frozen `BatchNormalization`.
+
+    A warning names these layers.
+
+    Args:
+        model: A built Functional or Sequential model, nested or with shared layers. It
+            is not changed. Layers inside of other layers, such as
+            `TimeDistributed(BatchNormalization())`, stay as they are.
+
+    Returns:
+        A new model of the same name, with the names of its other layers, their dtype
+        policies, and compiled in the same way. Do not train it: BatchNormalization is
+        gone.
+
+    Raises:
+        ValueError: If the model is subclassed or not built, if a layer normalises
+            another axis than the channels, or if a layer is not affine at inference.
+
+    Example:
+
+    >>> fold(model).export("saved_model")
+    """
+    graph = Graph(model)
+    split(graph)
+    for unit in graph.all_units():
+        if issubclass(unit.cls, linear.WRAPPERS):
+            _unwrap(unit)
+    maps = fuse.Maps(
+        {
+            unit: affine_lib.affine_of(unit)
+            for unit in graph.all_units()
+            if _is_map(unit)
+        }
+    )
+    affine_lib.check_axes(graph, maps.units())
+    shifts = _fold_all(maps)
+    left = maps.units() + [
+        unit
+        for unit in graph.all_units()
+        if affine_lib.is_norm(unit)
+        and unit not in maps
+        and unit not in shifts
+        and unit.nodes
+    ]
+    for unit, affine in shifts.items():
+        maps[unit] = affine
+    for unit in maps.units():
+        _become_stock(unit, maps[unit], is_shift=unit in shifts)
+    shifts = [unit for unit in shifts if np.all(maps[unit].a == 1)]
+    _report(left, shifts, affine_lib.hidden_norms(graph))
+    return graph.make()
+
+
+def _is_map(unit):
+    is_diagonal = linear.diagonal_axis(unit, 2) is not None
+    if not affine_lib.is_norm(unit) and not is_diagonal:
+        return False
+    if any(node.kwargs.get("training") for node in unit.nodes):
+        if affine_lib.is_batch_norm(unit):
+            return False
+        raise ValueError(
+            f"Layer '{unit.name}' cannot be folded: it is called with training=True."
+        )
+    if unit.cls is NoisyBN and unit.config["noise_at_inference"]:
+        raise ValueError(
+            f"Layer '{unit.name}' cannot be folded: it adds noise at inference."
+        )
+    return all(node.input is not None for node in unit.nodes)
+
+
+def _fold_all(maps):
+    """Fold what can be folded. Returns the units of which a shift remains."""
+    shifts = {}
+    changed = True
+    while changed:
+        changed = False
+        # Backward first: it is exact at borders whatever the padding.
+        for move in (fuse.fold_backward, fuse.fold_forward):
+            for unit in maps.units():
+                if unit in maps and move(unit, maps):
+                    changed = True
+    for unit in maps.units():
+        rests = fuse.fold_scale_forward(unit, maps) if unit in maps else None
+        for source, rest in (rests or {}).items():
+            maps.forget(source)
+            shifts[source] = rest
+    return shifts
+
+
+def _unwrap(unit):
+    """Replace a wrapper by its layer, with the kernel that it is called with."""
+    wrapper = unit.layer
+    layer = wrapper.layer
+    arrays = {v.name: np.asarray(numpy(v), "float64") for v in layer.weights}
+    for name, kernel in wrapper.normalized_kernels().items():
+        arrays[name] = np.asarray(numpy(kernel), "float64")
+    unit.become(type(layer), {**layer.get_config(), "name": wrapper.name}, arrays)
+
+
+def _become_stock(unit, affine, is_shift):
+    """Turn a map into a layer of Keras."""
+    rank = unit.nodes[0].input.rank
+    axis = affine_lib.axis_of(unit, rank)
+    common = {"name": unit.name, "dtype": unit.config["dtype"]}
+    if is_shift and np.all(affine.a == 1):
+        double = keras.dtype_policies.get(common["dtype"]).compute_dtype == "float64"
+        offset = affine.b.astype("float64" if double else "float32")
+        offset = offset.reshape((-1,) + (1,) * (rank - 1 - axis))
+        offset = keras.saving.serialize_keras_object(offset)
+        config = {**common, "scale": 1.0, "offset": offset}
+        unit.become(keras.layers.Rescaling, config, {})
+        return
+    config = {**common, "axis": axis, "epsilon": 0.0, "trainable": False}
+    arrays = {
+        "gamma": affine.a,
+        "beta": affine.b,
+        "moving_mean": np.zeros_like(affine.a),
+        "moving_variance": np.ones_like(affine.a),
+    }
+    unit.become(keras.layers.BatchNormalization, config, arrays)
+
+
+def _report(left, shifts, hidden):
+    parts = []
+    if left:
+        parts.append(
+            "no linear layer can take the maps of these, which stay as "
+            f"BatchNormalization layers: {_names(left)}"
+        )
+    if shifts:
+        parts.append(
+            "a zero-padded layer follows these, of which a shift stays as a Rescaling "
+            f"layer: {_names(shifts)}"
+        )
+    if hidden:
+        parts.append(
+            f"these are inside of other layers and stay as they are: {sorted(hidden)}"
+        )
+    if parts:
+        warnings.warn("fold: " + "; ".join(parts) + ".", stacklevel=3)
+
+
+def _names(units):
+    return [unit.name for unit in units]

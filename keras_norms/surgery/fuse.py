@@ -1,0 +1,326 @@
+"""Moving affine maps of channels through a graph, into the kernels that can take them.
+
+A map unit is a unit in a dictionary of maps: at inference it is `a * x + b`. Moves are
+planned over all calls of the layers they touch, then done at once or not at all: a
+shared layer has one kernel, so all its calls must agree.
+"""
+
+import keras
+import numpy as np
+from keras import layers
+
+from keras_norms.surgery import affine as affine_lib
+from keras_norms.surgery import linear
+from keras_norms.surgery.affine import Affine
+
+# Identities at inference.
+NOISE = (
+    layers.Dropout,
+    layers.SpatialDropout1D,
+    layers.SpatialDropout2D,
+    layers.SpatialDropout3D,
+    layers.GaussianNoise,
+    layers.GaussianDropout,
+    layers.AlphaDropout,
+    layers.ActivityRegularization,
+    layers.Identity,
+)
+ZERO_PADDING = (layers.ZeroPadding1D, layers.ZeroPadding2D, layers.ZeroPadding3D)
+_CROPPING = (layers.Cropping1D, layers.Cropping2D, layers.Cropping3D)
+_UP = (layers.UpSampling1D, layers.UpSampling2D, layers.UpSampling3D)
+_MAX = (layers.MaxPooling1D, layers.MaxPooling2D, layers.MaxPooling3D)
+_AVERAGE = (
+    layers.AveragePooling1D,
+    layers.AveragePooling2D,
+    layers.AveragePooling3D,
+)
+_GLOBAL_MAX = (
+    layers.GlobalMaxPooling1D,
+    layers.GlobalMaxPooling2D,
+    layers.GlobalMaxPooling3D,
+)
+_GLOBAL_AVERAGE = (
+    layers.GlobalAveragePooling1D,
+    layers.GlobalAveragePooling2D,
+    layers.GlobalAveragePooling3D,
+)
+
+
+class Maps:
+    """Which units are affine maps.
+
+    Args:
+        by_unit: Dictionary from units to their `Affine`.
+    """
+
+    def __init__(self, by_unit):
+        self._by_unit = dict(by_unit)
+
+    def __contains__(self, unit):
+        return unit in self._by_unit
+
+    def __getitem__(self, unit):
+        return self._by_unit[unit]
+
+    def __setitem__(self, unit, affine):
+        self._by_unit[unit] = affine
+
+    def units(self):
+        return list(self._by_unit)
+
+    def forget(self, unit):
+        del self._by_unit[unit]
+
+    def remove(self, unit):
+        """Take all calls of a unit out of their graphs."""
+        for node in list(unit.nodes):
+            node.graph.remove(node)
+        del self._by_unit[unit]
+
+
+def fold_backward(unit, maps):
+    """Move a map into the layers before it, if it fits. Returns whether it did."""
+    plan = _Plan()
+    for node in unit.nodes:
+        axis = affine_lib.axis_of(unit, node.input.rank)
+        if not _trace_backward(node.input, maps[unit], axis, maps, plan):
+            return False
+    if unit in plan.maps or not plan.covers_all_calls():
+        return False
+    for target, (affine, _) in plan.maps.items():
+        if target in maps:
+            maps[target] = affine.after(maps[target])
+        else:
+            linear.absorb_output(target, *affine)
+    maps.remove(unit)
+    return True
+
+
+def fold_forward(unit, maps, accept=None):
+    """Move a map into the layers after it, if it fits. Returns whether it did.
+
+    Args:
+        unit: A map unit.
+        maps: `Maps`.
+        accept: Predicate on target units; by default all that can take a map.
+    """
+    plan = _plan_forward([unit], maps, maps._by_unit, accept)
+    if plan is None:
+        return False
+    _apply_forward(plan, maps)
+    for source in plan.sources:
+        maps.remove(source)
+    return True
+
+
+def fold_scale_forward(unit, maps):
+    """Move the scale of a map into the layers after it; x + b / a remains.
+
+    That is what a zero-padded convolution allows: its border is 0 after the map, so
+    that a shift must be made before the padding. In a channel of scale 0 the map
+    remains.
+
+    Returns:
+        The units that remain, with what they remain as, or `None`.
+    """
+    scales = {}
+    for other in maps.units():
+        a, _ = maps[other]
+        scales[other] = Affine(np.where(a == 0, 1.0, a), np.zeros_like(a))
+    plan = _plan_forward([unit], maps, scales, None)
+    if plan is None:
+        return None
+    # Their maps follow from the scales that the layers after them take.
+    rests = {}
+    for source in plan.sources:
+        a, b = maps[source]
+        dead = a == 0
+        rests[source] = Affine(
+            np.where(dead, 0.0, 1.0), np.where(dead, b, b / np.where(dead, 1.0, a))
+        )
+    _apply_forward(plan, maps)
+    return rests
+
+
+class _Plan:
+    """Targets by unit: the map each takes, and the calls it was reached by."""
+
+    def __init__(self):
+        self.maps = {}
+        self.sources = []
+
+    def add(self, node, affine):
+        known, calls = self.maps.setdefault(node.unit, (affine, []))
+        if not known.equals(affine):
+            return False
+        calls.append(node)
+        return True
+
+    def covers_all_calls(self):
+        return all(
+            len(calls) == len(unit.nodes) for unit, (_, calls) in self.maps.items()
+        )
+
+
+def _plan_forward(sources, maps, values, accept):
+    """A plan that moves the `values` of sources forward, with all sources it needs."""
+    sources = list(sources)
+    for _ in range(len(maps.units()) + 1):
+        plan = _Plan()
+        plan.sources = sources
+        for source in sources:
+            for node in source.nodes:
+                axis = affine_lib.axis_of(source, node.input.rank)
+                affine = values[source]
+                if not _trace_forward(node.output, affine, axis, maps, plan, accept):
+                    return None
+        if any(source in plan.maps for source in sources):
+            return None
+        if plan.covers_all_calls():
+            return plan
+        # A layer that is shared: what feeds its other calls must move too.
+        more = []
+        for target, (_, calls) in plan.maps.items():
+            for node in target.nodes:
+                if node in calls:
+                    continue
+                feeder = _feeding_map(node.input, maps)
+                if feeder is None or feeder in sources:
+                    return None
+                if feeder not in more:
+                    more.append(feeder)
+        sources += more
+    return None
+
+
+def _apply_forward(plan, maps):
+    for target, (affine, _) in plan.maps.items():
+        if target in maps:
+            maps[target] = maps[target].after(affine)
+        else:
+            linear.absorb_input(target, *affine)
+
+
+def _feeding_map(value, maps):
+    node = value.node
+    while node is not None:
+        if node.unit in maps:
+            return node.unit
+        if node.unit.cls not in NOISE + ZERO_PADDING:
+            return None
+        node = node.input.node
+    return None
+
+
+def _trace_forward(value, affine, axis, maps, plan, accept):
+    """Whether everything that reads `value` can take the map instead."""
+    if value.is_output or not value.readers:
+        return False
+    for node in value.readers:
+        if node.input is None or node.output is None:
+            return False
+        unit = node.unit
+        target = unit in maps or linear.is_foldable(unit)
+        if target and accept is not None and not accept(unit):
+            return False
+        if unit in maps:
+            if affine_lib.axis_of(unit, value.rank) != axis:
+                return False
+            if not plan.add(node, affine):
+                return False
+        elif linear.is_foldable(unit):
+            if linear.channel_axis(unit, value.rank) != axis:
+                return False
+            if not linear.can_absorb_input(unit, affine.b):
+                return False
+            if not plan.add(node, affine):
+                return False
+        else:
+            moved = _through(node, affine, axis, forward=True)
+            if moved is None:
+                return False
+            if not _trace_forward(node.output, *moved, maps, plan, accept):
+                return False
+    return True
+
+
+def _trace_backward(value, affine, axis, maps, plan):
+    """Whether what makes `value`, which nobody else reads, can take the map."""
+    node = value.node
+    if not value.is_private or node is None:
+        return False
+    unit = node.unit
+    if unit.cls is layers.Concatenate and node.output is value:
+        if unit.config["axis"] % value.rank != axis:
+            return False
+        sizes = [x.shape[axis] for x in node.inputs]
+        if None in sizes:
+            return False
+        cuts = np.cumsum(sizes)[:-1]
+        return all(
+            _trace_backward(x, Affine(a, b), axis, maps, plan)
+            for x, a, b in zip(
+                node.inputs, np.split(affine.a, cuts), np.split(affine.b, cuts)
+            )
+        )
+    if node.input is None or node.output is not value:
+        return False
+    if unit in maps:
+        return affine_lib.axis_of(unit, value.rank) == axis and plan.add(node, affine)
+    if linear.is_foldable(unit):
+        return (
+            linear.channel_axis(unit, value.rank) == axis
+            and linear.can_absorb_output(unit, affine.b)
+            and plan.add(node, affine)
+        )
+    moved = _through(node, affine, axis, forward=False)
+    return moved is not None and _trace_backward(node.input, *moved, maps, plan)
+
+
+def _through(node, affine, axis, forward):
+    """The map and its axis on the other side of a layer that commutes with it.
+
+    Returns:
+        `(Affine, axis)`, or `None` where the layer does not commute with the map.
+    """
+    cls, config = node.unit.cls, {}
+    if not issubclass(cls, keras.layers.Layer) or node.options:
+        return None
+    if cls in NOISE:
+        return affine, axis
+    config = node.unit.config
+    read, made = node.input, node.output
+    other = made if forward else read
+    positive, shifts = np.all(affine.a > 0), np.any(affine.b)
+    last = axis == (read if forward else made).rank - 1
+    if cls is layers.Activation:
+        same = keras.activations.get(config["activation"]) is keras.activations.linear
+        return (affine, axis) if same else None
+    if cls in ZERO_PADDING and not shifts:
+        return affine, axis
+    if cls in _CROPPING:
+        return affine, axis
+    if cls in _UP and config.get("interpolation", "nearest") == "nearest":
+        return affine, axis
+    if cls in _MAX and positive:
+        return affine, axis
+    if cls in _AVERAGE and (config["padding"] == "valid" or not shifts):
+        return affine, axis
+    if cls in _GLOBAL_AVERAGE or (cls in _GLOBAL_MAX and positive):
+        first = config["data_format"] == "channels_first"
+        channel = 1 if first else read.rank - 1
+        if forward and axis != channel:
+            return None
+        if not forward:
+            return affine, channel
+        return affine, (channel if config["keepdims"] else made.rank - 1)
+    if cls is layers.Reshape and last and read.shape[-1] == made.shape[-1]:
+        return affine, other.rank - 1
+    if cls is layers.Flatten and last and forward:
+        if config["data_format"] == "channels_first" and read.rank > 2:
+            return None
+        if None in read.shape[1:]:
+            return None
+        copies = int(np.prod(read.shape[1:-1]))
+        return Affine(*(np.tile(v, copies) for v in affine)), made.rank - 1
+    return None

@@ -1,0 +1,99 @@
+"""CBN and the linear layers behind it as one FusedCBN layer, and back."""
+
+from keras_norms.layers.cbn import CBN
+from keras_norms.layers.fused_cbn import FusedCBN, can_be_fused
+from keras_norms.surgery.graph import Graph, Node, Unit
+
+
+class _FusedUnit(Unit):
+    """A FusedCBN layer to be, with the units of what is in it."""
+
+    def __init__(self, norm, linears):
+        super().__init__(cls=FusedCBN, config={"name": norm.name})
+        self.norm, self.linears = norm, linears
+
+    def make(self):
+        for part in (self.norm, *self.linears):
+            part.made = part.make()
+        layers = [part.made for part in self.linears]
+        return FusedCBN(
+            layers if len(layers) > 1 else layers[0], self.norm.made, name=self.name
+        )
+
+    def give_weights(self):
+        for part in (self.norm, *self.linears):
+            part.give_weights()
+
+
+def fuse_model(model):
+    """Make a copy in which each CBN is fused with all layers that read it.
+
+    A CBN stays where something else reads it than layers that `FusedCBN` takes, or
+    where it or one of these is shared.
+
+    Returns:
+        A new model.
+    """
+    graph = Graph(model)
+    for one in graph.walk():
+        for node in list(one.nodes):
+            if node.unit.cls is CBN and _fits(node):
+                _fuse(node)
+    return graph.make()
+
+
+def _fits(node):
+    readers = node.output.readers
+    return (
+        not node.output.is_output
+        and readers
+        and len(node.unit.nodes) == 1
+        and not node.options
+        and all(
+            len(reader.unit.nodes) == 1
+            and not reader.options
+            and reader.unit.layer is not None
+            and can_be_fused(reader.unit.layer, node.unit.layer)
+            for reader in readers
+        )
+    )
+
+
+def _fuse(node):
+    graph, readers = node.graph, list(node.output.readers)
+    unit = _FusedUnit(node.unit, [reader.unit for reader in readers])
+    call = Node(unit, (node.input,), {}, graph)
+    call.outputs = [reader.output for reader in readers]
+    for value in call.outputs:
+        value.node = call
+    graph.nodes[graph.nodes.index(node)] = call
+    node.input.readers.remove(node)
+    for reader in readers:
+        graph.nodes.remove(reader)
+    for part in (node, *readers):
+        part.unit.nodes.clear()
+
+
+def split(graph):
+    """Put a CBN and its linear layers in the place of every FusedCBN of a graph."""
+    for one in graph.walk():
+        for node in list(one.nodes):
+            if node.unit.cls is FusedCBN and len(node.unit.nodes) == 1:
+                _split(node)
+
+
+def _split(node):
+    graph, layer = node.graph, node.unit.layer
+    place = graph.nodes.index(node)
+    graph.nodes.remove(node)
+    node.input.readers.remove(node)
+    norm = Node(Unit(layer.norm), (node.input,), dict(node.kwargs), graph)
+    value = type(node.input)(node.input.shape, node.input.dtype, norm)
+    norm.outputs.append(value)
+    graph.nodes.insert(place, norm)
+    for linear, output in zip(layer.layers, node.outputs):
+        call = Node(Unit(linear), (value,), {}, graph)
+        call.outputs.append(output)
+        output.node = call
+        place += 1
+        graph.nodes.insert(place, call)

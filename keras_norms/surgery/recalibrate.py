@@ -1,0 +1,342 @@
+"""Fresh moving statistics from data, and the pass over data that measures them."""
+
+import contextlib
+import warnings
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from keras_norms.layers import arguments
+from keras_norms.layers.cbn import CBN
+from keras_norms.layers.lp_norm import LpNorm
+from keras_norms.ops import lp_norm, normalize
+from keras_norms.ops.moments import Moments, moments, per_channel, reduction_axes
+from keras_norms.surgery.affine import NORMS, Statistics
+from keras_norms.surgery.graph import numpy
+
+
+def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
+    """Measure the moving statistics of all normalisation layers anew ("precise BN").
+
+    Use it after the weights were changed by other means than training: averaged (SWA,
+    EMA), pruned, loaded into another data domain; or where batches were too small for
+    good moving averages.
+
+    One pass over the data. Every normalisation layer normalises each batch with the
+    statistics of this batch, as in training, but without noise; everything else runs in
+    inference mode, Dropout included. The new mean is that of all elements of the pass,
+    and the variance is that of all elements around it (Chan et al.), not an average of
+    batch variances. CBN's mean square follows from both with its `beta`. LpNorm's norm
+    is the average over batches, as its moving average is.
+
+    Layers that are frozen (`layer.trainable = False`) use their statistics and keep
+    them. All other weights, and the optimizer, stay as they are.
+
+    Args:
+        model: A built Keras model of any kind. It is changed in place.
+        data: What `fit` takes: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset`,
+            a PyTorch `DataLoader`, or any iterable of batches. `(x, y)` and
+            `(x, y, sample_weight)` are recognised; only `x` is used.
+        steps: Optional integer, how many batches to use. Needed where data is endless.
+        batch_size: Optional integer, for arrays. 32 by default.
+        verbose: `"auto"`, 0, 1, or 2, as in `Model.predict`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the model is not built, if it has no layer to measure, or if
+            `data` is of another kind or empty.
+
+    Example:
+
+    >>> recalibrate(model, x_train, steps=100, batch_size=256)
+    """
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"Argument `model` must be a Keras model. Received: model={model!r}"
+        )
+    if not model.built:
+        raise ValueError(
+            "Argument `model` must be built: call it on data. "
+            f"Received: model '{model.name}'"
+        )
+    found = [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, NORMS) and layer.trainable
+    ]
+    if not found:
+        raise ValueError(
+            "Argument `model` must have a normalisation layer that is not frozen: "
+            "CBN, NoisyBN, LpNorm or BatchNormalization. "
+            f"Received: model '{model.name}'"
+        )
+    measured = measure(
+        model, found, data, steps, batch_size, verbose, with_batch_statistics=True
+    )
+    for layer, statistics in zip(found, measured):
+        _assign(layer, statistics)
+    return model
+
+
+def measure(
+    model,
+    layers,
+    data,
+    steps=None,
+    batch_size=None,
+    verbose="auto",
+    with_batch_statistics=False,
+):
+    """Mean and variance of the inputs of normalisation layers, in one pass over data.
+
+    Args:
+        model: A built model, run in inference mode.
+        layers: Normalisation layers in it.
+        data, steps, batch_size, verbose: See `recalibrate`.
+        with_batch_statistics: Whether `layers` normalise with the statistics of each
+            batch instead of their own.
+
+    Returns:
+        A list of `Statistics`, in float64, one for each layer.
+    """
+    probe = _Probe(model, layers, with_batch_statistics)
+    x = _batches(model, data)
+    try:
+        with warnings.catch_warnings():
+            # All of it was asked for.
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            outputs = probe.predict(x, batch_size, verbose, steps)
+    except ValueError as e:
+        if "data type" in str(e) or "generator" in str(e):
+            raise _wrong_data(data) from e
+        raise
+    by_layer = [[] for _ in layers]
+    for index, output in zip(probe.recorder.order, tree.flatten(outputs)):
+        by_layer[index].append(np.asarray(output, "float64"))
+    unread = [layer.name for layer, values in zip(layers, by_layer) if not values]
+    if unread:
+        raise ValueError(
+            f"Layers {unread} of model '{model.name}' were not called by the model."
+        )
+    return [_combine(np.concatenate(values)) for values in by_layer]
+
+
+class _Recorder:
+    """Records the statistics of each call of some layers."""
+
+    def __init__(self, layers, with_batch_statistics):
+        self.layers = layers
+        self.with_batch_statistics = with_batch_statistics
+        self.order = []
+        self.rows = []
+
+    @contextlib.contextmanager
+    def recording(self):
+        self.order, self.rows = [], []
+        for index, layer in enumerate(self.layers):
+            # Past Keras, which would look for weights in the attribute.
+            object.__setattr__(layer, "call", self._call(index, layer))
+            if isinstance(layer, CBN):
+                # What FusedCBN calls.
+                patched = self._scale_and_shift(index, layer)
+                object.__setattr__(layer, "scale_and_shift", patched)
+        try:
+            yield self.rows
+        finally:
+            for layer in self.layers:
+                object.__delattr__(layer, "call")
+                if isinstance(layer, CBN):
+                    object.__delattr__(layer, "scale_and_shift")
+
+    def _call(self, index, layer):
+        original = layer.call
+
+        def call(inputs, training=None, mask=None):
+            batch = self._record(index, layer, inputs, mask)
+            if self.with_batch_statistics:
+                return _normalize(layer, inputs, *batch[1:])
+            return original(inputs, training=False)
+
+        return call
+
+    def _scale_and_shift(self, index, layer):
+        original = layer.scale_and_shift
+
+        def scale_and_shift(inputs, training=None, mask=None):
+            batch = self._record(index, layer, inputs, mask)
+            if not self.with_batch_statistics:
+                return original(inputs, training=False)
+            gamma, beta, state, settings = _cbn(layer, *batch[1:3])
+            return normalize.cbn_stored_scale_and_shift(gamma, beta, state, **settings)
+
+        return scale_and_shift
+
+    def _record(self, index, layer, inputs, mask):
+        dtype = "float64" if layer.compute_dtype == "float64" else "float32"
+        batch = _statistics(layer, inputs, mask, dtype)
+        rows = [ops.broadcast_to(v, ops.shape(batch[1])) for v in batch]
+        self.order.append(index)
+        self.rows.append(ops.stack(rows)[None])
+        return batch
+
+
+class _Probe(keras.Model):
+    """A model whose outputs are statistics of another, a row for each batch.
+
+    So that `predict` brings what is needed: compilation, data of all kinds, devices,
+    and a progress bar.
+    """
+
+    def __init__(self, model, layers, with_batch_statistics):
+        super().__init__(name="probe")
+        self.model = model
+        self.recorder = _Recorder(layers, with_batch_statistics)
+
+    def call(self, inputs):
+        with self.recorder.recording() as rows:
+            self.model(inputs, training=False)
+            return rows
+
+
+def _statistics(layer, inputs, mask, dtype):
+    """Count, mean, variance and, for LpNorm, the norm of one batch."""
+    mask = arguments.broadcast_mask(mask, inputs, layer.axis)
+    batch = _moments(inputs, dtype, layer.axis, mask)
+    norm = batch.variance
+    if isinstance(layer, LpNorm):
+        norm = lp_norm.lp_statistics(
+            inputs,
+            dtype,
+            p=layer.p,
+            centered=layer.norm_of == "centered",
+            axis=layer.axis,
+            mask=mask,
+        ).norm
+    return batch.count, batch.mean, batch.variance, norm
+
+
+def _moments(x, dtype, axis, mask):
+    if mask is not None:
+        return moments(x, dtype, axis, mask)
+    # Two passes, without the kernels that training has: they would be compiled for
+    # each shape, which takes longer than the pass over the data.
+    ndim = len(x.shape)
+    axes = reduction_axes(ndim, axis)
+    x = ops.cast(x, dtype)
+    mean = ops.mean(x, axes)
+    variance = ops.mean(ops.square(x - per_channel(mean, ndim, axis)), axes)
+    count = ops.cast(ops.size(x), dtype) / mean.shape[0]
+    return Moments(count, mean, variance)
+
+
+def _normalize(layer, inputs, mean, variance, norm):
+    """The layer's inference map with other statistics."""
+    inputs = ops.cast(inputs, layer.compute_dtype)
+    if isinstance(layer, CBN):
+        gamma, beta, state, settings = _cbn(layer, mean, variance)
+        return normalize.cbn_inference(
+            inputs, gamma, beta, state, axis=layer.axis, **settings
+        )
+    gamma = ops.cast(layer.gamma, mean.dtype) if layer.scale else ops.ones_like(mean)
+    beta = ops.cast(layer.beta, mean.dtype) if layer.center else ops.zeros_like(mean)
+    if isinstance(layer, LpNorm):
+        scale = gamma / (norm + layer.epsilon)
+    else:
+        scale = gamma / ops.sqrt(variance + layer.epsilon)
+    mean, scale, beta = (
+        per_channel(v, len(inputs.shape), layer.axis) for v in (mean, scale, beta)
+    )
+    outputs = (ops.cast(inputs, mean.dtype) - mean) * scale + beta
+    return ops.cast(outputs, layer.compute_dtype)
+
+
+def _cbn(layer, mean, variance):
+    """What the inference map of a CBN layer takes, with other statistics."""
+    gamma, beta = layer.affine()
+    square = variance + ops.square(beta) if layer.decouple else variance
+    settings = {
+        "rho": ops.cast(layer.rho, mean.dtype),
+        "epsilon": layer.epsilon,
+        "decouple": layer.decouple,
+    }
+    return gamma, beta, normalize.CBNState(mean, square, None), settings
+
+
+def _combine(batches):
+    """`Statistics` of all batches, from an array (batches, 4, channels)."""
+    count, mean, variance, norm = np.moveaxis(batches, 1, 0)
+    # A batch without any element, all of it masked, says nothing.
+    share = count / np.maximum(np.sum(count, 0), 1)
+    total = np.sum(share * mean, 0)
+    spread = np.sum(share * (variance + np.square(mean - total)), 0)
+    return Statistics(total, spread, np.sum(share * norm, 0))
+
+
+def _assign(layer, statistics):
+    mean, variance, norm = statistics.mean, statistics.variance, statistics.norm
+    values = {"moving_mean": mean}
+    if isinstance(layer, CBN):
+        values["moving_square"] = variance
+        if layer.decouple and layer.center:
+            beta = numpy(layer.beta)
+            values["moving_square"] = variance + np.square(beta, dtype="float64")
+        values["average_weight"] = np.asarray(1.0)
+    elif isinstance(layer, LpNorm):
+        values["moving_norm"] = norm
+    else:
+        values["moving_variance"] = variance
+        if getattr(layer, "renorm", False):
+            deviation = np.sqrt(variance + layer.epsilon)
+            values["renorm_mean"] = mean
+            values["renorm_stddev"] = values["moving_stddev"] = deviation
+    for name, value in values.items():
+        variable = getattr(layer, name)
+        variable.assign(ops.cast(value, variable.dtype))
+
+
+def _batches(model, data):
+    """`data` as `predict` takes it."""
+    if isinstance(data, (str, bytes)) or data is None or np.isscalar(data):
+        raise _wrong_data(data)
+    inputs = getattr(model, "_inputs_struct", None)
+    if isinstance(model, keras.Sequential):
+        inputs = None
+    one_input = inputs is None or len(tree.flatten(inputs)) == 1
+    if isinstance(data, tuple) and len(data) in (2, 3) and one_input:
+        return data[0]
+    if isinstance(data, tuple) and len(data) in (2, 3):
+        nested = isinstance(data[0], (list, tuple, dict))
+        return data[0] if nested else list(data)
+    is_array = hasattr(data, "shape") and hasattr(data, "dtype")
+    if is_array or isinstance(data, (dict, keras.utils.PyDataset)):
+        return data
+    if isinstance(data, (list, tuple)):
+        if not data:
+            raise _wrong_data(data)
+        if not one_input and all(hasattr(x, "shape") for x in data):
+            return list(data)
+        return _as_tuples(data)
+    known = ("tensorflow", "torch", "grain", "pandas")
+    if any(c.__module__.partition(".")[0] in known for c in type(data).__mro__):
+        return data
+    if hasattr(data, "__iter__"):
+        return _as_tuples(data)
+    raise _wrong_data(data)
+
+
+def _as_tuples(batches):
+    """Batches of inputs alone, in tuples: Keras takes no other generators."""
+    for batch in batches:
+        inputs = batch[0] if isinstance(batch, tuple) else batch
+        yield (tuple(inputs) if isinstance(inputs, list) else inputs,)
+
+
+def _wrong_data(data):
+    return ValueError(
+        "Argument `data` must be an array, a tf.data.Dataset, a PyDataset, a "
+        "DataLoader or an iterable of batches, and not be empty. "
+        f"Received: data of class {type(data).__name__}"
+    )
