@@ -690,6 +690,22 @@ def test_the_state_and_the_losses_of_a_derived_layer():
     assert_close(layer(x), quiet)
 
 
+def test_a_derived_layer_may_use_the_weights_of_another():
+    keras.utils.set_random_seed(0)
+    first = layers.Dense(4)
+
+    class Tied(layers.Dense):
+        def call(self, inputs):
+            return ops.matmul(super().call(inputs), first.kernel)
+
+    model = keras.Sequential([keras.Input((4,)), first, WS(Tied(4)), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    x, y = data(5, 4), data(5, 1)
+    losses = [model.train_on_batch(x, y) for _ in range(2)]
+    history = model.fit(x, y, epochs=2, verbose=0).history["loss"]
+    assert losses[0] > losses[1] > history[0] > history[1]
+
+
 def test_masks_reach_a_derived_layer():
     x, mask = data(3, 4), np.array([True, False, True])
     layer = WS(Noisy(2))
@@ -703,7 +719,9 @@ def test_masks_go_on_to_the_next_layer():
     x = WN(layers.Dense(2))(layers.Embedding(4, 5, mask_zero=True)(inputs))
     model = keras.Model(inputs, layers.GlobalAveragePooling1D()(x))
     y = numpy(keras.Model(inputs, x)(tokens))
-    assert_close(model(tokens), [y[0, :2].mean(0), y[1, 0]])
+    assert_close(model(tokens), np.stack([y[0, :2].mean(0), y[1, 0]]))
+    # Also while the model is made.
+    assert tuple(keras.Model(inputs, x).output._keras_mask.shape) == (None, 3)
 
 
 def test_a_mask_ends_where_the_wrapped_layer_ends_it():

@@ -16,6 +16,14 @@ SHAPE = (8, 3, 4)
 NORMS = [(p, of) for p in (1, 1.5, 2, 3, INF) for of in ("input", "centered")]
 norms = pytest.mark.parametrize(("p", "norm_of"), NORMS)
 modes = pytest.mark.parametrize("mode", MODES)
+# Without modes that run the same kernels: TensorFlow's graph those of eager, JAX's
+# eager those of XLA, one by one.
+kernels = pytest.mark.parametrize(
+    "mode",
+    {"tensorflow": ["eager", "jit_compile"], "jax": ["jit_compile"]}.get(
+        BACKEND, ["eager"]
+    ),
+)
 
 
 def make(channels, shape, rng, **arguments):
@@ -84,7 +92,7 @@ def test_reference_gradients_are_finite_differences(p, norm_of, masked):
         assert relative_error(gradient, finite_differences(loss, arguments[i])) < 1e-7
 
 
-@modes
+@pytest.mark.parametrize("mode", MODES[1:] or MODES)
 @norms
 def test_second_derivative_is_the_derivative_of_the_gradient(p, norm_of, mode):
     rng = np.random.default_rng(3)
@@ -117,7 +125,7 @@ TIES = np.array(
 ).T
 
 
-@modes
+@kernels
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("norm_of", ["input", "centered"])
 def test_maxima_share_the_gradient(norm_of, masked, mode):
@@ -139,7 +147,7 @@ def test_maxima_share_the_gradient(norm_of, masked, mode):
     assert_near(actual, expected)
 
 
-@modes
+@kernels
 @norms
 def test_masks(p, norm_of, mode):
     """A mask that differs between channels; outputs of hidden elements count too."""
@@ -186,7 +194,7 @@ EXTREMES = {
 }
 
 
-@modes
+@kernels
 @pytest.mark.parametrize("norm_of", ["input", "centered"])
 @pytest.mark.parametrize("p", [1, 1.5, 2, 3, 50, INF])
 def test_extreme_channels(p, norm_of, mode):
@@ -210,8 +218,7 @@ def test_extreme_channels(p, norm_of, mode):
             assert np.abs(value - wanted).max() <= bound, name
 
 
-# JAX compiles every operation for these shapes where it runs eagerly.
-@pytest.mark.parametrize("mode", MODES[-1:] if BACKEND == "jax" else MODES)
+@kernels
 @pytest.mark.parametrize("norm_of", ["input", "centered"])
 @pytest.mark.parametrize("p", [2, 3, INF])
 def test_batches_of_one_and_of_none(p, norm_of, mode):
@@ -231,7 +238,7 @@ def test_batches_of_one_and_of_none(p, norm_of, mode):
             np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
 
 
-@modes
+@kernels
 @norms
 def test_large_mean(p, norm_of, mode):
     rng = np.random.default_rng(9)

@@ -173,7 +173,7 @@ def test_a_generator_moves_on_and_repeats():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_dtypes(dtype):
     generator = keras.random.SeedGenerator(1)
-    x = ops.zeros((100, 200), dtype)
+    x = ops.zeros((20, 30), dtype)
     pair = noise.scale_and_shift(
         x,
         generator,
@@ -188,6 +188,7 @@ def test_dtypes(dtype):
         assert keras.backend.standardize_dtype(value.dtype) == dtype
         assert np.isfinite(numpy(ops.cast(value, "float32"))).all()
     scale, shift = (numpy(ops.cast(value, "float32")) for value in pair)
-    assert scale.min() > 0.4 and scale.max() < 1.85  # 6 standard deviations
+    # 5 standard deviations around 1 and 1.25.
+    assert scale.min() > 0.5 and scale.max() < 1.75
     # Rounding to bfloat16 may add 2^-9 of the largest.
     assert np.abs(shift).max() < 0.6 * (1 + 2**-8)

@@ -289,6 +289,18 @@ def test_effective_weight_of_units_that_do_not_vary():
     assert relative_error(x @ weight[:, 2:] + bias[2:], expected) < 1e-5
 
 
+def test_a_variance_that_rounds_to_less_than_zero():
+    """Inputs are copies of one another, and the weights of each unit add up to 0."""
+    x = np.repeat(normal(20, 1), 6, axis=1)
+    w = normal(6, 300, seed=1)
+    w -= w.mean(0)
+    values = (w, np.ones(300), np.zeros(300), *statistics(x))
+    values = [np.asarray(v, "float32") for v in values]
+    for epsilon in (0.0, 1e-12):
+        for value in spheres.effective_weight(*values, epsilon):
+            assert np.all(np.isfinite(numpy(value)))
+
+
 @pytest.mark.parametrize("mode", MODES[-1:])
 @pytest.mark.parametrize("epsilon", [0.0, 0.1])
 def test_derivatives_of_the_effective_weight(epsilon, mode):
