@@ -118,15 +118,15 @@ def table(rows):
 
 
 def main(_):
-    keras.config.set_dtype_policy(_POLICY.value)
     rows = []
     for topology in _TOPOLOGIES.value:
         for norm in _NORMS.value:
+            keras.backend.clear_session()
+            keras.config.set_dtype_policy(_POLICY.value)
             model = networks.build(_NETWORK.value, norm)
             compiled = compile_step(model, topology, _BATCH.value)
             rows.append({"slice": topology, "norm": norm, **cost(compiled)})
             print(rows[-1], flush=True)
-            keras.backend.clear_session()
     print(table(rows))
     if _OUTPUT.value:
         report = {

@@ -74,7 +74,7 @@ class FusedCBN(keras.layers.Layer):
                     "Argument `layer` must have the dtype of all other layers, "
                     f"{policy.name!r}. Received: {each.dtype_policy.name!r}"
                 )
-        self.supports_masking = False
+        self.supports_masking = True
 
     def build(self, input_shape):
         rank = len(input_shape)
@@ -98,6 +98,12 @@ class FusedCBN(keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         shapes = [each.compute_output_shape(input_shape) for each in self.layers]
         return shapes if self._several else shapes[0]
+
+    def compute_mask(self, inputs, previous_mask=None):
+        masks = [
+            previous_mask if each.supports_masking else None for each in self.layers
+        ]
+        return masks if self._several else masks[0]
 
     def get_config(self):
         layers = [keras.saving.serialize_keras_object(each) for each in self.layers]

@@ -117,6 +117,19 @@ def test_a_mask():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_masks_go_on_where_the_layer_lets_them():
+    tokens = np.array([[1, 2, 0], [3, 0, 0]])
+    inputs = keras.Input((3,), dtype="int32")
+    x = layers.Embedding(4, 5, mask_zero=True)(inputs)
+    dense, conv = FusedCBN([layers.Dense(2), layers.Conv1D(2, 1)])(x)
+    means = [layers.GlobalAveragePooling1D()(each) for each in (dense, conv)]
+    model = keras.Model(inputs, [dense, conv, *means])
+    dense, conv, *means = [ops.convert_to_numpy(y) for y in model(tokens)]
+    expected = np.stack([dense[0, :2].mean(0), dense[1, 0]])
+    np.testing.assert_allclose(means[0], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(means[1], conv.mean(1), rtol=1e-5, atol=1e-6)
+
+
 def test_several_layers_share_the_statistics():
     x = data((4, 6, 6, 3))
     branch = layers.Conv2D(4, 3, padding="same", activation="relu")
