@@ -268,8 +268,9 @@ was folded (limit {FOLD_LIMIT:g}), for the converted models after one training s
 save and a load. A number over its limit is bold. *Own rounding* is the original in
 float32 against itself in float64: no rearrangement of the arithmetic can be expected to
 stay below it. *Fold in float64* shows that the folded map is the same one. WS and CWN
-take the mean out of each unit's kernel, so they do not preserve outputs; their fold is
-exact. *Stay* counts the layers that take the place of a normalisation which no kernel
+take the mean out of each unit's kernel, so they do not preserve outputs. WS without a
+gain also makes activations grow from layer to layer, by many orders of magnitude where
+no normalisation follows. *Stay* counts the layers that take the place of a normalisation which no kernel
 can take: a frozen BatchNormalization, or a shift before zero padding.
 
 {table(rows)}
