@@ -270,8 +270,9 @@ float32 against itself in float64: no rearrangement of the arithmetic can be exp
 stay below it. *Fold in float64* shows that the folded map is the same one. WS and CWN
 take the mean out of each unit's kernel, so they do not preserve outputs. WS without a
 gain also makes activations grow from layer to layer, by many orders of magnitude where
-no normalisation follows. *Stay* counts the layers that take the place of a normalisation which no kernel
-can take: a frozen BatchNormalization, or a shift before zero padding.
+no normalisation follows. *Stay* counts the layers that take the place of a
+normalisation which no kernel can take: a frozen BatchNormalization, or a shift before
+zero padding.
 
 {table(rows)}
 """
