@@ -242,15 +242,12 @@ def _normalize(layer, inputs, mean, variance, norm):
         )
     gamma = ops.cast(layer.gamma, mean.dtype) if layer.scale else ops.ones_like(mean)
     beta = ops.cast(layer.beta, mean.dtype) if layer.center else ops.zeros_like(mean)
+    settings = {"epsilon": layer.epsilon, "axis": layer.axis}
     if isinstance(layer, LpNorm):
-        scale = gamma / (norm + layer.epsilon)
-    else:
-        scale = gamma / ops.sqrt(variance + layer.epsilon)
-    mean, scale, beta = (
-        per_channel(v, len(inputs.shape), layer.axis) for v in (mean, scale, beta)
+        return lp_norm.lp_inference(inputs, gamma, beta, mean, norm, **settings)
+    return normalize.batch_normalization_inference(
+        inputs, gamma, beta, mean, variance, **settings
     )
-    outputs = (ops.cast(inputs, mean.dtype) - mean) * scale + beta
-    return ops.cast(outputs, layer.compute_dtype)
 
 
 def _cbn(layer, mean, variance):
