@@ -8,26 +8,42 @@ from keras_norms import CBN
 from keras_norms.surgery import convert
 from recipes import models
 
+
+def _recipe(name):
+    def make(size):
+        return models.build(name, (size, size, 3), 10, "bn", "relu")
+
+    return make
+
+
+def _application(name):
+    def make(size):
+        return getattr(keras.applications, name)(
+            weights=None, input_shape=(size, size, 3), classifier_activation=None
+        )
+
+    return make
+
+
+# Name -> usual size of images, function from a size to the network with BN.
 NETWORKS = {
-    "resnet20": lambda: models.build("resnet20", (32, 32, 3), 10, "bn", "relu"),
-    "vgg16": lambda: models.build("vgg16", (32, 32, 3), 10, "bn", "relu"),
-    "resnet50": lambda: keras.applications.ResNet50(
-        weights=None, classifier_activation=None
-    ),
-    "efficientnetb0": lambda: keras.applications.EfficientNetB0(
-        weights=None, classifier_activation=None
-    ),
+    "resnet20": (32, _recipe("resnet20")),
+    "vgg16": (32, _recipe("vgg16")),
+    "resnet50": (224, _application("ResNet50")),
+    "efficientnetb0": (224, _application("EfficientNetB0")),
 }
 NORMS = ("none", "bn", "cbn", "fused_cbn", "noisy_bn", "lp_norm", "ws", "cwn", "wn")
 
 
-def build(network, norm, learning_rate=0.1):
+def build(network, norm, image_size=None, learning_rate=0.1):
     """Build a network with random weights that returns logits.
 
     Args:
         network: A name in `NETWORKS`.
         norm: `"bn"` is the network as it is. `"none"` is without any normalisation,
-            `"fused_cbn"` with `FusedCBN`, the others are those of `convert`.
+            `"fused_cbn"` with `FusedCBN`, the others are those of `convert`, which
+            leaves BN where it is for `"ws"`, `"cwn"` and `"wn"`.
+        image_size: Height and width of the images, by default the usual ones.
         learning_rate: What the CBN layers are told: AMAT is on.
 
     Returns:
@@ -37,7 +53,8 @@ def build(network, norm, learning_rate=0.1):
         raise ValueError(
             f"Argument `norm` must be one of {', '.join(NORMS)}. Received: norm={norm}"
         )
-    model = NETWORKS[network]()
+    usual_size, make = NETWORKS[network]
+    model = make(image_size or usual_size)
     if norm == "bn":
         return model
     with warnings.catch_warnings():
@@ -50,6 +67,17 @@ def build(network, norm, learning_rate=0.1):
         if isinstance(layer, CBN):
             layer.set_learning_rate(learning_rate)
     return model
+
+
+def parse(text):
+    """`"resnet20:32:128"` as name, image size and batch size."""
+    name, *numbers = text.split(":")
+    if name not in NETWORKS or len(numbers) != 2 or not all(map(str.isdigit, numbers)):
+        raise ValueError(
+            "A network must be name:image size:batch size, with a name of "
+            f"{', '.join(NETWORKS)}. Received: {text}"
+        )
+    return name, *map(int, numbers)
 
 
 def _nothing(layer):

@@ -1,0 +1,165 @@
+"""What the AMAT callback costs, as a share of a training step.
+
+    python -m benchmarks.amat                             # TensorFlow
+    KERAS_BACKEND=jax python -m benchmarks.amat
+
+ResNet-20 with CBN through Keras `fit`, with the learning rate from
+
+* `constant`: a number;
+* `schedule`: a `LearningRateSchedule`, which AMAT has put into the compiled step;
+* `callback`: a callback that changes the rate before every step, so that AMAT assigns
+  it to every layer in every step.
+
+Measured in two ways. *Direct*: the seconds that AMAT's own methods take, over those of
+the steps around them. *Interleaved*: steps with AMAT against steps without it, where
+the layers were told a rate once, in turns; the median of the ratios, its quartiles, and
+an interval that holds the median in 19 of 20 runs (McGill et al. 1978:
+median +- 1.57 * interquartile range / sqrt(rounds)). Only the second sees the schedule
+inside of the step. Without AMAT, `callback` has the callback that changes the rate.
+
+Prints a table; --output also writes it as JSON with versions and machine.
+"""
+
+import math
+import statistics
+import time
+
+import keras
+from absl import app, flags
+
+from benchmarks import compare, networks, training
+from keras_norms import AMAT
+
+RATES = ("constant", "schedule", "callback")
+
+
+class TimedAMAT(AMAT):
+    """AMAT that adds up the seconds it takes in the steps that the clock times."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        start = time.perf_counter()
+        super().on_train_batch_begin(batch, logs)
+        if batch:
+            self.seconds.append(time.perf_counter() - start)
+
+
+class ChangeRate(keras.callbacks.Callback):
+    """Changes the learning rate before every step."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        rate = training.LEARNING_RATE / (1 + batch)
+        self.model.optimizer.learning_rate = rate
+
+
+def interval(row, rounds):
+    """The interval of the median ratio, from its quartiles."""
+    low, high = row["ratio_quartiles"]
+    reach = 1.57 * (high - low) / math.sqrt(rounds)
+    return row["ratio"] - reach, row["ratio"] + reach
+
+
+def candidate(rate, with_amat, network, size, batch, steps):
+    """Compile and warm up. Returns a function that trains for a turn; and its AMAT."""
+    learning_rate = training.LEARNING_RATE
+    if rate == "schedule":
+        learning_rate = keras.optimizers.schedules.CosineDecay(learning_rate, 10**6)
+    model = networks.build(network, "cbn", size, learning_rate=training.LEARNING_RATE)
+    training.compile_model(model, learning_rate=learning_rate)
+    data = training.endless_batch(model, batch)
+    amat = TimedAMAT() if with_amat else None
+    callbacks = [ChangeRate()] if rate == "callback" else []
+    callbacks += [amat] if with_amat else []
+
+    def turn():
+        return training.seconds_per_step(model, data, steps, callbacks)
+
+    for _ in range(2):
+        turn()
+    if with_amat:
+        amat.seconds.clear()
+    return turn, amat
+
+
+def measure(rate, network, size, batch, *, steps, rounds):
+    """One row.
+
+    Args:
+        rate: A name in `RATES`.
+        network: A name in `networks.NETWORKS`.
+        size: Height and width of the images.
+        batch: Images a step.
+        steps: Steps of a turn.
+        rounds: Turns with AMAT, and without, 2 or more.
+    """
+    case = network, size, batch, steps
+    plain, _ = candidate(rate, False, *case)
+    told, amat = candidate(rate, True, *case)
+    times = compare.take_turns({"plain": plain, "told": told}, rounds)
+    row = {
+        "rate": rate,
+        "seconds_per_step": statistics.median(times["told"]),
+        "amat_seconds": statistics.median(amat.seconds),
+        "direct_share": sum(amat.seconds) / (sum(times["told"]) * steps),
+        **compare.ratio(times["told"], times["plain"]),
+    }
+    return {**row, "ratio_interval": interval(row, rounds)}
+
+
+def table(rows):
+    return compare.table(
+        [
+            "rate",
+            "s/step",
+            "AMAT, us",
+            "direct share",
+            "with / without AMAT (quartiles)",
+            "interval of the median",
+        ],
+        [
+            [
+                row["rate"],
+                f"{row['seconds_per_step']:.4g}",
+                f"{1e6 * row['amat_seconds']:.3g}",
+                f"{row['direct_share']:.3%}",
+                compare.spread(row),
+                "{:.3f} - {:.3f}".format(*row["ratio_interval"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def define_flags():
+    flags.DEFINE_list("rates", RATES, "Where the learning rate comes from.")
+    flags.DEFINE_string("network", "resnet20:32:128", "Name:image size:batch size.")
+    flags.DEFINE_integer("steps", 4, "Steps of a turn.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 20, "Rounds to time.", lower_bound=2)
+    flags.DEFINE_string("output", None, "JSON file to write.")
+
+
+def main(_):
+    values = flags.FLAGS
+    case = networks.parse(values.network)
+    rows = []
+    for rate in values.rates:
+        rows.append(measure(rate, *case, steps=values.steps, rounds=values.rounds))
+        keras.utils.clear_session(free_memory=True)
+    print(table(rows))
+    if values.output:
+        compare.write_report(
+            values.output,
+            "amat",
+            rows,
+            network=values.network,
+            steps=values.steps,
+            rounds=values.rounds,
+        )
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

@@ -1,0 +1,64 @@
+"""Candidates that take turns, the ratios of their times, tables and reports."""
+
+import statistics
+import time
+
+from benchmarks import machine
+from recipes import experiment
+
+
+def timer(run):
+    """A function that calls `run` and returns the seconds it took."""
+
+    def timed():
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return timed
+
+
+def take_turns(timers, rounds):
+    """Time all candidates in every round, so that a slow moment hits all of them.
+
+    Args:
+        timers: Dict from names to functions that return seconds.
+        rounds: How often each is called.
+
+    Returns:
+        Dict from names to lists of seconds.
+    """
+    times = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timed in timers.items():
+            times[name].append(timed())
+    return times
+
+
+def ratio(times, yardstick):
+    """Median and quartiles of time / the yardstick's time in the same round.
+
+    Returns:
+        Dict with `ratio`, and `ratio_quartiles`, a list of two.
+    """
+    ratios = [t / y for t, y in zip(times, yardstick, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {"ratio": middle, "ratio_quartiles": [low, high]}
+
+
+def spread(row):
+    """The text of a row's ratio, with its quartiles."""
+    low, high = row["ratio_quartiles"]
+    return f"{row['ratio']:.3f} ({low:.3f} - {high:.3f})"
+
+
+def table(header, rows):
+    """A Markdown table of a list of column names and lists of cells."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def write_report(path, benchmark, rows, **settings):
+    """Write rows with settings, versions and machine to a JSON file."""
+    report = {"benchmark": benchmark, **settings, **machine.describe(), "rows": rows}
+    experiment.write_json(path, report)

@@ -1,0 +1,238 @@
+"""Peak memory of a training step of whole networks, with each normalisation.
+
+    python -m benchmarks.memory                     # TensorFlow, resident memory
+    KERAS_BACKEND=jax python -m benchmarks.memory   # JAX, as the compiler allots it
+
+On JAX the training step of `fit` is compiled and not run: the peak is what the program
+allots, temporary memory and arguments and outputs that are not in the place of an
+argument. It is exact, on a CPU and on a GPU.
+
+On TensorFlow and PyTorch each candidate trains for a few steps of `fit` in a process of
+its own. On a GPU the peak is that of the framework's allocator. On a CPU it is the
+process's highest resident memory after the first steps, less what was resident before
+the model was made: an upper bound, for a page stays resident as long as anything on it
+does. Large blocks are given back to the system at once (`MALLOC_MMAP_THRESHOLD_`), so
+that they count while they live. What the framework itself takes to trace and run a
+graph counts too, so that only candidates with large activations can be compared.
+Linux only.
+
+Ratios are to BatchNormalization; the floor is `none`, without any normalisation. Prints
+a table; --output also writes it as JSON with versions and machine.
+"""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+
+import keras
+from absl import app, flags
+
+from benchmarks import compare, networks, training
+
+YARDSTICK = "bn"
+STEPS = 3
+
+
+def compile_step(model, batch):
+    """The compiled training step of `fit`, on JAX."""
+    import jax
+
+    model.optimizer.build(model.trainable_variables)
+    x, y = next(training.endless_batch(model, batch))
+    variables = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    state = tuple([v.value for v in part] for part in variables)
+    step = jax.jit(model.train_step, donate_argnums=0)
+    return step.lower(state, (x, y)).compile()
+
+
+def allotted(compiled):
+    """Bytes that a compiled program takes."""
+    memory = compiled.memory_analysis()
+    return {
+        "peak_bytes": memory.temp_size_in_bytes
+        + memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+    }
+
+
+def by_the_compiler(network, norm, policy):
+    """Peak and temporary bytes, on JAX."""
+    keras.config.set_dtype_policy(policy)
+    name, size, batch = networks.parse(network)
+    model = training.compile_model(networks.build(name, norm, size))
+    return allotted(compile_step(model, batch))
+
+
+def of_this_process(network, norm, policy, jit_compile="auto"):
+    """Peak bytes of a few steps, on TensorFlow and PyTorch."""
+    keras.config.set_dtype_policy(policy)
+    name, size, batch = networks.parse(network)
+    meter = _meter()
+    before = meter.now()
+    model = networks.build(name, norm, size)
+    training.compile_model(model, jit_compile)
+    data = training.endless_batch(model, batch)
+    callbacks = training.callbacks_for(model)
+    training.seconds_per_step(model, data, 1, callbacks)
+    meter.reset()
+    training.seconds_per_step(model, data, STEPS, callbacks)
+    return {"peak_bytes": meter.peak() - before}
+
+
+class Resident:
+    """Resident memory of this process, as Linux counts it."""
+
+    def now(self):
+        return self._read("VmRSS")
+
+    def peak(self):
+        return self._read("VmHWM")
+
+    def reset(self):
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+    def _read(self, key):
+        with open("/proc/self/status") as file:
+            return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", file.read())[1])
+
+
+class TensorFlowGPU:
+    """Memory of TensorFlow's allocator."""
+
+    def _read(self, key):
+        import tensorflow as tf
+
+        return tf.config.experimental.get_memory_info("GPU:0")[key]
+
+    def now(self):
+        return self._read("current")
+
+    def peak(self):
+        return self._read("peak")
+
+    def reset(self):
+        import tensorflow as tf
+
+        tf.config.experimental.reset_memory_stats("GPU:0")
+
+
+class TorchGPU:
+    """Memory of PyTorch's allocator."""
+
+    def __init__(self):
+        import torch
+
+        self.now = torch.cuda.memory_allocated
+        self.peak = torch.cuda.max_memory_allocated
+        self.reset = torch.cuda.reset_peak_memory_stats
+
+
+def _meter():
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return TorchGPU() if torch.cuda.is_available() else Resident()
+    import tensorflow as tf
+
+    return TensorFlowGPU() if tf.config.list_physical_devices("GPU") else Resident()
+
+
+def in_a_process(*arguments):
+    """`of_this_process` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.memory", f"--alone={arguments}"]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**18)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(network, norms, policy="float32", jit_compile="auto"):
+    """Measure one network with every norm. Returns a list of rows.
+
+    Args:
+        network: As `"resnet20:32:128"`.
+        norms: Names in `networks.NORMS`, `"bn"` among them.
+        policy: Name of the dtype policy.
+        jit_compile: That of `compile`; not for JAX, where the step is compiled.
+    """
+    rows = []
+    for norm in norms:
+        if keras.backend.backend() == "jax":
+            result = by_the_compiler(network, norm, policy)
+        else:
+            result = in_a_process(network, norm, policy, jit_compile)
+        rows.append({"network": network, "norm": norm, **result})
+        print(rows[-1], flush=True)
+        keras.utils.clear_session(free_memory=True)
+    base = rows[[*norms].index(YARDSTICK)]["peak_bytes"]
+    return [{**row, "ratio": row["peak_bytes"] / base} for row in rows]
+
+
+def table(rows):
+    header = ["network", "norm", "peak, MB", "peak / bn", "temporary, MB"]
+    cells = []
+    for row in rows:
+        name, size, batch = networks.parse(row["network"])
+        temporary = row.get("temporary_bytes")
+        cells.append(
+            [
+                f"{name}, {batch} x {size}",
+                row["norm"],
+                f"{row['peak_bytes'] / 1e6:.0f}",
+                f"{row['ratio']:.3f}",
+                "" if temporary is None else f"{temporary / 1e6:.0f}",
+            ]
+        )
+    return compare.table(header, cells)
+
+
+def define_flags():
+    flags.DEFINE_list(
+        "networks",
+        ["resnet20:32:128", "resnet50:64:16"],
+        f"Networks as name:image size:batch size, of {', '.join(networks.NETWORKS)}.",
+    )
+    flags.DEFINE_list("norms", networks.NORMS, "With bn, the yardstick.")
+    flags.DEFINE_string("dtype_policy", "float32", "As mixed_bfloat16.")
+    flags.DEFINE_bool(
+        "jit_compile", None, "Whether XLA compiles the step. If None, Keras decides."
+    )
+    flags.DEFINE_string("output", None, "JSON file to write.")
+    flags.DEFINE_string("alone", None, "For the processes that this one starts.")
+
+
+def main(_):
+    values = flags.FLAGS
+    if values.alone:
+        print(json.dumps(of_this_process(*ast.literal_eval(values.alone))))
+        return
+    if YARDSTICK not in values.norms:
+        raise app.UsageError("--norms must have bn among them.")
+    jit_compile = "auto" if values.jit_compile is None else values.jit_compile
+    rows = []
+    for network in values.networks:
+        rows += measure(network, values.norms, values.dtype_policy, jit_compile)
+    print(table(rows))
+    if values.output:
+        compare.write_report(
+            values.output,
+            "memory",
+            rows,
+            dtype_policy=values.dtype_policy,
+            jit_compile=jit_compile,
+        )
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

@@ -1,0 +1,182 @@
+"""Training steps of whole networks, with each normalisation, through Keras `fit`.
+
+    python -m benchmarks.network                          # TensorFlow, 2 CPU cores
+    KERAS_BACKEND=jax python -m benchmarks.network
+    KERAS_BACKEND=jax python -m benchmarks.network \\
+        --networks=resnet50:224:128 --dtype_policy=mixed_bfloat16 --steps=20   # a GPU
+
+The networks are those of `benchmarks.networks`, trained by SGD with momentum on one
+batch that is already there; CBN with the AMAT callback, as users have it; WS, CWN and
+WN with BatchNormalization behind them. All candidates are compiled first and then take
+turns of some steps of `fit`; the device is waited for at both ends of a turn. A ratio
+is the median over the rounds of time / BatchNormalization's time in the same round, and
+its spread is the interquartile range.
+
+The floor is `none`, the same network without normalisation, as a ratio too. Beside it
+stands what the passes of the normalisation over its tensors take at the copy bandwidth
+measured in the same run (see `PASSES`), if none of them is fused with a neighbour.
+
+Prints a table; --output also writes it as JSON with versions and machine.
+"""
+
+import math
+import statistics
+
+import keras
+from absl import app, flags
+
+from benchmarks import compare, machine, networks, training
+from keras_norms import CBN, LpNorm, NoisyBN
+from keras_norms.layers.fused_cbn import FusedCBN
+
+YARDSTICK = "bn"
+# Passes over the input that a layer makes in a training step, where the tensor does not
+# fit into the cache and where it does. BN, CBN, LpNorm, NoisyBN: read x twice, write y;
+# read x and the upstream gradient twice, write dx. FusedCBN: read x; add a term of x to
+# dx.
+PASSES = {
+    keras.layers.BatchNormalization: (8, 5),
+    CBN: (8, 5),
+    LpNorm: (8, 5),
+    NoisyBN: (8, 5),
+    FusedCBN: (4, 3),
+}
+
+
+def bytes_of_passes(model, batch, cache):
+    """The bytes that the normalisations of activations move, each pass by itself."""
+    total = 0
+    for layer in model._flatten_layers(recursive=False):
+        if type(layer) in PASSES:
+            width = 4 if layer.compute_dtype == "float32" else 2
+            size = width * batch * math.prod(layer.input.shape[1:])
+            outside, inside = PASSES[type(layer)]
+            total += size * (outside if 3 * size > cache else inside)
+    return total
+
+
+def candidate(model, batch, steps, jit_compile):
+    """Compile and warm up. Returns a function: the seconds of a step, over a turn."""
+    training.compile_model(model, jit_compile)
+    data = training.endless_batch(model, batch)
+    callbacks = training.callbacks_for(model)
+
+    def turn():
+        return training.seconds_per_step(model, data, steps, callbacks)
+
+    for _ in range(2):
+        turn()
+    return turn
+
+
+def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
+    """Time one network with every norm. Returns a list of rows.
+
+    Args:
+        network: A name in `networks.NETWORKS`.
+        size: Height and width of the images.
+        batch: Images a step.
+        norms: Names in `networks.NORMS`, `"bn"` among them.
+        steps: Steps that a candidate makes in its turn.
+        rounds: Turns of each candidate, 2 or more.
+        jit_compile: That of `compile`.
+    """
+    cache = machine.cache_bytes()
+    turns, passes = {}, {}
+    for norm in norms:
+        model = networks.build(network, norm, size)
+        passes[norm] = bytes_of_passes(model, batch, cache)
+        turns[norm] = candidate(model, batch, steps, jit_compile)
+    times = compare.take_turns(turns, rounds)
+    return [
+        {
+            "network": network,
+            "image_size": size,
+            "batch": batch,
+            "norm": norm,
+            "seconds_per_step": statistics.median(times[norm]),
+            "images_per_second": batch / statistics.median(times[norm]),
+            **compare.ratio(times[norm], times[YARDSTICK]),
+            "bytes_of_passes": passes[norm],
+        }
+        for norm in norms
+    ]
+
+
+def table(rows, bandwidth):
+    header = ["network", "norm", "s/step", "images/s", "ratio to bn (quartiles)"]
+    cells = []
+    for row in rows:
+        same = ("network", "image_size", "batch")
+        floor = [
+            f"{other['ratio']:.3f}"
+            for other in rows
+            if other["norm"] == "none" and all(other[k] == row[k] for k in same)
+        ]
+        cells.append(
+            [
+                f"{row['network']}, {row['batch']} x {row['image_size']}",
+                row["norm"],
+                f"{row['seconds_per_step']:.4g}",
+                f"{row['images_per_second']:.4g}",
+                compare.spread(row),
+                *(floor or [""]),
+                f"{row['bytes_of_passes'] / bandwidth:.2g}",
+            ]
+        )
+    return compare.table([*header, "floor (none)", "passes, s"], cells)
+
+
+def define_flags():
+    flags.DEFINE_list(
+        "networks",
+        ["resnet20:32:128", "resnet50:64:16"],
+        f"Networks as name:image size:batch size, of {', '.join(networks.NETWORKS)}.",
+    )
+    flags.DEFINE_list("norms", networks.NORMS, "With bn, the yardstick.")
+    flags.DEFINE_string("dtype_policy", "float32", "As mixed_bfloat16.")
+    flags.DEFINE_integer("steps", 4, "Steps of a turn.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 10, "Rounds to time.", lower_bound=2)
+    flags.DEFINE_bool(
+        "jit_compile", None, "Whether XLA compiles the step. If None, Keras decides."
+    )
+    flags.DEFINE_string("output", None, "JSON file to write.")
+
+
+def main(_):
+    values = flags.FLAGS
+    if YARDSTICK not in values.norms:
+        raise app.UsageError("--norms must have bn among them.")
+    keras.config.set_dtype_policy(values.dtype_policy)
+    jit_compile = "auto" if values.jit_compile is None else values.jit_compile
+    bandwidth = machine.copy_bandwidth()
+    rows = []
+    for text in values.networks:
+        name, size, batch = networks.parse(text)
+        rows += measure(
+            name,
+            size,
+            batch,
+            values.norms,
+            steps=values.steps,
+            rounds=values.rounds,
+            jit_compile=jit_compile,
+        )
+        keras.utils.clear_session(free_memory=True)
+    print(table(rows, bandwidth))
+    if values.output:
+        compare.write_report(
+            values.output,
+            "network",
+            rows,
+            dtype_policy=values.dtype_policy,
+            jit_compile=jit_compile,
+            steps=values.steps,
+            rounds=values.rounds,
+            copy_gigabytes_per_second=bandwidth / 1e9,
+        )
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

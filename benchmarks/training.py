@@ -1,0 +1,107 @@
+"""Training through `fit`, where the data costs nothing and the clock knows no start."""
+
+import time
+
+import keras
+import numpy as np
+
+from keras_norms import AMAT, CBN
+
+LEARNING_RATE = 0.01
+
+
+def compile_model(model, jit_compile="auto", learning_rate=LEARNING_RATE):
+    """Compile a network that returns logits: SGD with momentum, cross-entropy."""
+    model.compile(
+        keras.optimizers.SGD(learning_rate, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=jit_compile,
+    )
+    return model
+
+
+def endless_batch(model, batch):
+    """Data for `fit`: one random batch on the device, again and again.
+
+    TensorFlow on a GPU copies it there in every step, as it does with all datasets.
+    """
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (batch, *model.input_shape[1:])).astype("float32")
+    y = rng.integers(0, model.output_shape[-1], batch).astype("int32")
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensors((x, y)).repeat()
+    x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+    return _repeat((x, y))
+
+
+def _repeat(value):
+    while True:
+        yield value
+
+
+def callbacks_for(model):
+    """AMAT where there is a CBN layer: elsewhere it would warn that there is none."""
+    layers = model._flatten_layers()
+    return [AMAT()] if any(isinstance(layer, CBN) for layer in layers) else []
+
+
+class Clock(keras.callbacks.Callback):
+    """Times the steps of a `fit` but for the first and the last, to their very end.
+
+    The first has the start of training in it. It takes a step after a step to know that
+    it is over: a callback at the end of each step would make `fit` wait for all.
+
+    Args:
+        steps: How many steps to time, of `steps + 2`.
+
+    Attributes:
+        seconds: Of one step, the mean.
+    """
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+        self.seconds = None
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 1:
+            self._wait()
+            self._start = time.perf_counter()
+        elif batch == self.steps + 1:
+            self._wait()
+            self.seconds = (time.perf_counter() - self._start) / self.steps
+
+    def _wait(self):
+        backend = keras.backend.backend()
+        if backend == "jax":
+            import jax
+
+            # Not `self.model`: that would fetch all state from the trainer.
+            jax.block_until_ready([*self._model._jax_state["optimizer_variables"]])
+        elif backend == "tensorflow":
+            import tensorflow as tf
+
+            tf.test.experimental.sync_devices()
+        else:
+            import torch
+
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+
+def seconds_per_step(model, data, steps, callbacks=()):
+    """Train for `steps + 2` steps and return the seconds of one of the inner steps.
+
+    What callbacks do belongs to the steps.
+    """
+    clock = Clock(steps)
+    model.fit(
+        data,
+        steps_per_epoch=steps + 2,
+        verbose=0,
+        shuffle=False,
+        callbacks=[*callbacks, clock],
+    )
+    return clock.seconds

@@ -1,0 +1,102 @@
+"""Timed training, and the benchmarks of training, on a small network."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from benchmarks import amat, memory, network, networks, training
+
+
+def small(size):
+    bn = keras.layers.BatchNormalization
+    return keras.Sequential(
+        [
+            keras.Input((size, size, 3)),
+            keras.layers.Conv2D(4, 3, use_bias=False),
+            bn(),
+            keras.layers.ReLU(),
+            keras.layers.Conv2D(4, 3, use_bias=False),
+            bn(),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+@pytest.fixture
+def small_network(monkeypatch):
+    monkeypatch.setitem(networks.NETWORKS, "small", (8, small))
+
+
+class Slow(keras.callbacks.Callback):
+    """Takes seconds of each step, and counts them."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.steps = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.steps += 1
+        time.sleep(self.seconds)
+
+
+def test_seconds_of_a_step_hold_its_callbacks_and_no_start():
+    model = training.compile_model(small(8))
+    data = training.endless_batch(model, 2)
+    slow = Slow(0.05)
+    # The first step compiles, which takes longer than all of these together.
+    seconds = training.seconds_per_step(model, data, 3, [slow])
+    assert slow.steps == 5
+    assert seconds >= 0.05
+    assert seconds == pytest.approx(0.05, abs=0.1)
+
+
+def test_amat_where_there_is_cbn(small_network):
+    assert training.callbacks_for(networks.build("small", "bn")) == []
+    assert len(training.callbacks_for(networks.build("small", "fused_cbn"))) == 1
+
+
+def test_network(small_network):
+    rows = network.measure("small", 8, 2, ["none", "bn", "cbn"], steps=1, rounds=2)
+    assert [row["norm"] for row in rows] == ["none", "bn", "cbn"]
+    assert rows[1]["ratio"] == 1
+    for row in rows:
+        assert row["images_per_second"] == pytest.approx(2 / row["seconds_per_step"])
+        assert (row["bytes_of_passes"] == 0) == (row["norm"] == "none")
+    lines = network.table(rows, bandwidth=1e9).splitlines()
+    floor = f"{rows[0]['ratio']:.3f}"
+    assert len(lines) == 5
+    assert all(line.split(" | ")[5] == floor for line in lines[2:])
+
+
+@pytest.mark.parametrize("rate", amat.RATES)
+def test_amat(small_network, rate):
+    row = amat.measure(rate, "small", 8, 2, steps=2, rounds=2)
+    assert 0 < row["direct_share"] < 1
+    low, high = row["ratio_interval"]
+    assert low <= row["ratio"] <= high
+    assert rate in amat.table([row])
+
+
+def test_memory(small_network):
+    if keras.backend.backend() == "jax":
+        peaks = [
+            memory.by_the_compiler(f"small:32:{batch}", "bn", "float32")["peak_bytes"]
+            for batch in (8, 16)
+        ]
+        # More than the images themselves, which are of three channels.
+        assert peaks[1] - peaks[0] > 8 * 32 * 32 * 3 * 4
+    else:
+        assert memory.of_this_process("small:32:8", "bn", "float32")["peak_bytes"] > 0
+
+
+def test_peak_of_this_process():
+    meter = memory.Resident()
+    meter.reset()
+    before = meter.now()
+    block = np.ones(2**24, "uint8")
+    del block
+    assert meter.peak() - before > 0.9 * 2**24
