@@ -134,7 +134,7 @@ def table(rows):
 
 
 def define_flags():
-    flags.DEFINE_list("rates", RATES, "Where the learning rate comes from.")
+    flags.DEFINE_list("rates", [*RATES], "Where the learning rate comes from.")
     flags.DEFINE_string("network", "resnet20:32:128", "Name:image size:batch size.")
     flags.DEFINE_integer("steps", 4, "Steps of a turn.", lower_bound=1)
     flags.DEFINE_integer("rounds", 20, "Rounds to time.", lower_bound=2)

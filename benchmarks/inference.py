@@ -17,17 +17,14 @@ which no trace of it is left.
 Prints a table; --output also writes it as JSON with versions and machine.
 """
 
-import json
-import pathlib
 import statistics
-import time
 import warnings
 
 import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import machine
+from benchmarks import compare
 from keras_norms.surgery import convert, fold
 from recipes.models import norms
 from recipes.models.resnet import resnet
@@ -116,12 +113,6 @@ def runner(model, x):
     return run
 
 
-def seconds(run):
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def measure(name, size, batch, rounds):
     """Time every form of one network. Returns a list of rows."""
     models = forms(name, size)
@@ -130,14 +121,10 @@ def measure(name, size, batch, rounds):
     for run in runs.values():
         for _ in range(3):
             run()
-    times = {form: [] for form in runs}
-    for _ in range(rounds):
-        for form, run in runs.items():
-            times[form].append(seconds(run))
+    timers = {form: compare.timer(run) for form, run in runs.items()}
+    times = compare.take_turns(timers, rounds)
     rows = []
     for form, measured in times.items():
-        ratios = [t / b for t, b in zip(measured, times[YARDSTICK])]
-        low, _, high = statistics.quantiles(ratios, n=4)
         stay = [
             sum(isinstance(layer, cls) for layer in models[form]._flatten_layers())
             for cls in (keras.layers.BatchNormalization, keras.layers.Rescaling)
@@ -147,8 +134,7 @@ def measure(name, size, batch, rounds):
                 "network": f"{name}, {batch} x {size}x{size}",
                 "form": form,
                 "milliseconds": 1e3 * statistics.median(measured),
-                "ratio": statistics.median(ratios),
-                "ratio_quartiles": [low, high],
+                **compare.ratio(measured, times[YARDSTICK]),
                 "shifts_that_stay": stay[1] if "folded" in form else 0,
             }
         )
@@ -156,18 +142,19 @@ def measure(name, size, batch, rounds):
 
 
 def table(rows):
-    lines = [
-        "| network | form | ms | ratio to no normalisation (quartiles) | shifts |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        low, high = row["ratio_quartiles"]
-        lines.append(
-            f"| {row['network']} | {row['form']} | {row['milliseconds']:.2f} "
-            f"| {row['ratio']:.3f} ({low:.3f} - {high:.3f}) "
-            f"| {row['shifts_that_stay']} |"
-        )
-    return "\n".join(lines)
+    return compare.table(
+        ["network", "form", "ms", "ratio to no normalisation (quartiles)", "shifts"],
+        [
+            [
+                row["network"],
+                row["form"],
+                f"{row['milliseconds']:.2f}",
+                compare.spread(row),
+                row["shifts_that_stay"],
+            ]
+            for row in rows
+        ],
+    )
 
 
 def main(_):
@@ -178,14 +165,13 @@ def main(_):
         keras.utils.clear_session(free_memory=True)
     print(table(rows))
     if _OUTPUT.value:
-        report = {
-            "benchmark": "inference",
-            "jit_compile": _JIT.value,
-            "rounds": _ROUNDS.value,
-            **machine.describe(),
-            "rows": rows,
-        }
-        pathlib.Path(_OUTPUT.value).write_text(json.dumps(report, indent=1) + "\n")
+        compare.write_report(
+            _OUTPUT.value,
+            "inference",
+            rows,
+            jit_compile=_JIT.value,
+            rounds=_ROUNDS.value,
+        )
 
 
 if __name__ == "__main__":

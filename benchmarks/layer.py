@@ -19,16 +19,13 @@ Prints a table; --output also writes it as JSON with versions and machine.
 """
 
 import functools
-import json
-import pathlib
 import statistics
-import time
 
 import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import machine
+from benchmarks import compare, machine
 from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN
 
 BACKEND = keras.backend.backend()
@@ -173,12 +170,6 @@ def training_step(layer, x, g):
     return run
 
 
-def seconds(run):
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def measure(shape, dtype, rounds, copy_bandwidth, cache):
     """Time every candidate on one shape. Returns a list of rows."""
     rng = np.random.default_rng(0)
@@ -191,45 +182,38 @@ def measure(shape, dtype, rounds, copy_bandwidth, cache):
     for run in runs.values():
         for _ in range(3):
             run()
-    times = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            times[name].append(seconds(run))
+    timers = {name: compare.timer(run) for name, run in runs.items()}
+    times = compare.take_turns(timers, rounds)
     size = x.size * (4 if dtype == "float32" else 2)
     # A convolution is bound by arithmetic; its floor is not given.
     passes = 0 if _KERNELS.value else 8 if 3 * size > cache else 5
-    base = times[next(iter(runs))]
-    rows = []
-    for name, measured in times.items():
-        ratios = [t / b for t, b in zip(measured, base)]
-        low, _, high = statistics.quantiles(ratios, n=4)
-        rows.append(
-            {
-                "shape": "x".join(map(str, shape)),
-                "dtype": dtype,
-                "layer": name,
-                "milliseconds": 1e3 * statistics.median(measured),
-                "floor_milliseconds": 1e3 * passes * size / copy_bandwidth,
-                "ratio": statistics.median(ratios),
-                "ratio_quartiles": [low, high],
-            }
-        )
-    return rows
+    return [
+        {
+            "shape": "x".join(map(str, shape)),
+            "dtype": dtype,
+            "layer": name,
+            "milliseconds": 1e3 * statistics.median(measured),
+            "floor_milliseconds": 1e3 * passes * size / copy_bandwidth,
+            **compare.ratio(measured, times[next(iter(runs))]),
+        }
+        for name, measured in times.items()
+    ]
 
 
 def table(rows):
-    lines = [
-        "| shape | layer | ms | floor, ms | ratio (quartiles) |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        low, high = row["ratio_quartiles"]
-        lines.append(
-            f"| {row['shape']} {row['dtype']} | {row['layer']} "
-            f"| {row['milliseconds']:.2f} | {row['floor_milliseconds']:.2f} "
-            f"| {row['ratio']:.2f} ({low:.2f} - {high:.2f}) |"
-        )
-    return "\n".join(lines)
+    return compare.table(
+        ["shape", "layer", "ms", "floor, ms", "ratio (quartiles)"],
+        [
+            [
+                f"{row['shape']} {row['dtype']}",
+                row["layer"],
+                f"{row['milliseconds']:.2f}",
+                f"{row['floor_milliseconds']:.2f}",
+                compare.spread(row),
+            ]
+            for row in rows
+        ],
+    )
 
 
 def main(_):
@@ -242,15 +226,14 @@ def main(_):
         )
     print(table(rows))
     if _OUTPUT.value:
-        report = {
-            "benchmark": "layer",
-            "jit_compile": _JIT.value,
-            "rounds": _ROUNDS.value,
-            "copy_gigabytes_per_second": bandwidth / 1e9,
-            **machine.describe(),
-            "rows": rows,
-        }
-        pathlib.Path(_OUTPUT.value).write_text(json.dumps(report, indent=1) + "\n")
+        compare.write_report(
+            _OUTPUT.value,
+            "layer",
+            rows,
+            jit_compile=_JIT.value,
+            rounds=_ROUNDS.value,
+            copy_gigabytes_per_second=bandwidth / 1e9,
+        )
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ def define_flags():
         ["resnet20:32:128", "resnet50:64:16"],
         f"Networks as name:image size:batch size, of {', '.join(networks.NETWORKS)}.",
     )
-    flags.DEFINE_list("norms", networks.NORMS, "With bn, the yardstick.")
+    flags.DEFINE_list("norms", [*networks.NORMS], "With bn, the yardstick.")
     flags.DEFINE_string("dtype_policy", "float32", "As mixed_bfloat16.")
     flags.DEFINE_bool(
         "jit_compile", None, "Whether XLA compiles the step. If None, Keras decides."

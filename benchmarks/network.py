@@ -133,7 +133,7 @@ def define_flags():
         ["resnet20:32:128", "resnet50:64:16"],
         f"Networks as name:image size:batch size, of {', '.join(networks.NETWORKS)}.",
     )
-    flags.DEFINE_list("norms", networks.NORMS, "With bn, the yardstick.")
+    flags.DEFINE_list("norms", [*networks.NORMS], "With bn, the yardstick.")
     flags.DEFINE_string("dtype_policy", "float32", "As mixed_bfloat16.")
     flags.DEFINE_integer("steps", 4, "Steps of a turn.", lower_bound=1)
     flags.DEFINE_integer("rounds", 10, "Rounds to time.", lower_bound=2)
