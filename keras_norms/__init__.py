@@ -1,5 +1,6 @@
 """Normalisation layers for Keras 3 that improve on BatchNormalization."""
 
+from keras_norms import diagnostics
 from keras_norms.amat import AMAT
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.fused_cbn import FusedCBN
@@ -19,6 +20,7 @@ __all__ = [
     "WN",
     "WS",
     "convert",
+    "diagnostics",
     "fold",
     "recalibrate",
 ]

@@ -1,0 +1,435 @@
+"""Gradients and Hessian-vector products of a model's loss, on any backend."""
+
+import contextlib
+import copy
+import functools
+import weakref
+from typing import NamedTuple
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from keras_norms.diagnostics.model_loss import SIDES, ModelLoss, find_layer
+from keras_norms.layers import arguments
+
+# Compiled functions: model -> settings -> `_Program`. They hold no model alive.
+_PROGRAMS = weakref.WeakKeyDictionary()
+_PROGRAMS_OF_A_MODEL = 8
+
+
+class LossAndGradient(NamedTuple):
+    """What `value_and_grad` returns.
+
+    Attributes:
+        loss: Float.
+        gradient: List of arrays, one for each trainable weight of the model and of its
+            shape. With a layer, one array of the shape of its input or output.
+    """
+
+    loss: float
+    gradient: object
+
+
+def value_and_grad(model, x, y, loss=None, *, layer=None, side="output", training=True):
+    """The loss on a batch and its gradient. Nothing of the model changes.
+
+    Example:
+
+    >>> loss, gradient = value_and_grad(model, x, y)
+    >>> _, activation_gradient = value_and_grad(model, x, y, layer="conv2d_3")
+
+    Args:
+        model, x, y, loss, layer, side, training: See `Objective`.
+
+    Returns:
+        A `LossAndGradient`, in float32, or float64 where a weight has it.
+
+    Raises:
+        ValueError: See `Objective`.
+    """
+    objective = Objective(model, x, y, loss, layer=layer, side=side, training=training)
+    value, gradient = objective.value_and_grad()
+    return LossAndGradient(value, objective.unflatten(gradient))
+
+
+def hessian_vector_product(
+    model, x, y, vector, loss=None, *, layer=None, side="output", training=True
+):
+    """The product of the loss's Hessian and a vector. Nothing of the model changes.
+
+    It is the derivative of `<gradient, vector>`, reverse over reverse, exact up to
+    rounding, at the cost of about two gradients.
+
+    Args:
+        model, x, y, loss, layer, side, training: See `Objective`.
+        vector: Of the shape of the gradient that `value_and_grad` returns: a list of
+            arrays, or with a layer an array.
+
+    Returns:
+        The product, of the shape of `vector`.
+
+    Raises:
+        ValueError: If `vector` has another shape. See also `Objective`.
+    """
+    objective = Objective(model, x, y, loss, layer=layer, side=side, training=training)
+    product = objective.hessian_vector_product(objective.flatten(vector))
+    return objective.unflatten(product)
+
+
+class Objective:
+    """The loss of a model on one batch, as a function of a flat vector.
+
+    The vector holds all trainable weights, or the input or output of a layer. Weights,
+    moving statistics and seed states are those at the time when the object is made;
+    every evaluation starts from them, so that dropout and noise are the same at every
+    point, and changes none of them. It is the loss that training minimises,
+    regularizers included, with layers in training mode.
+
+    The functions are compiled (`tf.function`, `jax.jit`) once for each model, loss and
+    shape of the batch, and used again by later objectives of the same model.
+
+    Args:
+        model: A built `keras.Model`: Functional, Sequential or subclassed.
+        x: The batch's inputs, an array or what else the model takes.
+        y: Its targets.
+        loss: What `model.compile` takes as `loss`, or `None`: the compiled one.
+        layer: `None`, or a layer of the model or its name: the vector then is the
+            layer's input or output for this batch, and a change of it leaves
+            everything before the layer alone.
+        side: `"input"` or `"output"` of `layer`.
+        training: Boolean, whether layers run in training mode.
+
+    Attributes:
+        start: The vector at the time when the object was made, float32, or float64
+            where a weight has it. `None` instead of a point means `start`.
+        shapes: List of the shapes of what the vector holds.
+        gradient_evaluations: Number of gradients that have been computed.
+
+    Raises:
+        ValueError: If the model is not built or has no loss, if the batch is empty, or
+            if the layer is not in the model, has not one tensor at `side`, or is not
+            called exactly once.
+    """
+
+    def __init__(
+        self, model, x, y, loss=None, *, layer=None, side="output", training=True
+    ):
+        _check_model(model, loss)
+        _check_batch(x)
+        arguments.choice("side", side, SIDES)
+        layer = None if layer is None else find_layer(model, layer)
+        if keras.backend.backend() == "jax":
+            model.jax_state_sync()  # In `fit`, the trainer holds the state.
+        self._program = _program(model, loss, layer, side, training)
+        pure = self._program.pure
+        self._batch = _batch(model, x, y)
+        pure.build(*self._batch)
+        self._randomness = _randomness()
+        # Copies, for training may go on in the memory of the variables.
+        self._state = [ops.copy(v.value) for v in pure.state]
+        if layer is None:
+            values = [v.value for v in pure.parameters]
+        else:
+            with _drawing_from(self._randomness):
+                values = [self._program.activation(self._state, self._batch[0])]
+        self._scale = ops.convert_to_tensor(_loss_scale(model), "float32")
+        self._values = [(tuple(v.shape), v.dtype) for v in values]
+        self.shapes = [shape for shape, _ in self._values]
+        self.start = self.flatten([ops.convert_to_numpy(v) for v in values])
+        self.gradient_evaluations = 0
+
+    def of_batch(self, x, y):
+        """The objective with another batch, from the same weights and seeds."""
+        if self._program.pure.layer is not None:
+            raise ValueError("The objective of a layer's activations has one batch.")
+        _check_batch(x)
+        other = copy.copy(self)
+        other._batch = _batch(self._program.pure.model, x, y)
+        other.gradient_evaluations = 0
+        return other
+
+    def value_and_grad(self, point=None):
+        """The loss, a float, and its gradient at a point, a vector."""
+        self.gradient_evaluations += 1
+        values = self._tensors(point)
+        with _drawing_from(self._randomness):
+            loss, gradient = self._program.value_and_grad(
+                values, self._state, *self._batch, self._scale
+            )
+        return float(ops.convert_to_numpy(loss)), _numpy(gradient)
+
+    def hessian_vector_product(self, vector, point=None):
+        """The Hessian at a point times a vector, a vector."""
+        values, vectors = self._tensors(point), self._tensors(vector)
+        with _drawing_from(self._randomness):
+            product = self._program.hessian_vector_product(
+                values, vectors, self._state, *self._batch, self._scale
+            )
+        return _numpy(product)
+
+    def flatten(self, values):
+        """A vector of a list of arrays; of one array, where there is a layer."""
+        values = values if isinstance(values, (list, tuple)) else [values]
+        shapes = [tuple(np.shape(value)) for value in values]
+        if shapes != self.shapes:
+            raise ValueError(
+                f"Arrays of shapes {self.shapes} are needed. Received: {shapes}"
+            )
+        return np.concatenate([np.ravel(value) for value in values], dtype=self._dtype)
+
+    def unflatten(self, vector):
+        """The list of arrays of a vector; the array, where there is a layer."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
+        parts = np.split(vector, ends[:-1])
+        values = [part.reshape(shape) for part, shape in zip(parts, self.shapes)]
+        return values if self._program.pure.layer is None else values[0]
+
+    @property
+    def _dtype(self):
+        dtypes = {keras.backend.standardize_dtype(dtype) for _, dtype in self._values}
+        return "float64" if "float64" in dtypes else "float32"
+
+    def _tensors(self, vector):
+        vector = self.start if vector is None else np.asarray(vector)
+        if vector.shape != self.start.shape:
+            raise ValueError(
+                f"A vector of shape {self.start.shape} is needed. "
+                f"Received: {vector.shape}"
+            )
+        return [
+            ops.convert_to_tensor(part, dtype)
+            for part, (_, dtype) in zip(self._as_list(vector), self._values)
+        ]
+
+    def _as_list(self, vector):
+        values = self.unflatten(vector)
+        return values if self._program.pure.layer is None else [values]
+
+
+class _Program:
+    """The compiled functions of a model's loss."""
+
+    def __init__(self, pure, compile):
+        self.pure = pure
+        self.activation = compile(pure.activation)
+        self.value_and_grad = compile(self._value_and_grad)
+        self.hessian_vector_product = compile(self._hessian_vector_product)
+
+    def _value_and_grad(self, values, state, x, y, scale):
+        scaled, gradients = _differentiate(
+            lambda values: _scaled(self.pure(values, state, x, y), scale), values
+        )
+        return scaled / ops.cast(scale, scaled.dtype), _flat(gradients, scale)
+
+    def _hessian_vector_product(self, values, vectors, state, x, y, scale):
+        with _twice_differentiable():
+            return self._slope_of_slope(values, vectors, state, x, y, scale)
+
+    def _slope_of_slope(self, values, vectors, state, x, y, scale):
+        def slope(values):
+            _, gradients = _differentiate(
+                lambda values: _scaled(self.pure(values, state, x, y), scale),
+                values,
+                again=True,
+            )
+            return sum(ops.sum(g * v) for g, v in zip(gradients, vectors))
+
+        return _flat(_differentiate(slope, values)[1], scale)
+
+
+def _scaled(loss, scale):
+    return loss * ops.cast(scale, loss.dtype)
+
+
+def _flat(gradients, scale):
+    dtypes = {keras.backend.standardize_dtype(g.dtype) for g in gradients}
+    dtype = "float64" if "float64" in dtypes else "float32"
+    flat = [ops.reshape(ops.cast(g, dtype), (-1,)) for g in gradients]
+    return ops.concatenate(flat) / ops.cast(scale, dtype)
+
+
+@contextlib.contextmanager
+def _twice_differentiable():
+    """Let the moments that Keras takes on TensorFlow have a second derivative.
+
+    `tf.nn.moments` stops the gradient at the mean inside the variance. Its first
+    derivative is right without, for deviations sum to zero; its second is not.
+    """
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    import tensorflow as tf
+
+    def moments(x, axes, shift=None, keepdims=False, name=None):
+        wide = tf.float32 if x.dtype in (tf.float16, tf.bfloat16) else x.dtype
+        y = tf.cast(x, wide)
+        mean = tf.reduce_mean(y, axes, keepdims=True)
+        variance = tf.reduce_mean(tf.square(y - mean), axes, keepdims=keepdims)
+        mean = mean if keepdims else tf.squeeze(mean, axes)
+        return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
+
+    original = tf.nn.moments
+    tf.nn.moments = moments
+    try:
+        yield
+    finally:
+        tf.nn.moments = original
+
+
+def _differentiate(function, values, again=False):
+    """`function(values)`, a scalar, and its gradients, zeros where it has none.
+
+    Args:
+        function: Of a list of tensors.
+        values: That list.
+        again: Whether the gradients are to be differentiated, with respect to `values`.
+    """
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            result = function(values)
+        gradients = tape.gradient(result, values, unconnected_gradients="zero")
+        return result, [tf.convert_to_tensor(g) for g in gradients]
+    if backend == "jax":
+        import jax
+
+        return jax.value_and_grad(function)(values)
+    import torch
+
+    if not again:
+        values = [v.detach().requires_grad_() for v in values]
+    with torch.enable_grad():
+        result = function(values)
+        if not result.requires_grad:
+            return result, [torch.zeros_like(v) for v in values]
+        gradients = torch.autograd.grad(
+            result,
+            values,
+            create_graph=again,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    return result.detach() if not again else result, list(gradients)
+
+
+def _randomness():
+    """The state of PyTorch's generators: Keras takes no seed to its dropout there."""
+    if keras.backend.backend() != "torch":
+        return None
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    states = [torch.cuda.get_rng_state(device) for device in devices]
+    return torch.get_rng_state(), devices, states
+
+
+@contextlib.contextmanager
+def _drawing_from(randomness):
+    """Draw the random numbers that follow a state of the generators, which stay."""
+    if randomness is None:
+        yield
+        return
+    import torch
+
+    state, devices, device_states = randomness
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(state)
+        for device, device_state in zip(devices, device_states):
+            torch.cuda.set_rng_state(device_state, device)
+        yield
+
+
+def _compiler(model):
+    """What compiles functions as the model's training step is compiled."""
+    backend = keras.backend.backend()
+    if backend == "torch" or getattr(model, "run_eagerly", False):
+        return lambda function: function
+    if backend == "jax":
+        import jax
+
+        return jax.jit
+    import tensorflow as tf
+
+    jit_compile = model.compiled and bool(model.jit_compile)
+    return functools.partial(tf.function, jit_compile=jit_compile)
+
+
+def _program(model, loss, layer, side, training):
+    """The program of these settings, made before if the model is what it was then."""
+    variables = [*model.variables, *model.metrics_variables]
+    made_for = (
+        # `compile`, and `AMAT` where it changes the step, have the step made anew.
+        model.train_function,
+        getattr(model, "_compile_loss", None),
+        *(id(variable) for variable in variables),
+        *(each.trainable for each in model._flatten_layers()),
+    )
+    programs = _PROGRAMS.setdefault(model, {})
+    key = (id(loss), id(layer), side, training)
+    if key in programs:
+        program, then, _ = programs[key]
+        if then == made_for:
+            return program
+        del programs[key]
+    while len(programs) >= _PROGRAMS_OF_A_MODEL:
+        del programs[next(iter(programs))]
+    pure = ModelLoss(model, loss, layer, side, training)
+    program = _Program(pure, _compiler(model))
+    programs[key] = (program, made_for, loss)
+    return program
+
+
+def _check_model(model, loss):
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ValueError(
+            "Argument `model` must be a keras.Model that is built: call it on data. "
+            f"Received: model={model}"
+        )
+    if loss is None and not model.compiled:
+        raise ValueError(
+            "Argument `loss` must be given, for the model is not compiled. "
+            "Received: loss=None"
+        )
+
+
+def _check_batch(x):
+    arrays = tree.flatten(x)
+    if not arrays or any(0 in np.shape(array) for array in arrays):
+        raise ValueError(
+            "Argument `x` must be a batch of at least one sample. "
+            f"Received: x of shape {[tuple(np.shape(array)) for array in arrays]}"
+        )
+
+
+def _batch(model, x, y):
+    """Tensors, as `fit` gives them to the model."""
+    floats = "float64" if model.compute_dtype == "float64" else keras.config.floatx()
+
+    def tensor(array):
+        if array is None:
+            return None
+        if not ops.is_tensor(array):
+            array = np.asarray(array)
+        array = ops.convert_to_tensor(array)
+        is_float = keras.backend.is_float_dtype(array.dtype)
+        return ops.cast(array, floats) if is_float else array
+
+    return tree.map_structure(tensor, (x, y))
+
+
+def _loss_scale(model):
+    """The factor that keeps float16 gradients from vanishing, as training has it."""
+    optimizer = getattr(model, "optimizer", None)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
+        return float(ops.convert_to_numpy(scale))
+    return 1.0
+
+
+def _numpy(tensor):
+    # A copy: NumPy may otherwise look into memory of the backend.
+    return np.array(ops.convert_to_numpy(tensor))
