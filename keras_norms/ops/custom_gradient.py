@@ -7,6 +7,8 @@ import functools
 
 import keras
 
+_SMALL = 2048  # elements of a sample
+
 
 def custom_gradient(forward, backward):
     """Give `forward` a hand-written gradient where the backend can hold one.
@@ -64,8 +66,10 @@ def fused(cpu=None, xla=False):
         cpu: Name of the function that computes the same on a CPU, in
             `keras_norms.ops.tensorflow_cpu`, `keras_norms.ops.jax_cpu` or both. It
             takes the same arguments and needs no gradient.
-        xla: Whether TensorFlow compiles the function by XLA on a CPU too. XLA there is
-            slow where it reduces, but not where much is computed for each element.
+        xla: Whether TensorFlow compiles the function by XLA on a CPU too, where `cpu`
+            does not apply. XLA there is slow where it reduces large tensors, and fast
+            where it computes element by element. `"small"`: only where the first
+            argument is small, so that starting kernels is what takes the time.
     """
 
     def decorate(function):
@@ -90,11 +94,13 @@ def fused(cpu=None, xla=False):
         def call(*tensors, **static):
             backend = keras.backend.backend()
             key = tuple(sorted(static.items()))
-            if backend == "tensorflow" and (xla or _has_gpu()):
+            if backend == "tensorflow" and _has_gpu():
                 return compiled_by_tensorflow(key)(*tensors)
             kernels = _cpu_kernels(backend)
             kernel = getattr(kernels, cpu, None) if cpu else None
             if kernel is None or not kernels.apply_to(*tensors, **static):
+                if backend == "tensorflow" and _compiles(xla, tensors):
+                    return compiled_by_tensorflow(key)(*tensors)
                 return function(*tensors, **static)
             if backend == "jax":
                 return on_jax_cpu(key)(*tensors)
@@ -120,6 +126,17 @@ def _has_gpu():
     import tensorflow as tf
 
     return bool(tf.config.list_physical_devices("GPU"))
+
+
+def _compiles(xla, tensors):
+    """Whether TensorFlow compiles a function `fused(xla=xla)` for a CPU."""
+    import tensorflow as tf
+
+    # XLA compiles anew for every shape: only the batch may vary in size.
+    samples = [tensor.shape[1:] for tensor in tf.nest.flatten(tensors)]
+    if not xla or not all(shape.is_fully_defined() for shape in samples):
+        return False
+    return xla != "small" or samples[0].num_elements() <= _SMALL
 
 
 def _where_jax_compiles_for_cpu(kernel, function):

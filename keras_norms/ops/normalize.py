@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_norms.ops.custom_gradient import custom_gradient
+from keras_norms.ops.custom_gradient import custom_gradient, fused
 from keras_norms.ops.moments import (
     moments,
     number_of_replicas,
@@ -82,10 +82,24 @@ def cbn_training(x, gamma, beta, state, *, mask=None, **settings):
     Returns:
         The output and the `CBNState` after this batch, which carries no gradient.
     """
+    if mask is not None or settings["synchronized"]:
+        return _cbn_training(x, gamma, beta, state, mask=mask, **settings)
+    tensors = [settings.pop(name) for name in ("rho", "learning_rate")]
+    return _cbn_training_alone(x, gamma, beta, state, *tensors, **settings)
+
+
+def _cbn_training(x, gamma, beta, state, *, mask=None, **settings):
     values, state = cbn_map(x, beta, state, mask=mask, **settings)
     names = ("epsilon", "axis", "decouple", "synchronized")
     static = {name: settings[name] for name in names}
     return _normalize(x, gamma, beta, *values, mask, **static), state
+
+
+@fused(xla="small")
+def _cbn_training_alone(x, gamma, beta, state, rho, learning_rate, **static):
+    return _cbn_training(
+        x, gamma, beta, state, rho=rho, learning_rate=learning_rate, **static
+    )
 
 
 def cbn_scale_and_shift(x, gamma, beta, state, **settings):
@@ -157,6 +171,35 @@ def cbn_map(
     batch = moments(x, beta.dtype, axis, mask, synchronized, prior)
     if differentiable and mask is None:
         batch = with_gradient(x, batch, axis, synchronized)
+    return _map_of_moments(
+        batch,
+        beta,
+        state,
+        rho,
+        learning_rate,
+        epsilon=epsilon,
+        omega=omega,
+        momentum=momentum,
+        decouple=decouple,
+        mean_gradient=mean_gradient,
+    )
+
+
+@fused(xla=True)
+def _map_of_moments(
+    batch,
+    beta,
+    state,
+    rho,
+    learning_rate,
+    *,
+    epsilon,
+    omega,
+    momentum,
+    decouple,
+    mean_gradient,
+):
+    """`cbn_map` from the `Moments` on: arithmetic of vectors over the channels."""
     seen = batch.count > 0
     known = learning_rate >= 0
     step = ops.where(
@@ -302,9 +345,51 @@ def _normalize_gradient(
     x' = x - c is a * g - k * x'. From there it goes on to x, and through the batch
     mean.
     """
-    scale = gamma * inverse
     local = gradient_sums(upstream, x, center, axis=axis)
     total = sum_over_replicas(local) if synchronized else local
+    vectors, dgamma, dbeta = _gradient_vectors(
+        local,
+        total,
+        gamma,
+        center,
+        inverse,
+        mean,
+        square,
+        mean_weight,
+        count,
+        epsilon=epsilon,
+        decouple=decouple,
+        replicas=number_of_replicas() if synchronized else 1,
+    )
+    if mask is None:
+        dx = gradient_x(upstream, x, *vectors, axis=axis)
+    else:
+        dx = masked_gradient_x(upstream, x, *vectors, mask, axis=axis)
+    statistics = (center, inverse, offset, mean, square, mean_weight, count)
+    return dx, dgamma, dbeta, *[None] * (len(statistics) + (mask is not None))
+
+
+@fused(xla=True)
+def _gradient_vectors(
+    local,
+    total,
+    gamma,
+    center,
+    inverse,
+    mean,
+    square,
+    mean_weight,
+    count,
+    *,
+    epsilon,
+    decouple,
+    replicas,
+):
+    """What `gradient_x` needs, and the gradients of gamma and beta.
+
+    `local` and `total` are sum(g) and sum(g * (x - c)) of one and of all replicas.
+    """
+    scale = gamma * inverse
     sum_g, sum_gx = total[0], total[1]
     count = ops.maximum(count, ops.ones_like(count))
     k = scale * sum_gx / (count * (square + epsilon))
@@ -314,17 +399,10 @@ def _normalize_gradient(
         through_mean = scale * sum_g / count - k * mean_x
         pivot = center
         # Each replica takes an equal part of the sum; the optimizer adds them up.
-        part = count / number_of_replicas() if synchronized else count
-        dbeta = scale * local[0] - k * mean_x * part
+        dbeta = scale * local[0] - k * mean_x * (count / replicas)
     else:
         through_mean = scale * sum_g / count
         pivot = mean
         dbeta = local[0]
     vectors = scale, k, pivot, mean_weight * through_mean
-    if mask is None:
-        dx = gradient_x(upstream, x, *vectors, axis=axis)
-    else:
-        dx = masked_gradient_x(upstream, x, *vectors, mask, axis=axis)
-    dgamma = local[1] * inverse
-    statistics = (center, inverse, offset, mean, square, mean_weight, count)
-    return dx, dgamma, dbeta, *[None] * (len(statistics) + (mask is not None))
+    return vectors, local[1] * inverse, dbeta

@@ -18,7 +18,7 @@ def per_channel(vector, ndim, axis):
     return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
 
 
-@fused(cpu="affine")
+@fused(cpu="affine", xla=True)
 def affine(x, center, scale, offset, *, axis):
     """scale * (x - center) + offset; subtracting first keeps digits."""
     ndim = len(x.shape)
@@ -39,7 +39,7 @@ def gradient_sums(upstream, x, center, *, axis):
     return ops.stack([ops.sum(g, axes), ops.sum(g * shifted, axes)])
 
 
-@fused(cpu="gradient_x")
+@fused(xla=True)
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     """scale * g - k * (x - pivot) - constant."""
     ndim = len(x.shape)
@@ -50,7 +50,7 @@ def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     return ops.cast(scale * g - k * (x - pivot) - constant, upstream.dtype)
 
 
-@fused()
+@fused(xla=True)
 def masked_gradient_x(upstream, x, scale, k, pivot, constant, mask, *, axis):
     """The same where the mask is true, scale * g elsewhere."""
     zero = ops.zeros_like(k)

@@ -94,11 +94,6 @@ def gradient_sums(upstream, x, center, *, axis):
     return tf.reduce_sum(tf.reshape(sums, (2, groups, -1)), 1)
 
 
-def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
-    """scale * g - k * (x - pivot) - constant."""
-    return upstream * scale + affine(x, pivot, -k, -constant, axis=axis)
-
-
 def _groups(x):
     """How many neighbouring positions are taken as channels of their own.
 

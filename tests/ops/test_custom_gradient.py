@@ -54,7 +54,8 @@ def test_compiled_pass_by_pass_as_on_a_gpu(monkeypatch, mode, axis):
 @pytest.mark.parametrize(
     "shape",
     {
-        "tensorflow": [(64, 4), (8, 6, 5, 4), (4, 3, 5, 2, 4), (4, 9, 4096)],
+        # TensorFlow compiles smaller samples as a whole.
+        "tensorflow": [(64, 4096), (8, 30, 25, 4), (4, 3, 5, 40, 4), (4, 9, 4096)],
         # JAX has kernels for large tensors; here blocks that fit, and do not.
         "jax": [(64, 4096), (32, 64, 64, 3), (4, 3, 37, 11, 211)],
     }.get(BACKEND, [()]),
@@ -99,6 +100,42 @@ def test_kernels_for_the_cpu_stay_out_of_xla():
 
     outer(*arguments)
     assert applied == [True, False, False]
+
+
+@tensorflow_only
+def test_xla_compiles_on_a_cpu_where_shapes_are_few():
+    import tensorflow as tf
+
+    def compiles(xla, *shape):
+        return custom_gradient._compiles(xla, [tf.TensorSpec(shape), tf.TensorSpec(())])
+
+    assert compiles(True, None, 32, 32, 64)
+    assert not compiles(True, None, None, 64)
+    assert not compiles(False, None, 64)
+    assert compiles("small", None, 64)
+    assert not compiles("small", None, 32, 32, 64)
+
+
+@tensorflow_only
+def test_sizes_known_only_at_run_time():
+    import tensorflow as tf
+
+    rng = np.random.default_rng(3)
+    x, g = rng.normal(1, 2, (2, 6, 7, 40, 16)).astype("float32")
+    layer = CBN()
+    layer.build(x.shape)
+
+    def gradients(x, g):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x, training=True)
+        return y, tape.gradient(y, x, output_gradients=g)
+
+    unknown = tf.TensorSpec((None, None, None, 16))
+    expected = tf.function(gradients)(tf.constant(x), tf.constant(g))
+    actual = tf.function(gradients, input_signature=[unknown] * 2)(x, g)
+    for value, wanted in zip(actual, expected):
+        assert relative_error(value, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("mean", [3, 1000])
