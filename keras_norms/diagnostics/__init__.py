@@ -1,5 +1,7 @@
 """A model and a batch in, numbers out; nothing of the model changes."""
 
+from keras_norms.diagnostics import theorems
+from keras_norms.diagnostics.covariate_shift import CovariateShift, covariate_shift
 from keras_norms.diagnostics.gradient_noise import GradientNoise, gradient_noise
 from keras_norms.diagnostics.gradients import (
     LossAndGradient,
@@ -7,12 +9,37 @@ from keras_norms.diagnostics.gradients import (
     hessian_vector_product,
     value_and_grad,
 )
+from keras_norms.diagnostics.hessian import (
+    Trace,
+    hessian_eigenvalues,
+    hessian_trace,
+)
+from keras_norms.diagnostics.landscape import Landscape, landscape
+from keras_norms.diagnostics.lipschitz import LipschitzTerms, lipschitz_terms
+from keras_norms.diagnostics.probes import (
+    CovariateShiftProbe,
+    GradientNoiseProbe,
+    LandscapeProbe,
+)
 
 __all__ = [
+    "CovariateShift",
+    "CovariateShiftProbe",
     "GradientNoise",
+    "GradientNoiseProbe",
+    "Landscape",
+    "LandscapeProbe",
+    "LipschitzTerms",
     "LossAndGradient",
     "Objective",
+    "Trace",
+    "covariate_shift",
     "gradient_noise",
+    "hessian_eigenvalues",
+    "hessian_trace",
     "hessian_vector_product",
+    "landscape",
+    "lipschitz_terms",
+    "theorems",
     "value_and_grad",
 ]

@@ -1,0 +1,175 @@
+"""Internal covariate shift, as a change of gradients (Santurkar et al.)."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_norms.diagnostics.gradients import Objective
+from keras_norms.diagnostics.landscape import learning_rate_of
+from keras_norms.diagnostics.model_loss import find_layer
+
+
+class CovariateShift(NamedTuple):
+    """What `covariate_shift` returns, an element for each layer.
+
+    Attributes:
+        layers: Tuple of names.
+        distances: Array, `|G - G'|_2`.
+        cosines: Array, the cosine of the angle between `G` and `G'`; `nan` where one of
+            them is zero.
+        norms: Array, `|G|_2`.
+        not_finite: Tuple of the names of the layers where `G` or `G'` is not finite,
+            with `nan` for each.
+    """
+
+    layers: tuple
+    distances: np.ndarray
+    cosines: np.ndarray
+    norms: np.ndarray
+    not_finite: tuple
+
+
+def covariate_shift(
+    model,
+    x,
+    y,
+    loss=None,
+    *,
+    layers=None,
+    updated=None,
+    learning_rate=None,
+    training=True,
+):
+    """How the step of the layers before a layer changes the gradient of its weights.
+
+    With `W_1 ... W_k` the weights of all layers at step `t`, on one batch:
+
+    ```
+    G_i  = grad_i L(W_1, ..., W_k)                                     all at step t
+    G'_i = grad_i L(W_1', ..., W_{i-1}', W_i, ..., W_k)      ' after their step t + 1
+    ```
+
+    Without shift the distance of both is 0 and their cosine 1. The batch, moving
+    statistics, dropout and noise are the same for both. Nothing of the model changes.
+
+    The layers before layer `i` are those whose weights come before its own in
+    `model.trainable_variables`: in a Functional or Sequential model the order of
+    `model.layers`, in a subclassed one that in which it has made its layers.
+
+    Args:
+        model, x, y, loss, training: See `Objective`.
+        layers: Layers of the model or their names; a layer may hold others, whose
+            weights are taken together. `None`: every layer that owns a kernel.
+        updated: List of arrays, `model.trainable_variables` after step `t + 1`. `None`:
+            after a step of gradient descent on this batch.
+        learning_rate: Positive float, of that step; the optimizer's if `None`.
+
+    Returns:
+        A `CovariateShift`. It costs one gradient, and one for each layer but the first.
+
+    Raises:
+        ValueError: If a layer is not in the model or has no trainable weights, or if
+            `updated` is not shaped like the weights. See also `Objective`.
+
+    Reference:
+
+    - Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
+      Optimization?, NeurIPS 2018, Definition 2.1 (2.2 in the first version), Figure 3.
+      https://arxiv.org/abs/1805.11604
+    """
+    objective = Objective(model, x, y, loss, training=training)
+    if updated is not None:
+        updated = objective.flatten(updated)
+    else:
+        rate = learning_rate_of(model, learning_rate)
+    places = weights_of_layers(model, layers)
+    _, gradient = objective.value_and_grad()
+    if updated is None:
+        updated = objective.start - rate * gradient
+    return shift_of(objective, gradient, updated, places)
+
+
+def shift_of(objective, gradient, updated, places):
+    """The `CovariateShift` of an objective whose weights step to `updated`.
+
+    Args:
+        objective: An `Objective` over the weights.
+        gradient: Its gradient, a vector.
+        updated: A vector.
+        places: See `weights_of_layers`.
+    """
+    parts = [
+        _compare(gradient[place], _after(objective, gradient, updated, place)[place])
+        for place in places.values()
+    ]
+    distances, cosines, norms = np.array(parts).T
+    return CovariateShift(
+        layers=tuple(places),
+        distances=distances,
+        cosines=cosines,
+        norms=norms,
+        not_finite=tuple(name for name, bad in zip(places, np.isnan(distances)) if bad),
+    )
+
+
+def _after(objective, gradient, updated, place):
+    """The gradient after the step of all weights that come before a place."""
+    before = place[0]
+    if before == 0:
+        return gradient
+    point = np.concatenate([updated[:before], objective.start[before:]])
+    return objective.value_and_grad(point)[1]
+
+
+def _compare(g, g_after):
+    g, g_after = g.astype("float64"), g_after.astype("float64")
+    norm, norm_after = np.linalg.norm(g), np.linalg.norm(g_after)
+    if not np.isfinite(norm + norm_after):
+        return np.nan, np.nan, norm
+    product = norm * norm_after
+    cosine = g @ g_after / product if product else np.nan
+    return np.linalg.norm(g - g_after), cosine, norm
+
+
+def weights_of_layers(model, layers=None):
+    """Where the weights of layers are in the vector of all trainable weights.
+
+    Args:
+        model: A built model.
+        layers: See `covariate_shift`.
+
+    Returns:
+        A dict from the name of each layer to an array of indices, in order.
+    """
+    variables = model.trainable_variables
+    ends = np.cumsum([int(np.prod(v.shape)) for v in variables])
+    places = {
+        id(v): np.arange(end - int(np.prod(v.shape)), end)
+        for v, end in zip(variables, ends)
+    }
+    if layers is None:
+        found = [
+            each
+            for each in model._flatten_layers(include_self=False)
+            if any(len(v.shape) > 1 and v.trainable for v in each._trainable_variables)
+            and each.trainable
+        ]
+    else:
+        found = [find_layer(model, layer) for layer in layers]
+    if not found:
+        raise ValueError(
+            "Argument `layers` must name at least one layer. "
+            f"Received: layers={layers} of model '{model.name}'"
+        )
+    for layer in found:
+        if not layer.trainable_variables:
+            raise ValueError(
+                "Argument `layers` must name layers with trainable weights. "
+                f"Received: layer '{layer.name}'"
+            )
+    return {
+        layer.name: np.sort(
+            np.concatenate([places[id(v)] for v in layer.trainable_variables])
+        )
+        for layer in found
+    }

@@ -1,0 +1,121 @@
+"""Eigenvalues and trace of the loss's Hessian over all trainable weights."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_norms.diagnostics.gradients import Objective
+from keras_norms.layers import arguments
+
+
+class Trace(NamedTuple):
+    """What `hessian_trace` returns.
+
+    Attributes:
+        trace: Float, the mean over the samples.
+        standard_error: Float, of that mean.
+        samples: Array of shape `(samples,)`, the single estimates.
+    """
+
+    trace: float
+    standard_error: float
+    samples: np.ndarray
+
+
+def hessian_eigenvalues(
+    model,
+    x,
+    y,
+    loss=None,
+    *,
+    count=1,
+    which="LA",
+    tolerance=1e-3,
+    seed=0,
+    training=True,
+):
+    """The top eigenvalues of the Hessian, with SciPy's Lanczos method.
+
+    The Hessian is never formed: each iteration is one Hessian-vector product. All of
+    them have the same dropout and noise, and nothing of the model changes.
+
+    Args:
+        model, x, y, loss, training: See `Objective`.
+        count: Integer, how many, less than the number of weights.
+        which: `"LA"` for the largest, `"SA"` for the smallest, `"LM"` for the largest
+            in magnitude, as in `scipy.sparse.linalg.eigsh`.
+        tolerance: Float, relative accuracy of the eigenvalues.
+        seed: Integer, of the vector that the iteration starts from.
+
+    Returns:
+        Array of shape `(count,)`, from the largest to the smallest.
+
+    Raises:
+        ValueError: If `count` or `which` is out of its range, or a product is not
+            finite. See also `Objective`.
+        scipy.sparse.linalg.ArpackNoConvergence: If the method does not converge.
+    """
+    from scipy.sparse.linalg import LinearOperator, eigsh
+
+    arguments.choice("which", which, ("LA", "SA", "LM"))
+    objective = Objective(model, x, y, loss, training=training)
+    size = objective.start.size
+    if not 1 <= arguments.integer("count", count) < size:
+        raise ValueError(
+            f"Argument `count` must be at least 1 and less than the {size} weights. "
+            f"Received: count={count}"
+        )
+    product = LinearOperator(
+        (size, size), lambda vector: _product(objective, vector), dtype="float64"
+    )
+    eigenvalues = eigsh(
+        product,
+        k=count,
+        which=which,
+        tol=tolerance,
+        v0=np.random.default_rng(seed).normal(size=size),
+        return_eigenvectors=False,
+    )
+    return np.sort(eigenvalues)[::-1]
+
+
+def hessian_trace(model, x, y, loss=None, *, samples=10, seed=0, training=True):
+    """Hutchinson's estimate of the Hessian's trace.
+
+    The mean of `v^T H v` over vectors `v` of random signs. Its expectation is the
+    trace.
+
+    Args:
+        model, x, y, loss, training: See `Objective`.
+        samples: Integer of at least 2, the number of vectors.
+        seed: Integer, of the vectors.
+
+    Returns:
+        A `Trace`.
+
+    Raises:
+        ValueError: If `samples` is less than 2, or a product is not finite. See also
+            `Objective`.
+    """
+    if arguments.integer("samples", samples) < 2:
+        raise ValueError(
+            f"Argument `samples` must be at least 2. Received: samples={samples}"
+        )
+    objective = Objective(model, x, y, loss, training=training)
+    rng = np.random.default_rng(seed)
+    signs = rng.choice([-1.0, 1.0], (samples, objective.start.size))
+    estimates = np.array([v @ _product(objective, v) for v in signs])
+    return Trace(
+        trace=float(np.mean(estimates)),
+        standard_error=float(np.std(estimates, ddof=1) / np.sqrt(samples)),
+        samples=estimates,
+    )
+
+
+def _product(objective, vector):
+    product = objective.hessian_vector_product(np.ravel(vector)).astype("float64")
+    if not np.all(np.isfinite(product)):
+        raise ValueError(
+            "The Hessian of the loss is not finite at the weights of the model."
+        )
+    return product

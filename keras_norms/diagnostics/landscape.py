@@ -1,0 +1,178 @@
+"""The loss around the weights: along a line, and its curvature."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_norms.diagnostics.gradients import Objective
+from keras_norms.layers import arguments
+
+DIRECTIONS = ("gradient", "random")
+
+
+class Landscape(NamedTuple):
+    """What `landscape` returns. Extremes are over the points that are finite.
+
+    Attributes:
+        loss: Float, `L(W)`.
+        gradient_norm: Float, `|g|_2`.
+        loss_range: `(min, max)` of `losses`.
+        gradient_distance: `(min, max)` of `distances`.
+        effective_beta: Float, the maximum of `betas`.
+        steps: Array of shape `(points,)`, the step lengths `s`.
+        losses: Array, `L(W - s d)`.
+        distances: Array, `|grad L(W - s d) - g|_2`.
+        betas: Array, `distances / |s d|_2`.
+        not_finite: Tuple of the step lengths at which loss or gradient is not finite,
+            with `nan` for each. It holds all of them if `g` is not finite.
+        gradient_evaluations: Integer, at most `points + 1`.
+    """
+
+    loss: float
+    gradient_norm: float
+    loss_range: tuple
+    gradient_distance: tuple
+    effective_beta: float
+    steps: np.ndarray
+    losses: np.ndarray
+    distances: np.ndarray
+    betas: np.ndarray
+    not_finite: tuple
+    gradient_evaluations: int
+
+
+def landscape(
+    model,
+    x,
+    y,
+    loss=None,
+    *,
+    learning_rate=None,
+    step_range=(0.5, 4.0),
+    points=8,
+    direction="gradient",
+    seed=0,
+    training=True,
+):
+    """The smoothness of the loss along a line through the weights.
+
+    With weights `W`, `g = grad L(W)` on this batch and `d` the direction, for each step
+    length `s`:
+
+    ```
+    loss                 L(W - s d)
+    gradient distance    |grad L(W - s d) - g|_2
+    effective beta       |grad L(W - s d) - g|_2 / |s d|_2
+    ```
+
+    All points have the same dropout and noise. Nothing of the model changes.
+
+    Args:
+        model, x, y, loss, training: See `Objective`.
+        learning_rate: Positive float; the optimizer's present one if `None`.
+        step_range: `(least, largest)` step length, in units of `learning_rate`. The
+            paper has (1/2, 4), and (1/100, 30) for the deep linear network.
+        points: Integer, number of step lengths, evenly spaced.
+        direction: `"gradient"`: `d = g`. `"random"`: a Gaussian vector of the length of
+            `g`.
+        seed: Integer, of the random direction.
+
+    Returns:
+        A `Landscape`.
+
+    Raises:
+        ValueError: If an argument is out of its range, or `learning_rate` is `None` and
+            the model has no optimizer. See also `Objective`.
+
+    Reference:
+
+    - Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
+      Optimization?, NeurIPS 2018, Section 3.2, Appendix A.2.2, Figures 4, 9, 11.
+      https://arxiv.org/abs/1805.11604
+    """
+    steps = step_lengths(learning_rate_of(model, learning_rate), step_range, points)
+    arguments.choice("direction", direction, DIRECTIONS)
+    objective = Objective(model, x, y, loss, training=training)
+    value, gradient = objective.value_and_grad()
+    gradient = gradient.astype("float64")
+    norm = float(np.linalg.norm(gradient))
+    along = gradient if direction == "gradient" else _random_like(gradient, seed)
+    # Without a finite gradient there is nowhere to go.
+    measure = _measure if np.isfinite(norm) else _nothing
+    measured = np.array([measure(objective, gradient, s * along) for s in steps])
+    finite = np.all(np.isfinite(measured[:, :2]), 1)
+    measured[~finite] = np.nan
+    losses, distances, lengths = measured.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        betas = distances / lengths
+    return Landscape(
+        loss=value,
+        gradient_norm=norm,
+        loss_range=_range(losses),
+        gradient_distance=_range(distances),
+        effective_beta=_range(betas)[1],
+        steps=steps,
+        losses=losses,
+        distances=distances,
+        betas=betas,
+        not_finite=tuple(float(s) for s in steps[~finite]),
+        gradient_evaluations=objective.gradient_evaluations,
+    )
+
+
+def _measure(objective, gradient, displacement):
+    """Loss and gradient distance at a displacement from the start, and its length."""
+    point = objective.start - displacement.astype(objective.start.dtype)
+    loss, there = objective.value_and_grad(point)
+    # The step that rounding has left of it.
+    step = point.astype("float64") - objective.start
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.linalg.norm(there.astype("float64") - gradient)
+    return loss, distance, np.linalg.norm(step)
+
+
+def _nothing(objective, gradient, displacement):
+    return np.nan, np.nan, np.nan
+
+
+def _random_like(gradient, seed):
+    vector = np.random.default_rng(seed).normal(size=gradient.shape)
+    return vector * (np.linalg.norm(gradient) / np.linalg.norm(vector))
+
+
+def _range(values):
+    values = values[~np.isnan(values)]
+    if not values.size:
+        return np.nan, np.nan
+    return float(np.min(values)), float(np.max(values))
+
+
+def learning_rate_of(model, learning_rate):
+    """The rate given, or the one that the optimizer's next step will use."""
+    if learning_rate is not None:
+        return arguments.number("learning_rate", learning_rate, above=0)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        raise ValueError(
+            "Argument `learning_rate` must be given, for the model has no optimizer. "
+            "Received: learning_rate=None"
+        )
+    rate = ops.convert_to_tensor(optimizer.learning_rate)
+    return float(keras.ops.convert_to_numpy(rate))
+
+
+def step_lengths(learning_rate, step_range, points):
+    """Array of `points` step lengths."""
+    least, largest = step_range
+    if not 0 < least <= largest < np.inf:
+        raise ValueError(
+            "Argument `step_range` must be two positive numbers in order. "
+            f"Received: step_range={step_range}"
+        )
+    if arguments.integer("points", points) < 1:
+        raise ValueError(
+            f"Argument `points` must be at least 1. Received: points={points}"
+        )
+    return learning_rate * np.linspace(least, largest, points)

@@ -1,0 +1,100 @@
+"""How much of a gradient a BatchNormalization layer takes away."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from keras_norms.diagnostics.gradients import Objective
+from keras_norms.diagnostics.model_loss import find_layer
+
+
+class LipschitzTerms(NamedTuple):
+    """What `lipschitz_terms` returns, arrays of shape `(channels,)`, float64.
+
+    Attributes:
+        gradient: `|g|^2`, what the loss's gradient would be without the layer.
+        mean: `<1, g>^2 / m`, taken away because the mean is.
+        correlation: `<g, y_hat>^2 / m`, taken away because the scale is.
+        scale: `gamma^2 / sigma^2`, what is left is multiplied by.
+        bound: `scale * (gradient - mean - correlation)`.
+        measured: The squared norm of the gradient that passes the layer, which the
+            theorem says is `bound`.
+    """
+
+    gradient: np.ndarray
+    mean: np.ndarray
+    correlation: np.ndarray
+    scale: np.ndarray
+    bound: np.ndarray
+    measured: np.ndarray
+
+
+def lipschitz_terms(model, layer, x, y, loss=None):
+    """The terms of Theorem 4.1 for a BatchNormalization layer, channel by channel.
+
+    With `m` the elements of a channel, `y_hat` the normalised input, and `g` the
+    gradient of the loss with respect to the layer's output, the gradient with respect
+    to its input has the squared norm
+
+    ```
+    gamma^2 / sigma^2 * (|g|^2 - <1, g>^2 / m - <g, y_hat>^2 / m)
+    ```
+
+    The layer's `epsilon` is in `sigma`, and then `|y_hat|^2 = m r` with `r < 1`. The
+    last term is `(2 - r) <g, y_hat>^2 / m` here, with which the equality stays exact.
+    Nothing of the model changes.
+
+    Args:
+        model, x, y, loss: See `Objective`.
+        layer: A `keras.layers.BatchNormalization` of the model, or its name.
+
+    Returns:
+        A `LipschitzTerms`.
+
+    Raises:
+        ValueError: If the layer is of another class or frozen. See also `Objective`.
+
+    Reference:
+
+    - Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
+      Optimization?, NeurIPS 2018, Theorem 4.1 and Eq. 9.
+      https://arxiv.org/abs/1805.11604
+    """
+    found = find_layer(model, layer)
+    if not isinstance(found, keras.layers.BatchNormalization) or not found.trainable:
+        raise ValueError(
+            "Argument `layer` must be a BatchNormalization that is not frozen. "
+            f"Received: layer={layer!r}, a {type(found).__name__} with "
+            f"trainable={found.trainable}"
+        )
+    before = Objective(model, x, y, loss, layer=found, side="input")
+    after = Objective(model, x, y, loss, layer=found, side="output")
+
+    def by_channel(vector, objective):
+        values = objective.unflatten(vector).astype("float64")
+        channels = values.shape[found.axis]
+        return np.moveaxis(values, found.axis, -1).reshape(-1, channels)
+
+    inputs = by_channel(before.start, before)
+    measured = by_channel(before.value_and_grad()[1], before)
+    g = by_channel(after.value_and_grad()[1], after)
+    m, channels = inputs.shape
+    variance = np.var(inputs, 0)
+    sigma = np.sqrt(variance + found.epsilon)
+    y_hat = (inputs - np.mean(inputs, 0)) / sigma
+    gamma = np.ones(channels)
+    if found.scale:
+        gamma = keras.ops.convert_to_numpy(found.gamma).astype("float64")
+    gradient = np.sum(g**2, 0)
+    mean = np.sum(g, 0) ** 2 / m
+    correlation = (2 - variance / sigma**2) * np.sum(g * y_hat, 0) ** 2 / m
+    scale = gamma**2 / sigma**2
+    return LipschitzTerms(
+        gradient=gradient,
+        mean=mean,
+        correlation=correlation,
+        scale=scale,
+        bound=scale * (gradient - mean - correlation),
+        measured=np.sum(measured**2, 0),
+    )

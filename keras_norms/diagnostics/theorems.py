@@ -1,0 +1,184 @@
+"""What batch normalization does to gradients, exactly (Santurkar et al., Section 4).
+
+Functions of arrays, in float64, for one channel. It normalises `m` elements, `y` is the
+vector of them, and
+
+```
+y_hat = (y - mean(y)) / sigma        sigma = sqrt(var(y))        z = gamma y_hat + beta
+```
+
+`g` is the gradient of a loss with respect to `z`, which is also the gradient with
+respect to `y` of the network without normalisation that has the same activations there.
+No epsilon is in these formulas, so `y` must not be constant.
+
+Reference:
+
+- Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help Optimization?,
+  NeurIPS 2018, Section 4 and Appendix C, and Theorem C.3 of the first version.
+  https://arxiv.org/abs/1805.11604
+"""
+
+import numpy as np
+
+
+def normalize(y):
+    """`y_hat` and `sigma`."""
+    y = np.asarray(y, "float64")
+    centred = y - np.mean(y)
+    sigma = np.sqrt(np.mean(centred**2))
+    if not sigma > 0:
+        raise ValueError(f"Argument `y` must not be constant. Received: y={y}")
+    return centred / sigma, sigma
+
+
+def jacobian(y, gamma=1.0):
+    """Fact C.2: `dz_b / dy_k`, of shape `(m, m)`.
+
+    ```
+    gamma / sigma * (1[b = k] - 1/m - y_hat_b y_hat_k / m)
+    ```
+    """
+    y_hat, sigma = normalize(y)
+    m = y_hat.size
+    return gamma / sigma * (np.eye(m) - 1 / m - np.outer(y_hat, y_hat) / m)
+
+
+def gradient(g, y, gamma=1.0):
+    """Fact C.1: the gradient with respect to `y`, from the one with respect to `z`.
+
+    ```
+    gamma / (m sigma) * (m g - sum(g) - y_hat <g, y_hat>)
+    ```
+    """
+    y_hat, sigma = normalize(y)
+    m = y_hat.size
+    return gamma / (m * sigma) * (m * g - np.sum(g) - y_hat * (g @ y_hat))
+
+
+def squared_gradient(g, y, gamma=1.0):
+    """Theorem 4.1, which its proof (Eq. 9) shows to be an equality.
+
+    ```
+    gamma^2 / sigma^2 * (|g|^2 - <1, g>^2 / m - <g, y_hat>^2 / m)
+    ```
+
+    Returns:
+        The squared norm of the gradient with respect to `y`.
+    """
+    y_hat, sigma = normalize(y)
+    m = y_hat.size
+    left = g @ g - np.sum(g) ** 2 / m - (g @ y_hat) ** 2 / m
+    return gamma**2 / sigma**2 * left
+
+
+def curvature(g, hessian, y, gamma=1.0):
+    """Theorem 4.2, which its proof (Eq. 50) shows to be an equality.
+
+    With `G` the gradient with respect to `y` and `H` the Hessian with respect to `z`:
+
+    ```
+    gamma^2 / sigma^2 * G^T H G - gamma / (m sigma^2) * <g, y_hat> |G|^2
+    ```
+
+    Args:
+        hessian: Array of shape `(m, m)`, `H`.
+
+    Returns:
+        The quadratic form `G^T (d^2 L / dy dy) G`.
+    """
+    y_hat, sigma = normalize(y)
+    m = y_hat.size
+    G = gradient(g, y, gamma)
+    scaled = gamma**2 / sigma**2 * (G @ hessian @ G)
+    return scaled - gamma / (m * sigma**2) * (g @ y_hat) * (G @ G)
+
+
+def hessian(g, hessian, y, gamma=1.0):
+    """Eqs. 41-42: the Hessian with respect to `y`, from the one with respect to `z`.
+
+    With `P = I - 1 1^T / m - y_hat y_hat^T / m` and `c = g - mean(g)`:
+
+    ```
+    gamma^2 / sigma^2 * (P H P - (c y_hat^T + y_hat c^T
+        - 3/m <g, y_hat> y_hat y_hat^T + <g, y_hat> (I - 1 1^T / m)) / (m gamma))
+    ```
+    """
+    y_hat, sigma = normalize(y)
+    m = y_hat.size
+    centring = np.eye(m) - 1 / m
+    projection = centring - np.outer(y_hat, y_hat) / m
+    centred, product = g - np.mean(g), g @ y_hat
+    bent = (
+        np.outer(centred, y_hat)
+        + np.outer(y_hat, centred)
+        - 3 / m * product * np.outer(y_hat, y_hat)
+        + product * centring
+    )
+    flat = gamma**2 * projection @ hessian @ projection
+    return (flat - gamma / m * bent) / sigma**2
+
+
+def weight_gradient_bound(g, y, largest, gamma=1.0):
+    """Theorem 4.4: the largest squared gradient of a unit's weights `w`, `y = X w`.
+
+    Over all inputs `X` with spectral norm at most `largest`, at the same `y` and `g`:
+
+    ```
+    without    largest^2 |g|^2
+    with       largest^2 gamma^2 / sigma^2 * (|g|^2 - m mean(g)^2 - <g, y_hat>^2 / m)
+    ```
+
+    The theorem as printed subtracts `largest^2 <g, y_hat>^2`, without `1/m`, and its
+    Eq. 17 has `1/sqrt(m)`. Neither follows from Theorem 4.1, nor holds.
+
+    Returns:
+        The bound without and with normalisation.
+    """
+    without = largest**2 * (g @ g)
+    return without, largest**2 * squared_gradient(g, y, gamma)
+
+
+def initialization_gain(w, optimum):
+    """Lemma 4.5: how much nearer an optimum is, for scale does not matter.
+
+    `optimum` is one of the network without normalisation; with it, each positive
+    multiple is one too. If `<w, optimum> > 0`, the nearest has the squared distance
+
+    ```
+    |w - optimum|^2 - (|optimum|^2 - <optimum, w>)^2 / |optimum|^2
+    ```
+
+    Returns:
+        The squared distances from `w` without and with normalisation.
+    """
+    if not w @ optimum > 0:
+        raise ValueError(
+            "Arguments `w` and `optimum` must have a positive product. "
+            f"Received: a product of {w @ optimum}"
+        )
+    without = np.sum((w - optimum) ** 2)
+    squared = optimum @ optimum
+    return without, without - (squared - optimum @ w) ** 2 / squared
+
+
+def output_sensitivity(x, y):
+    """Theorem C.3 (first version): `sum_b (d output_b / dw)^2` for one weight `w`.
+
+    `x` is the input that the weight multiplies, `y` the activations, one element per
+    sample. With `alpha = <x, y_hat>`:
+
+    ```
+    without    sum(x^2)
+    with       (m var(x) - alpha^2 / m) / sigma^2
+    ```
+
+    The paper assumes that `x` has mean zero, so that the first is `m var(x)`. Its
+    statement has `alpha^2` in the second, its proof (Eq. 7) `alpha^2 / m`.
+
+    Returns:
+        The sums without and with normalisation.
+    """
+    y_hat, sigma = normalize(y)
+    m = y_hat.size
+    alpha = x @ y_hat
+    return np.sum(x**2), (m * np.var(x) - alpha**2 / m) / sigma**2
