@@ -4,7 +4,12 @@
 |---|---|---|
 | none | nothing | |
 | bn | keras BatchNormalization | after |
-| cbn | CBN | before |
+| cbn | CBN with AMAT | before |
+| bn_before | BN as CBN's coupled form, batch statistics, rho | before |
+| bn_rho, bn_rho_amat | the same, and that with AMAT | after |
+| cbn_batch | CBN of batch statistics, without AMAT | before |
+| cbn_fixed | CBN, in place of AMAT moving averages with eta = 0.9 | before |
+| mean_removal, l2_norm | one half of CBN alone, with AMAT | before |
 | noisy_bn | NoisyBN | after |
 | lp1, lp2, lpinf | LpNorm | after |
 | layer | one mean and variance a sample (GroupNormalization with 1 group) | after |
@@ -25,6 +30,7 @@ from collections.abc import Callable
 import keras
 
 from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN
+from recipes.cbn_parts import L2Norm, MeanRemoval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +42,13 @@ class Norm:
         placement: `"after"` a linear layer and before the activation, `"before"` a
             linear layer and after the activation, or `None`: nowhere.
         wrapper: Callable, `wrapper(layer, name=...)` wraps a convolution.
+        amat: Whether the `AMAT` callback is to tell its layers the learning rate.
     """
 
     layer: Callable | None = None
     placement: str | None = None
     wrapper: Callable | None = None
+    amat: bool = False
 
     @property
     def use_bias(self):
@@ -94,10 +102,46 @@ def scaled_cwn(layer, name):
     return CWN(layer, scale=2**0.5, name=name)
 
 
+def cbn(placement="before", kind=CBN, amat=True, **arguments):
+    """Returns a function of rho and omega that makes the `Norm` of such layers."""
+
+    def make(rho=1.0, omega=10.0):
+        def layer(channels, name):
+            return kind(rho=rho, omega=omega, name=name, **arguments)
+
+        layer(1, "checked")  # refuses bad arguments now
+        return Norm(layer, placement, amat=amat)
+
+    return make
+
+
+def without_amat(rate=-1.0, **arguments):
+    """CBN told once and for all: by default that there is no learning rate."""
+    layer = CBN(momentum=0.9, **arguments)
+    layer.set_learning_rate(rate)
+    return layer
+
+
+def fixed_average(omega, **arguments):
+    """CBN with eta = 0.9 whatever the learning rate of the optimizer is."""
+    return without_amat(rate=0.1, omega=1.0, **arguments)
+
+
+CBN_FAMILY = {
+    "cbn": cbn(),
+    "bn_before": cbn(kind=without_amat, amat=False, decouple=False),
+    "bn_rho": cbn("after", without_amat, amat=False, decouple=False),
+    "bn_rho_amat": cbn("after", decouple=False),
+    "cbn_batch": cbn(kind=without_amat, amat=False),
+    "cbn_fixed": cbn(kind=fixed_average, amat=False),
+    "mean_removal": cbn(kind=MeanRemoval),
+    "l2_norm": cbn(kind=L2Norm),
+}
+
 NORMS = {
     "none": Norm(),
     "bn": Norm(batch_normalization, "after"),
-    "cbn": Norm(lambda channels, name: CBN(name=name), "before"),
+    **{name: make() for name, make in CBN_FAMILY.items()},
     "noisy_bn": Norm(noisy_batch_normalization, "after"),
     "lp1": Norm(lp_norm(1), "after"),
     "lp2": Norm(lp_norm(2), "after"),
@@ -114,14 +158,11 @@ NORMS = {
 
 
 def get(name, rho=1.0, omega=10.0):
-    """Returns the `Norm` called `name`; `rho` and `omega` are CBN's."""
+    """Returns the `Norm` called `name`; `rho` and `omega` are those of CBN layers."""
     if name not in NORMS:
         raise ValueError(
             f"Argument `norm` must be one of {sorted(NORMS)}. Received: norm={name!r}"
         )
-    if name == "cbn":
-        CBN(rho=rho, omega=omega)  # refuses bad ones now
-        return Norm(
-            lambda channels, name: CBN(rho=rho, omega=omega, name=name), "before"
-        )
+    if name in CBN_FAMILY:
+        return CBN_FAMILY[name](rho, omega)
     return NORMS[name]

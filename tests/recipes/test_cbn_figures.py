@@ -1,0 +1,35 @@
+import pytest
+
+from recipes import figures
+
+
+def test_a_norm_has_one_colour_everywhere():
+    first = figures.colours(["cbn", "bn"])
+    second = figures.colours(["lp1", "bn", "group", "cbn"])
+    assert first["bn"] == second["bn"] and first["cbn"] == second["cbn"]
+    assert len(set(second.values())) == 4
+
+
+def test_shades_have_an_order():
+    shades = figures.shades(["a", "b", "c"])
+    greens = [green for _, green, _, _ in shades.values()]
+    assert greens == sorted(greens)
+
+
+@pytest.mark.parametrize("runs", [[], [[]], [[{"epoch": 1, "v": None}]]])
+def test_nothing_to_draw(tmp_path, runs):
+    rows = [("v", "values", {})]
+    figures.curves(tmp_path / "x.png", {"a": {"bn": runs}}, rows, "title")
+    outcomes = {"a": {"bn": {1.0: [], 2.0: [3.0]}}}
+    figures.against(tmp_path / "y.png", outcomes, "x", "y", "title", base=2)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "y.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_distributions_and_steps(tmp_path):
+    panels = {"relu": {"layer 1": [[0.1, 0.5], [1.0]], "layer 2": []}}
+    figures.distributions(tmp_path / "x.png", panels, (0, 1), "v", "title", (-1, 2))
+    values = {"ours": [{"mean": 1.0, "std": 0.1}, None], "theirs": [None, None]}
+    figures.steps(tmp_path / "y.png", {"relu": values}, ["1", "2"], "title")
+    for name in ("x", "y"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
