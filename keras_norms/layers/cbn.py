@@ -219,10 +219,10 @@ class CBN(FollowsLearningRate, ChannelNormalization):
         return scale, shift
 
     def _state(self):
+        variables = self.moving_mean, self.moving_square, self.average_weight
+        # Copies: PyTorch assigns in place, and gradients need what was there before.
         return normalize.CBNState(
-            ops.cast(self.moving_mean, self.statistics_dtype),
-            ops.cast(self.moving_square, self.statistics_dtype),
-            ops.cast(self.average_weight, self.statistics_dtype),
+            *(ops.copy(ops.cast(v, self.statistics_dtype)) for v in variables)
         )
 
     def _assign(self, state):

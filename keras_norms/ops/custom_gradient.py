@@ -13,10 +13,9 @@ _SMALL = 2048  # elements of a sample
 def custom_gradient(forward, backward):
     """Give `forward` a hand-written gradient where the backend can hold one.
 
-    `forward` must also be right under ordinary differentiation. PyTorch uses it as
-    it is (its custom functions are silently wrong under double backward), and so do
-    second derivatives on JAX. `backward` must itself be made of differentiable
-    operations, which makes reverse-over-reverse derivatives right everywhere.
+    `forward` must also be right under ordinary differentiation, which second
+    derivatives on JAX use. `backward` must itself be made of differentiable operations,
+    which makes reverse-over-reverse derivatives right everywhere.
 
     Args:
         forward: Function of positional tensors that returns one tensor. A statistic
@@ -47,7 +46,39 @@ def custom_gradient(forward, backward):
             lambda tensors, upstream: backward(upstream, *tensors),
         )
         return with_gradient
-    return forward
+
+    def gradient(upstreams, tensors):
+        return backward(*upstreams, *tensors)
+
+    return functools.partial(_torch_function().apply, forward, gradient)
+
+
+@functools.cache
+def _torch_function():
+    """`keras.ops.custom_gradient` is wrong under double backward on PyTorch."""
+    import torch
+
+    class WithGradient(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(forward, backward, *tensors):
+            return forward(*tensors)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            _, ctx.gradient, *tensors = inputs
+            # Not in a closure: double backward must find the way to what made them.
+            ctx.save_for_backward(*tensors)
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx, *upstreams):
+            if all(upstream is None for upstream in upstreams):
+                return (None,) * len(ctx.needs_input_grad)
+            return None, None, *ctx.gradient(upstreams, ctx.saved_tensors)
+
+    return WithGradient
 
 
 def fused(cpu=None, xla=False):
@@ -56,16 +87,16 @@ def fused(cpu=None, xla=False):
     The function it decorates is written in `keras.ops`. XLA fuses it with its
     neighbours, under JAX and `jit_compile=True`, and there it is left as it is.
     TensorFlow elsewhere launches a kernel for each operation, and each reads and writes
-    the whole tensor: on a GPU the function is compiled by XLA. On a CPU, both backends
-    have better ways for some passes.
+    the whole tensor: on a GPU the function is compiled by XLA. On a CPU, each backend
+    has better ways for some passes.
 
     Tensors are positional arguments, everything static (the channel axis) is a hashable
     keyword argument. The function must not communicate between replicas.
 
     Args:
         cpu: Name of the function that computes the same on a CPU, in
-            `keras_norms.ops.tensorflow_cpu`, `keras_norms.ops.jax_cpu` or both. It
-            takes the same arguments and needs no gradient.
+            `keras_norms.ops.tensorflow_cpu`, `jax_cpu`, `torch_cpu` or several of them.
+            It takes the same arguments and needs no gradient.
         xla: Whether TensorFlow compiles the function by XLA on a CPU too, where `cpu`
             does not apply. XLA there is slow where it reduces large tensors, and fast
             where it computes element by element. `"small"`: only where the first
@@ -104,7 +135,8 @@ def fused(cpu=None, xla=False):
                 return function(*tensors, **static)
             if backend == "jax":
                 return on_jax_cpu(key)(*tensors)
-            return _with_gradient_of(function, kernel, static)(*tensors)
+            with_gradient_of = _GRADIENT_OF[backend]
+            return with_gradient_of(function, kernel, static)(*tensors)
 
         return call
 
@@ -116,6 +148,8 @@ def _cpu_kernels(backend):
         from keras_norms.ops import tensorflow_cpu as kernels
     elif backend == "jax":
         from keras_norms.ops import jax_cpu as kernels
+    elif backend == "torch":
+        from keras_norms.ops import torch_cpu as kernels
     else:
         kernels = None
     return kernels
@@ -154,7 +188,7 @@ def _where_jax_compiles_for_cpu(kernel, function):
     return jax.jit(call)
 
 
-def _with_gradient_of(function, kernel, static):
+def _tensorflow_gradient_of(function, kernel, static):
     """`kernel`, with the gradient of `function` for second derivatives."""
     import tensorflow as tf
 
@@ -169,3 +203,34 @@ def _with_gradient_of(function, kernel, static):
         return kernel(*tensors, **static), gradient
 
     return call
+
+
+def _torch_gradient_of(function, kernel, static):
+    """The same."""
+    import torch
+
+    def gradient(upstreams, tensors):
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Views, for one of the tensors may have been made from another one.
+            tensors = [tensor.view_as(tensor) for tensor in tensors]
+            outputs = function(*tensors, **static)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        used = [pair for pair in zip(outputs, upstreams) if pair[1] is not None]
+        outputs, upstreams = zip(*used)
+        gradients = iter(
+            torch.autograd.grad(
+                outputs,
+                [tensor for tensor in tensors if tensor.requires_grad],
+                upstreams,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        )
+        return [next(gradients) if t.requires_grad else None for t in tensors]
+
+    kernel = functools.partial(kernel, **static)
+    return functools.partial(_torch_function().apply, kernel, gradient)
+
+
+_GRADIENT_OF = {"tensorflow": _tensorflow_gradient_of, "torch": _torch_gradient_of}

@@ -1,8 +1,12 @@
 """The passes over activations of which forward and backward maps consist."""
 
+import math
+
 from keras import ops
 
 from keras_norms.ops.custom_gradient import fused
+
+_LONGEST_ROW = 4096
 
 
 def reduction_axes(ndim, axis):
@@ -16,6 +20,22 @@ def per_channel(vector, ndim, axis):
     if not trailing or not len(vector.shape):
         return vector
     return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
+
+
+def neighbours(shape):
+    """How many neighbouring positions a CPU best takes as channels of their own.
+
+    Its loops add up a channel one element after the other. Shorter sums, combined
+    afterwards, keep more digits, and longer rows are faster where channels are few.
+
+    Args:
+        shape: That of a tensor, channels last; sizes may be `None`.
+    """
+    positions = math.prod(size for size in shape[1:-1] if size)
+    if None in shape[1:-1]:
+        positions = shape[-2] or 1
+    longest = max(_LONGEST_ROW // shape[-1], 1)
+    return max(n for n in range(1, longest + 1) if positions % n == 0)
 
 
 @fused(cpu="affine", xla=True)
@@ -39,7 +59,7 @@ def gradient_sums(upstream, x, center, *, axis):
     return ops.stack([ops.sum(g, axes), ops.sum(g * shifted, axes)])
 
 
-@fused(xla=True)
+@fused(cpu="gradient_x", xla=True)
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     """scale * g - k * (x - pivot) - constant."""
     ndim = len(x.shape)

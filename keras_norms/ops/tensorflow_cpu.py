@@ -6,12 +6,10 @@ right arguments they compute what CBN needs, two to four times as fast. Each fun
 computes what the one of the same purpose in `moments` or `passes` does.
 """
 
-import math
-
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-_LONGEST_ROW = 4096
+from keras_norms.ops.passes import neighbours
 
 
 def apply_to(x, *others, axis):
@@ -48,7 +46,7 @@ def affine(x, center, scale, offset, *, axis):
 
 def mean_and_variance(x, prior_mean, has_prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself."""
-    groups = _groups(x)
+    groups = neighbours(x.shape)
     shift = tf.zeros_like(prior_mean)
     if groups == 1:
         # The sums are long: of small numbers.
@@ -78,7 +76,7 @@ def mean_and_variance(x, prior_mean, has_prior, count, *, axis):
 
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)), which is how `affine` backpropagates."""
-    groups = _groups(x)
+    groups = neighbours(x.shape)
     ones = tf.ones(groups * x.shape[-1])
     gradients = tf.raw_ops.FusedBatchNormGradV3(
         y_backprop=_rows(upstream, groups),
@@ -92,19 +90,6 @@ def gradient_sums(upstream, x, center, *, axis):
     )
     sums = tf.stack([gradients.offset_backprop, gradients.scale_backprop])
     return tf.reduce_sum(tf.reshape(sums, (2, groups, -1)), 1)
-
-
-def _groups(x):
-    """How many neighbouring positions are taken as channels of their own.
-
-    The operations add up a channel one element after the other. Shorter sums, combined
-    afterwards, keep more digits, and longer rows are faster where channels are few.
-    """
-    positions = math.prod(size for size in x.shape[1:-1] if size)
-    if None in x.shape[1:-1]:
-        positions = x.shape[-2] or 1
-    longest = max(_LONGEST_ROW // x.shape[-1], 1)
-    return max(n for n in range(1, longest + 1) if positions % n == 0)
 
 
 def _rows(x, groups=1):

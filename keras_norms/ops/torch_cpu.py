@@ -1,0 +1,74 @@
+"""Passes over activations for PyTorch on a CPU.
+
+There every operation is a loop of its own, and the first touch of fresh memory takes
+longer than the loop: in-place operations and the batch normalization operations, which
+do several things in one loop, are what is fast. Each function computes what the one of
+the same purpose in `moments` or `passes` does.
+"""
+
+import torch
+
+from keras_norms.ops.passes import neighbours
+
+_LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
+
+
+def apply_to(x, *others, axis):
+    """Whether this file can compute for these arguments."""
+    tensors = [tensor for tensor in (x, *others) if tensor.dtype != torch.bool]
+    return (
+        x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.float64)
+        and all(tensor.dtype == x.dtype for tensor in tensors)
+        and axis % x.ndim == x.ndim - 1
+        and x.numel() >= _LARGE
+        and not torch.compiler.is_compiling()
+    )
+
+
+def affine(x, center, scale, offset, *, axis):
+    """(x - center) * scale + offset."""
+    return (x - center).mul_(scale).add_(offset)
+
+
+def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
+    """scale * g - k * (x - pivot) - constant."""
+    return (x - pivot).mul_(-k).sub_(constant).addcmul_(upstream, scale)
+
+
+def mean_and_variance(x, prior_mean, has_prior, count, *, axis):
+    """Both from one operation, which subtracts the mean itself."""
+    groups = neighbours(x.shape)
+    shift = torch.zeros_like(prior_mean)
+    if groups == 1:
+        # The sums are long: of small numbers.
+        shift = torch.where(has_prior, prior_mean, x.reshape(-1, x.shape[-1])[0])
+        x = x - shift
+    means, variances = torch.batch_norm_update_stats(_rows(x, groups), None, None, 0.0)
+    means, variances = means.view(groups, -1), variances.view(groups, -1)
+    mean = means.mean(0)
+    return mean + shift, (variances + (means - mean).square()).mean(0)
+
+
+def gradient_sums(upstream, x, center, *, axis):
+    """sum(g) and sum(g * (x - center)), which is how `affine` backpropagates."""
+    groups = neighbours(x.shape)
+    ones = x.new_ones(groups * x.shape[-1])
+    _, sum_gx, sum_g = torch.ops.aten.native_batch_norm_backward(
+        _rows(upstream, groups),
+        _rows(x, groups),
+        ones,
+        center.repeat(groups),
+        ones,
+        None,
+        None,
+        False,
+        0.0,
+        [False, True, True],
+    )
+    return torch.stack([sum_g, sum_gx]).view(2, groups, -1).sum(1)
+
+
+def _rows(x, groups):
+    """The tensor as the batch of 1 x 1 images that the operations take."""
+    return x.reshape(-1, groups * x.shape[-1], 1, 1)
