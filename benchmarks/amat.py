@@ -34,13 +34,19 @@ RATES = ("constant", "schedule", "callback")
 
 
 class TimedAMAT(AMAT):
-    """AMAT that adds up the seconds it takes in the steps that the clock times."""
+    """AMAT that adds up the seconds it takes in the steps that the clock times.
 
-    def __init__(self):
+    Where `waits`, for the step before first: the wait is not AMAT's work.
+    """
+
+    def __init__(self, waits):
         super().__init__()
+        self.waits = waits
         self.seconds = []
 
     def on_train_batch_begin(self, batch, logs=None):
+        if self.waits and batch:
+            training.wait_for_device(self._model)
         start = time.perf_counter()
         super().on_train_batch_begin(batch, logs)
         if batch:
@@ -70,7 +76,8 @@ def candidate(rate, with_amat, network, size, batch, steps):
     model = networks.build(network, "cbn", size, learning_rate=training.LEARNING_RATE)
     training.compile_model(model, learning_rate=learning_rate)
     data = training.endless_batch(model, batch)
-    amat = TimedAMAT() if with_amat else None
+    # A rate that has changed is read, which waits anyway.
+    amat = TimedAMAT(waits=rate == "callback") if with_amat else None
     callbacks = [ChangeRate()] if rate == "callback" else []
     callbacks += [amat] if with_amat else []
 

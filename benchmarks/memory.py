@@ -12,12 +12,15 @@ its own. On a GPU the peak is that of the framework's allocator. On a CPU it is 
 process's highest resident memory after the first steps, less what was resident before
 the model was made: an upper bound, for a page stays resident as long as anything on it
 does. Large blocks are given back to the system at once (`MALLOC_MMAP_THRESHOLD_`), so
-that they count while they live. What the framework itself takes to trace and run a
-graph counts too, so that only candidates with large activations can be compared.
-Linux only.
+that they count while they live. What the framework itself takes to trace and hold a
+graph counts too: some 100 MB, and more for a graph of more operations. So each
+candidate also trains with half of the images, and the difference says what an image
+takes, its activations alone. Linux only.
 
-Ratios are to BatchNormalization; the floor is `none`, without any normalisation. Prints
-a table; --output also writes it as JSON with versions and machine.
+The ratio is that of an image where it was measured, else that of the peak, to
+BatchNormalization; the floor is `none`, without any normalisation.
+
+Prints a table; --output also writes it as JSON with versions and machine.
 """
 
 import ast
@@ -156,6 +159,17 @@ def in_a_process(*arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def of_an_image(network, norm, *settings):
+    """Peak bytes, and how they grow with the batch."""
+    name, size, batch = networks.parse(network)
+    half = batch // 2
+    peak, less = (
+        in_a_process(f"{name}:{size}:{images}", norm, *settings)["peak_bytes"]
+        for images in (batch, half)
+    )
+    return {"peak_bytes": peak, "bytes_per_image": (peak - less) / (batch - half)}
+
+
 def measure(network, norms, policy="float32", jit_compile="auto"):
     """Measure one network with every norm. Returns a list of rows.
 
@@ -170,30 +184,27 @@ def measure(network, norms, policy="float32", jit_compile="auto"):
         if keras.backend.backend() == "jax":
             result = by_the_compiler(network, norm, policy)
         else:
-            result = in_a_process(network, norm, policy, jit_compile)
+            result = of_an_image(network, norm, policy, jit_compile)
         rows.append({"network": network, "norm": norm, **result})
         print(rows[-1], flush=True)
         keras.utils.clear_session(free_memory=True)
-    base = rows[[*norms].index(YARDSTICK)]["peak_bytes"]
-    return [{**row, "ratio": row["peak_bytes"] / base} for row in rows]
+    key = "bytes_per_image" if "bytes_per_image" in rows[0] else "peak_bytes"
+    base = rows[[*norms].index(YARDSTICK)][key]
+    return [{**row, "ratio": row[key] / base} for row in rows]
 
 
 def table(rows):
-    header = ["network", "norm", "peak, MB", "peak / bn", "temporary, MB"]
     cells = []
     for row in rows:
         name, size, batch = networks.parse(row["network"])
-        temporary = row.get("temporary_bytes")
-        cells.append(
-            [
-                f"{name}, {batch} x {size}",
-                row["norm"],
-                f"{row['peak_bytes'] / 1e6:.0f}",
-                f"{row['ratio']:.3f}",
-                "" if temporary is None else f"{temporary / 1e6:.0f}",
-            ]
-        )
-    return compare.table(header, cells)
+        keys = ("peak_bytes", "temporary_bytes", "bytes_per_image")
+        values = [f"{row[key] / 1e6:.4g}" if key in row else "" for key in keys]
+        network = f"{name}, {batch} x {size}"
+        cells.append([network, row["norm"], *values, f"{row['ratio']:.3f}"])
+    return compare.table(
+        ["network", "norm", "peak, MB", "temporary, MB", "MB an image", "ratio to bn"],
+        cells,
+    )
 
 
 def define_flags():

@@ -47,6 +47,25 @@ def callbacks_for(model):
     return [AMAT()] if any(isinstance(layer, CBN) for layer in layers) else []
 
 
+def wait_for_device(model):
+    """Inside of `fit`, between two steps: until the first of them is done."""
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        # All that a step returns is there at once.
+        jax.block_until_ready([*model._jax_state["optimizer_variables"]])
+    elif backend == "tensorflow":
+        import tensorflow as tf
+
+        tf.test.experimental.sync_devices()
+    else:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
 class Clock(keras.callbacks.Callback):
     """Times the steps of a `fit` but for the first and the last, to their very end.
 
@@ -66,29 +85,13 @@ class Clock(keras.callbacks.Callback):
         self.seconds = None
 
     def on_train_batch_begin(self, batch, logs=None):
+        # Not `self.model`: on JAX that would fetch all state from the trainer.
         if batch == 1:
-            self._wait()
+            wait_for_device(self._model)
             self._start = time.perf_counter()
         elif batch == self.steps + 1:
-            self._wait()
+            wait_for_device(self._model)
             self.seconds = (time.perf_counter() - self._start) / self.steps
-
-    def _wait(self):
-        backend = keras.backend.backend()
-        if backend == "jax":
-            import jax
-
-            # Not `self.model`: that would fetch all state from the trainer.
-            jax.block_until_ready([*self._model._jax_state["optimizer_variables"]])
-        elif backend == "tensorflow":
-            import tensorflow as tf
-
-            tf.test.experimental.sync_devices()
-        else:
-            import torch
-
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
 
 
 def seconds_per_step(model, data, steps, callbacks=()):
