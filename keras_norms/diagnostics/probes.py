@@ -1,7 +1,6 @@
 """Callbacks that measure a model while it is trained, and leave it as it is."""
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_norms.diagnostics.covariate_shift import shift_of, weights_of_layers
@@ -30,7 +29,8 @@ class Probe(keras.callbacks.Callback):
         every: Positive integer: measure before steps 0, `every`, 2 `every` ... of the
             optimizer. With `steps_per_execution` it is the first execution that reaches
             such a step.
-        log_dir: Directory where a `tensorboard` event file is written, or `None`.
+        log_dir: Directory where an event file for TensorBoard is written, or `None`.
+            The package `tensorboard` must be installed; TensorFlow need not.
 
     Attributes:
         history: Dict of lists of equal length: `"step"`, and one for each number. A
@@ -50,6 +50,11 @@ class Probe(keras.callbacks.Callback):
         self.history = {}
         self._writer = None
         self._latest = {}
+        if log_dir is not None:
+            # Here, so that it is not missing only when training begins.
+            from tensorboard.summary import Writer
+
+            self._open_writer = Writer
 
     def measure(self):
         """Measure `self.model`. Returns a dict of floats."""
@@ -61,9 +66,7 @@ class Probe(keras.callbacks.Callback):
         self._next = -(-self._step // self.every) * self.every
         self._latest = {}
         if self.log_dir is not None:
-            from tensorboard.summary import Writer
-
-            self._writer = Writer(str(self.log_dir))
+            self._writer = self._open_writer(str(self.log_dir))
 
     def on_epoch_begin(self, epoch, logs=None):
         self._steps_of_epoch = 0
@@ -109,7 +112,7 @@ class Probe(keras.callbacks.Callback):
         }
         if self._writer is not None:
             for key, value in self._latest.items():
-                self._writer.add_scalar(key, np.float32(value), self._step)
+                self._writer.add_scalar(key, value, self._step)
             self._writer.flush()
 
 
