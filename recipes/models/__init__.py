@@ -1,26 +1,47 @@
 """The networks of the recipes, by name."""
 
+import contextlib
 import re
 
 import keras
 
 from recipes.models import norms
-from recipes.models.resnet import resnet
+from recipes.models.applications import efficientnetb0, resnet50
+from recipes.models.resnet import resnet, resnet18
 from recipes.models.vgg import vgg16
 
-DEPTHS = range(8, 1203, 6)  # of residual networks
+DEPTHS = range(8, 1203, 6)  # of residual networks for small images
+NAMED = {
+    "vgg16": vgg16,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "efficientnetb0": efficientnetb0,
+}
+NAMES = f"resnet8, resnet20, ..., {', '.join(NAMED)}."
 
 
-def build(model, input_shape, num_classes, norm, activation, rho=1.0, omega=10.0):
+def build(
+    model,
+    input_shape,
+    num_classes,
+    norm,
+    activation,
+    rho=1.0,
+    omega=10.0,
+    dtype=None,
+):
     """Builds a network that returns logits.
 
     Args:
-        model: `"resnet20"` (any depth 6n + 2) or `"vgg16"`.
+        model: `"resnet20"` (any depth 6n + 2 but 50) or `"vgg16"`, for small images;
+            `"resnet18"`, `"resnet50"` or `"efficientnetb0"`, for those of ImageNet, the
+            last two for 32x32 pixels at least.
         input_shape: `(height, width, channels)`.
         num_classes: Size of the output.
         norm: A name in `recipes.models.norms.NORMS`, or a `Norm`.
         activation: Name of a Keras activation.
         rho, omega: Arguments of CBN.
+        dtype: Name of a dtype policy, such as `"mixed_bfloat16"`; Keras' own if `None`.
 
     Returns:
         A `keras.Model`.
@@ -28,19 +49,31 @@ def build(model, input_shape, num_classes, norm, activation, rho=1.0, omega=10.0
     check(model, activation)
     if isinstance(norm, str):
         norm = norms.get(norm, rho, omega)
-    if model == "vgg16":
-        return vgg16(input_shape, num_classes, norm, activation)
-    depth = int(model.removeprefix("resnet"))
-    return resnet(depth, input_shape, num_classes, norm, activation)
+    with _dtype_policy(dtype):
+        if model in NAMED:
+            return NAMED[model](input_shape, num_classes, norm, activation)
+        depth = int(model.removeprefix("resnet"))
+        return resnet(depth, input_shape, num_classes, norm, activation)
+
+
+@contextlib.contextmanager
+def _dtype_policy(dtype):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(before if dtype is None else dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def check(model, activation):
     """Raises a ValueError unless `build` knows both names."""
     depth = re.fullmatch(r"resnet(\d+)", model)
-    if model != "vgg16" and not (depth and int(depth[1]) in DEPTHS):
+    if model not in NAMED and not (depth and int(depth[1]) in DEPTHS):
         raise ValueError(
-            "Argument `model` must be 'vgg16' or 'resnet' and a depth 6n + 2, such as "
-            f"'resnet8', 'resnet20' or 'resnet32'. Received: model={model!r}"
+            f"Argument `model` must be one of {', '.join(NAMED)}, or 'resnet' and a "
+            "depth 6n + 2, such as 'resnet8', 'resnet20' or 'resnet32'. "
+            f"Received: model={model!r}"
         )
     try:
         keras.activations.get(activation)

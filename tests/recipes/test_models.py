@@ -1,3 +1,5 @@
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -180,3 +182,102 @@ def test_kernels_of_all_convolutions_are_normalised(norm, wrapper, name, convs):
 def test_groups_have_at_least_four_channels():
     groups = [norms.group_normalization(n, "x").groups for n in (4, 16, 64, 512, 12)]
     assert groups == [1, 4, 16, 32, 3]
+
+
+# The networks for ImageNet: trainable weights with BatchNormalization and 1000 classes,
+# as PyTorch counts them for the same networks; linear layers; activations.
+IMAGENET = {
+    "resnet18": (11_689_512, 21, 17),
+    "resnet50": (25_557_032, 54, 49),
+    "efficientnetb0": (5_288_548, 82, 49),
+}
+ALL_LINEAR = (*LINEAR, keras.layers.DepthwiseConv2D)
+PASSED = (
+    keras.layers.ZeroPadding2D,
+    keras.layers.Dropout,
+    keras.layers.Reshape,
+    keras.layers.GlobalAveragePooling2D,
+)
+
+
+@functools.lru_cache(maxsize=2)
+def imagenet(name, norm):
+    return models.build(name, (32, 32, 3), 1000, norm, "tanh", rho=2.0)
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_imagenet_networks_with_bn(name):
+    model = imagenet(name, "bn")
+    weights, linear, activations = IMAGENET[name]
+    count = sum(np.prod(v.shape) for v in model.trainable_variables)
+    assert count == weights
+    assert len(of(model, ALL_LINEAR)) == linear
+    functions = [getattr(layer, "activation", None) for layer in model.layers]
+    assert functions.count(keras.activations.tanh) == activations
+    gates = 16 if name == "efficientnetb0" else 0
+    assert functions.count(keras.activations.sigmoid) == gates
+    for layer in of(model, keras.layers.BatchNormalization):
+        assert (layer.momentum, layer.epsilon) == (0.9, 1e-5)
+        assert isinstance(before(layer), ALL_LINEAR) and not before(layer).use_bias
+    assert isinstance(model.layers[0], keras.layers.InputLayer)
+    assert not of(model, (keras.layers.Rescaling, keras.layers.Normalization))
+    assert model.output_shape == (None, 1000)
+    assert model.layers[-1].activation is keras.activations.linear
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_imagenet_networks_with_cbn(name):
+    model = imagenet(name, "cbn")
+    _, linear, _ = IMAGENET[name]
+    first, *others = of(model, ALL_LINEAR)
+    assert len(others) == linear - 1
+    assert not of(model, keras.layers.BatchNormalization)
+    for layer in (first, *others):
+        assert layer.use_bias
+        while isinstance(before(layer), PASSED):
+            layer = before(layer)
+        above = before(layer)
+        if layer is first or above is model.layers[0]:
+            continue
+        assert isinstance(above, CBN)
+        assert float(keras.ops.convert_to_numpy(above.rho)) == 2.0
+    shortcuts = {"resnet18": 3, "resnet50": 4, "efficientnetb0": 0}[name]
+    assert len(of(model, CBN)) == linear - 1 - shortcuts
+
+
+@pytest.mark.parametrize("norm,wrapper", [("none", None), ("ws+gn", WS)])
+def test_imagenet_networks_with_other_norms(norm, wrapper):
+    model = imagenet("efficientnetb0", norm)
+    assert not of(model, NORMS)
+    if wrapper is None:
+        assert all(layer.use_bias for layer in of(model, ALL_LINEAR))
+        return
+    wrapped = of(model, wrapper)
+    assert len(wrapped) == 81
+    assert len(of(model, keras.layers.GroupNormalization)) == 49
+    gated = [layer for layer in wrapped if "_se_" in layer.name]
+    assert len(gated) == 32
+    assert all(layer.layer.use_bias == (layer in gated) for layer in wrapped)
+
+
+def test_imagenet_networks_train():
+    model = models.build("resnet18", (32, 32, 3), 10, "cbn", "sigmoid")
+    x = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype("float32")
+    assert keras.ops.convert_to_numpy(keras.ops.isfinite(model(x, training=True))).all()
+    assert model.get_layer("stem").output.shape == (None, 16, 16, 64)
+    assert model.get_layer("pool").input.shape == (None, 1, 1, 512)
+
+
+def test_dtype():
+    before = keras.config.dtype_policy()
+    model = models.build(
+        "resnet8", (8, 8, 1), 10, "cbn", "relu", dtype="mixed_bfloat16"
+    )
+    assert keras.config.dtype_policy() == before
+    assert {layer.compute_dtype for layer in model.layers} == {"bfloat16"}
+    assert {str(v.dtype) for v in model.trainable_variables} == {"float32"}
+
+
+def test_images_that_are_too_small_for_the_network():
+    with pytest.raises(ValueError, match="32x32.*input_shape=\\(8, 8, 1\\)"):
+        build("resnet50", "bn")

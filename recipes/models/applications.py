@@ -1,0 +1,108 @@
+"""ResNet-50 and EfficientNet-B0 of keras.applications with any norm and activation.
+
+`keras_norms.convert` finds the places of norms that stand before linear layers, and
+`fold` takes BatchNormalization out where there is to be no norm. What differs from
+keras.applications: all ReLU, or Swish, layers have the given activation, the one inside
+of squeeze-and-excitation too, while its sigmoid gates stay; the output are logits; a
+convolution has a bias unless a norm follows it; EfficientNet does not scale its input,
+which is standardised already. ResNet-50's convolutions start with `he_normal`, as those
+of the other networks do. CBN stands before the convolutions of squeeze-and-excitation
+too, which BatchNormalization does not follow.
+
+Reference: https://arxiv.org/abs/1512.03385 (Table 1), https://arxiv.org/abs/1905.11946
+"""
+
+import keras
+from keras import layers
+
+from keras_norms import CBN, convert, fold
+
+SMALLEST = 32  # pixels, of keras.applications
+CONVOLUTIONS = (layers.Conv2D, layers.DepthwiseConv2D)
+
+
+def resnet50(input_shape, num_classes, norm, activation):
+    """Builds ResNet-50.
+
+    Args:
+        input_shape: `(height, width, channels)`, 32x32 at least.
+        num_classes: Size of the output, which are logits.
+        norm: A `recipes.models.norms.Norm`.
+        activation: Name of a Keras activation.
+
+    Returns:
+        A `keras.Model` from `(batch, height, width, channels)` to
+        `(batch, num_classes)`.
+    """
+    _check(input_shape)
+    model = keras.applications.ResNet50(
+        weights=None,
+        input_shape=input_shape,
+        classes=num_classes,
+        classifier_activation=None,
+    )
+    return _with(model, norm, activation, "relu", kernel_initializer="he_normal")
+
+
+def efficientnetb0(input_shape, num_classes, norm, activation):
+    """Builds EfficientNet-B0. For the arguments see `resnet50`."""
+    _check(input_shape)
+    model = keras.applications.EfficientNetB0(
+        weights=None,
+        input_shape=input_shape,
+        classes=num_classes,
+        classifier_activation=None,
+    )
+    image = model.get_layer("stem_conv_pad").input
+    model = keras.Model(image, model.output, name=model.name)
+    return _with(model, norm, activation, "swish")
+
+
+def _check(input_shape):
+    if min(input_shape[:2]) < SMALLEST:
+        raise ValueError(
+            f"Argument `input_shape` must be {SMALLEST}x{SMALLEST} pixels at least. "
+            f"Received: input_shape={input_shape}"
+        )
+
+
+def _with(model, norm, activation, replaced, **changes):
+    """The network with `activation` in the place of `replaced`, and with `norm`."""
+    replaced = keras.activations.get(replaced)
+
+    def original(layer):
+        config = layer.get_config()
+        function = getattr(layer, "activation", None)
+        if function is replaced:
+            config["activation"] = activation
+        if isinstance(layer, layers.Conv2D):
+            config.update(changes)
+        if isinstance(layer, CONVOLUTIONS) and _is_normalised(layer):
+            config["use_bias"] = norm.use_bias
+        return type(layer).from_config(config)
+
+    model = keras.models.clone_model(model, clone_function=original)
+    if norm.placement == "before":
+        model = convert(model, CBN, preserve=False)
+    elif norm.placement is None:
+        model = fold(model)
+
+    def normalised(layer):
+        if isinstance(layer, CBN | layers.BatchNormalization):
+            return norm.layer(layer.input.shape[-1], name=layer.name)
+        new = type(layer).from_config(layer.get_config())
+        return norm.convolution(new) if isinstance(layer, CONVOLUTIONS) else new
+
+    return keras.models.clone_model(
+        model, clone_function=normalised, call_function=_call
+    )
+
+
+def _call(layer, *args, mask=None, **kwargs):
+    # Of images there are no masks, which most layers would not take.
+    return layer(*args, **kwargs)
+
+
+def _is_normalised(layer):
+    readers = [node.operation for node in layer._outbound_nodes]
+    return any(isinstance(reader, layers.BatchNormalization) for reader in readers)
