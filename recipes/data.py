@@ -1,4 +1,4 @@
-"""Image sets as NumPy arrays, and their batches."""
+"""Image sets as NumPy arrays, their batches, and what `recipes.train` reads of them."""
 
 import functools
 import pathlib
@@ -7,8 +7,12 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from recipes import imagenet
+
 TFDS = ("cifar10", "cifar100", "mnist")
+STREAMED = (imagenet.NAME,)  # too large to be arrays
 PAD = 4  # pixels on each side before the random crop
+TEST_BATCH_SIZE = 500
 
 
 class ImageData(NamedTuple):
@@ -27,8 +31,24 @@ def stem(dataset):
 
 
 def augmented(dataset):
-    """Whether training images are shifted and flipped: CIFAR's are, digits are not."""
-    return stem(dataset).startswith("cifar")
+    """Whether training images are cropped and flipped: photographs are."""
+    return stem(dataset).startswith(("cifar", *STREAMED))
+
+
+def source(config, data_dir=None, download=False):
+    """What a network is trained on and tested with.
+
+    Args:
+        config: Dict, as `recipes.train.complete` returns it.
+        data_dir, download: Arguments of `load`.
+
+    Returns:
+        `Arrays`, or an `imagenet.Stream`, which has the same attributes and methods.
+    """
+    if config["dataset"] in STREAMED:
+        return imagenet.Stream(config, data_dir, download)
+    images = load(config["dataset"], data_dir, config["train_size"], download)
+    return Arrays(images, config)
 
 
 @functools.lru_cache(maxsize=1)  # the next run in this process reads the same images
@@ -57,7 +77,8 @@ def load(dataset, data_dir=None, train_size=None, download=False):
     else:
         raise ValueError(
             f"Argument `dataset` must be one of digits, {', '.join(TFDS)} or the path "
-            f"of an .npz file. Received: dataset={dataset!r}"
+            f"of an .npz file ({', '.join(STREAMED)} cannot be arrays, only "
+            f"`recipes.train` reads it). Received: dataset={dataset!r}"
         )
     x_train, y_train, x_test, y_test = arrays
     num_classes = int(y_train.max()) + 1
@@ -148,6 +169,39 @@ def _images(x):
 
 def _labels(y):
     return np.asarray(y, "int32").reshape(-1)
+
+
+class Arrays:
+    """An `ImageData` as `recipes.train` reads it.
+
+    Args:
+        images: The `ImageData`.
+        config: Dict, as `recipes.train.complete` returns it.
+
+    Attributes:
+        image_shape: `(height, width, channels)`.
+        num_classes: Integer.
+        steps: Number of training batches in an epoch.
+        test: Test images and labels.
+    """
+
+    def __init__(self, images, config):
+        self.image_shape = images.x_train.shape[1:]
+        self.num_classes = images.num_classes
+        self.test = images.x_test, images.y_test
+        self._batches = Batches(
+            images.x_train,
+            images.y_train,
+            config["batch_size"],
+            seed=config["seed"],
+            augment=config["augment"],
+        )
+        self.steps = self._batches.steps
+
+    def batches(self, first_epoch=0):
+        """The training batches from an epoch on, without end."""
+        self._batches.first_epoch = first_epoch
+        return self._batches
 
 
 class Batches(keras.utils.PyDataset):

@@ -26,7 +26,7 @@ import numpy as np
 from absl import app, flags
 
 from keras_norms import AMAT
-from recipes import data, experiment, models, optimizers
+from recipes import data, experiment, imagenet, models, optimizers
 from recipes.models import norms
 
 # The settings that decide the outcome. They are the paper's for CIFAR.
@@ -45,9 +45,12 @@ DEFAULTS = {
     "weight_decay": 5e-4,
     "train_size": None,
     "augment": False,
+    "image_size": None,
+    "dtype": None,
 }
 EPOCHS = {"digits": 15, "mnist": 10}  # where 120 are not needed
-TEST_BATCH_SIZE = 500
+DTYPES = ("float32", "bfloat16", "mixed_bfloat16")
+TEST_BATCH_SIZE = data.TEST_BATCH_SIZE
 
 
 def complete(config):
@@ -70,15 +73,33 @@ def complete(config):
         "epochs": EPOCHS.get(dataset, DEFAULTS["epochs"]),
         "augment": data.augmented(dataset),
     }
+    if dataset in data.STREAMED:
+        defaults |= imagenet.SETTINGS
     config = defaults | config | {"backend": keras.backend.backend()}
     models.check(config["model"], config["activation"])
+    _check(config)
     norms.get(config["norm"], config["rho"], config["omega"])
+    return config
+
+
+def _check(config):
     for key in ("epochs", "batch_size", "learning_rate"):
         if not config[key] > 0:
             raise ValueError(
                 f"Argument `{key}` must be positive. Received: {key}={config[key]}"
             )
-    return config
+    if config["dtype"] not in (None, *DTYPES):
+        raise ValueError(
+            f"Argument `dtype` must be one of {', '.join(DTYPES)}. "
+            f"Received: dtype={config['dtype']!r}"
+        )
+    size = config["image_size"]
+    if size is not None and not (config["dataset"] in data.STREAMED and size > 0):
+        raise ValueError(
+            "Argument `image_size` must be positive, and None but for "
+            f"{', '.join(data.STREAMED)}. Received: image_size={size} with "
+            f"dataset={config['dataset']!r}"
+        )
 
 
 NAMED = ("dataset", "model", "norm", "activation", "seed")
@@ -104,7 +125,7 @@ def changes(config):
     return [
         f"{key}{config[key]}"
         for key in sorted(config.keys() - set(NAMED))
-        if config[key] != usual[key]
+        if config[key] != usual.get(key)
     ]
 
 
@@ -143,53 +164,71 @@ def train(
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(config["seed"])
-    images = data.load(config["dataset"], data_dir, config["train_size"], download)
+    source = data.source(config, data_dir, download)
     model = models.build(
         config["model"],
-        images.x_train.shape[1:],
-        images.num_classes,
+        source.image_shape,
+        source.num_classes,
         norm=config["norm"],
         activation=config["activation"],
         rho=config["rho"],
         omega=config["omega"],
-    )
-    batches = data.Batches(
-        images.x_train,
-        images.y_train,
-        config["batch_size"],
-        seed=config["seed"],
-        augment=config["augment"],
-    )
-    rate = optimizers.piecewise_schedule(
-        config["learning_rate"], batches.steps * config["epochs"]
+        dtype=config["dtype"],
     )
     model.compile(
-        optimizers.SGD(rate, config["momentum"], config["weight_decay"]),
+        optimizers.SGD(
+            schedule(config, source.steps), config["momentum"], config["weight_decay"]
+        ),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
     recorder = experiment.Recorder(run, model)
-    batches.first_epoch = recorder.epoch
     if recorder.epoch < config["epochs"]:
+        amat = norms.get(config["norm"]).amat
         model.fit(
-            batches,
-            steps_per_epoch=batches.steps,
+            source.batches(recorder.epoch),
+            steps_per_epoch=source.steps,
             epochs=config["epochs"],
             initial_epoch=recorder.epoch,
-            shuffle=False,  # `batches` are
-            validation_data=(images.x_test, images.y_test),
+            shuffle=False,  # the batches are
+            validation_data=source.test,
             validation_batch_size=TEST_BATCH_SIZE,
-            callbacks=[AMAT(), recorder] if config["norm"] == "cbn" else [recorder],
+            callbacks=[AMAT(), recorder] if amat else [recorder],
             verbose=verbose,
         )
 
-    saved_model = None
     if recorder.best is not None:
-        saved_model = pathlib.Path(saved_models_dir) / f"{name}.keras"
         for variable in model.variables:
             variable.assign(recorder.best[variable.path])
+    best = model if recorder.best is not None else None
+    return finish(run, name, best, saved_models_dir)
+
+
+def schedule(config, steps):
+    """The learning rate of a run, with `steps` steps an epoch, as the paper has it."""
+    make = optimizers.piecewise_schedule
+    if config["dataset"] in data.STREAMED:
+        make = imagenet.schedule
+    return make(config["learning_rate"], steps * config["epochs"])
+
+
+def finish(run, name, best_model, saved_models_dir, **more):
+    """Saves the best network of a run, and declares the run complete.
+
+    Args:
+        run: An `experiment.Run`, with a line of metrics for each epoch.
+        name, saved_models_dir: See `train`.
+        best_model: The `keras.Model` with its best weights, `None` if there are none.
+        **more: Other results.
+
+    Returns:
+        The results, see `train`.
+    """
+    saved_model = None
+    if best_model is not None:
+        saved_model = pathlib.Path(saved_models_dir) / f"{name}.keras"
         # A new model has no optimizer, so that reading it needs keras_norms only.
-        bare = keras.Model(model.inputs, model.outputs, name=model.name)
+        bare = keras.Model(best_model.inputs, best_model.outputs, name=best_model.name)
         experiment.write(saved_model, bare.save)
     metrics = run.metrics
     finite = [line for line in metrics if line["train_loss"] is not None]
@@ -200,12 +239,13 @@ def train(
     results = {
         "name": name,
         "epochs": len(metrics),
-        "diverged": recorder.diverged,
+        "diverged": metrics[-1]["train_loss"] is None,
         **{key: metrics[-1][key] for key in scores},
         "best_test_accuracy": best.get("test_accuracy"),
         "best_epoch": best.get("epoch"),
         "seconds_per_step": float(np.median(seconds)) if seconds else None,
         "saved_model": saved_model and str(saved_model),
+        **more,
     }
     run.finish(results)
     return results
@@ -216,25 +256,31 @@ def define_shared_flags():
     flags.DEFINE_string(
         "dataset",
         DEFAULTS["dataset"],
-        f"digits, {', '.join(data.TFDS)}, or the path of an .npz file.",
+        f"digits, {', '.join(data.TFDS + data.STREAMED)}, or the path of an .npz file.",
     )
     flags.DEFINE_float("rho", DEFAULTS["rho"], "CBN's rho.", lower_bound=0)
     flags.DEFINE_float("omega", DEFAULTS["omega"], "CBN's omega.", lower_bound=0)
     flags.DEFINE_integer(
         "epochs", None, "120; for digits 15, for mnist 10.", lower_bound=1
     )
-    flags.DEFINE_integer("batch_size", DEFAULTS["batch_size"], "", lower_bound=1)
+    flags.DEFINE_integer(
+        "batch_size", None, "128; for imagenet2012 256.", lower_bound=1
+    )
     flags.DEFINE_float("learning_rate", DEFAULTS["learning_rate"], "Of epoch 1.")
     flags.DEFINE_float("momentum", DEFAULTS["momentum"], "", 0, 1)
     flags.DEFINE_float(
-        "weight_decay", DEFAULTS["weight_decay"], "Added to the gradient.", 0
+        "weight_decay", None, "Times weights; 5e-4, for imagenet2012 1e-4.", 0
     )
     flags.DEFINE_integer(
         "train_size", None, "Use so many training images only.", lower_bound=1
     )
     flags.DEFINE_bool(
-        "augment", None, "Pad by 4, crop and mirror training images; CIFAR's if None."
+        "augment", None, "Crop and mirror training images; CIFAR's, ImageNet's if None."
     )
+    flags.DEFINE_integer(
+        "image_size", None, "Pixels, of imagenet2012; 224.", lower_bound=1
+    )
+    flags.DEFINE_enum("dtype", None, DTYPES, "Dtype policy; Keras' own if None.")
     flags.DEFINE_string("data_dir", None, "Where tensorflow_datasets looks.")
     flags.DEFINE_bool("download", False, "Download the data set if it is not there.")
     flags.DEFINE_string("runs_dir", "runs", "Where runs are recorded.")
@@ -253,7 +299,7 @@ def main(_):
 
 if __name__ == "__main__":
     define_shared_flags()
-    flags.DEFINE_string("model", DEFAULTS["model"], "resnet8, resnet20, ..., vgg16.")
+    flags.DEFINE_string("model", DEFAULTS["model"], models.NAMES)
     flags.DEFINE_enum("norm", DEFAULTS["norm"], sorted(norms.NORMS), "")
     flags.DEFINE_string("activation", DEFAULTS["activation"], "As Keras calls it.")
     flags.DEFINE_integer("seed", DEFAULTS["seed"], "Of weights, order, augmentation.")

@@ -1,0 +1,237 @@
+"""ImageNet (ILSVRC2012) as batches that are read while a network trains.
+
+tensorflow_datasets reads it, and TensorFlow decodes, crops and mirrors, on the host and
+for every backend. The images cannot be downloaded without an account: put the archives
+ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar of https://image-net.org into
+`<data_dir>/downloads/manual` and give `--download` once, which prepares them.
+
+Training images are a random part of 8 to 100 % of the area with a ratio of width to
+height between 3/4 and 4/3, resized, and half of them mirrored; test images are the
+middle of 7/8 of the shorter side. These are the paper's, which follow the example of
+PyTorch. A channel is standardised by the mean and the deviation of ImageNet.
+
+What is a function of the seed: the order of files and images, and each crop and mirror,
+whatever number of threads runs. What is not: another version of TensorFlow or
+tensorflow_datasets may decode, resize or shuffle otherwise, and so may files that were
+prepared with another number of shards.
+"""
+
+import functools
+
+import keras
+import numpy as np
+
+NAME = "imagenet2012"
+# The paper's settings (Section 6.1), where they differ from those for CIFAR.
+SETTINGS = {"batch_size": 256, "weight_decay": 1e-4, "image_size": 224}
+MEAN = 255 * np.array([0.485, 0.456, 0.406], "float32")
+DEVIATION = 255 * np.array([0.229, 0.224, 0.225], "float32")
+AREA = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)  # of width and height
+MIDDLE = 7 / 8
+SHUFFLED = 10_000  # encoded images, of about 0.1 MB, among which the next is chosen
+
+
+def schedule(learning_rate, total_steps):
+    """The rate, a tenth of it after each quarter of all steps.
+
+    These are epochs 30, 60 and 90 of the paper's 120.
+
+    Args:
+        learning_rate: Float, the rate of the first step.
+        total_steps: Integer, the number of steps of the whole training.
+
+    Returns:
+        A `keras.optimizers.schedules.LearningRateSchedule`.
+    """
+    # Keras holds a value up to and including its boundary.
+    return keras.optimizers.schedules.PiecewiseConstantDecay(
+        boundaries=[total_steps * quarter // 4 - 1 for quarter in (1, 2, 3)],
+        values=[learning_rate / 10**i for i in range(4)],
+    )
+
+
+class Stream:
+    """The batches of ImageNet, as `recipes.train` reads them.
+
+    Args:
+        config: Dict, as `recipes.train.complete` returns it.
+        data_dir: Where tensorflow_datasets looks; its own default where `None`.
+        download: Whether to prepare the data set from its archives if it is not there.
+
+    Attributes:
+        image_shape: `(image_size, image_size, 3)`.
+        num_classes: Integer.
+        steps: Number of training batches in an epoch.
+        test: A `tf.data.Dataset` of all test batches.
+
+    Raises:
+        ValueError: If the data set is not there, or `train_size` or `batch_size` is
+            larger than it.
+    """
+
+    def __init__(self, config, data_dir=None, download=False):
+        self._config = config
+        self._builder = _builder(data_dir, download)
+        self._split, count = "train", self._builder.info.splits["train"].num_examples
+        size, batch_size = config["train_size"], config["batch_size"]
+        if size is not None:
+            _check_size("train_size", size, count)
+            self._split, count = f"train[:{size}]", size
+        _check_size("batch_size", batch_size, count)
+        self._count = count
+        self.steps = count // batch_size
+        self.image_shape = (config["image_size"], config["image_size"], 3)
+        self.num_classes = self._builder.info.features["label"].num_classes
+        self.test = self._test()
+
+    def batches(self, first_epoch=0):
+        """The training batches of the epochs from `first_epoch` on.
+
+        Each epoch has all images once, less the remainder that does not fill a batch.
+
+        Args:
+            first_epoch: Integer.
+
+        Returns:
+            A `tf.data.Dataset` of images `(batch_size, height, width, 3)`, float32, and
+            labels `(batch_size,)`, int64.
+        """
+        epochs = range(first_epoch, self._config["epochs"])
+        datasets = [self._epoch(epoch) for epoch in epochs]
+        return functools.reduce(lambda a, b: a.concatenate(b), datasets).prefetch(-1)
+
+    def _epoch(self, epoch):
+        import tensorflow as tf
+
+        seed = self._config["seed"]
+        first = epoch * self._count  # of the random numbers of this epoch
+        order = int(np.random.default_rng((seed, epoch)).integers(2**31))
+        images = self._read(self._split, shuffle_seed=order)
+        images = images.shuffle(SHUFFLED, seed=order, reshuffle_each_iteration=False)
+
+        def prepare(number, image, label):
+            if self._config["augment"]:
+                image = random_crop(image, self.image_shape[0], (seed, first + number))
+            else:
+                image = middle_crop(image, self.image_shape[0])
+            return standardise(image), label
+
+        return (
+            images.enumerate()
+            .map(lambda number, pair: prepare(number, *pair), tf.data.AUTOTUNE)
+            .batch(self._config["batch_size"], drop_remainder=True)
+        )
+
+    def _test(self):
+        import tensorflow as tf
+
+        def prepare(image, label):
+            return standardise(middle_crop(image, self.image_shape[0])), label
+
+        images = self._read("validation").map(prepare, tf.data.AUTOTUNE)
+        return images.batch(self._config["batch_size"]).prefetch(tf.data.AUTOTUNE)
+
+    def _read(self, split, shuffle_seed=None):
+        """Encoded images and labels, in an order that `shuffle_seed` decides."""
+        import tensorflow_datasets as tfds
+
+        return self._builder.as_dataset(
+            split,
+            shuffle_files=shuffle_seed is not None,
+            decoders={"image": tfds.decode.SkipDecoding()},
+            read_config=tfds.ReadConfig(
+                shuffle_seed=shuffle_seed,
+                shuffle_reshuffle_each_iteration=False,
+                try_autocache=False,
+            ),
+            as_supervised=True,
+        )
+
+
+def random_crop(image, size, seed):
+    """A random part of an image, resized, and mirrored half of the times.
+
+    Args:
+        image: Scalar string tensor, a JPEG.
+        size: Integer, height and width of the result.
+        seed: Two integers, which decide the part.
+
+    Returns:
+        Float32 tensor `(size, size, 3)`, from 0 to 255.
+    """
+    import tensorflow as tf
+
+    seeds = tf.random.split(tf.stack([tf.cast(part, "int64") for part in seed]))
+    begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
+        tf.io.extract_jpeg_shape(image),
+        tf.constant([[[0.0, 0.0, 1.0, 1.0]]]),
+        seeds[0],
+        min_object_covered=0.0,
+        aspect_ratio_range=RATIO,
+        area_range=AREA,
+        max_attempts=10,
+    )
+    crop = tf.concat([begin[:2], extent[:2]], 0)
+    return tf.image.stateless_random_flip_left_right(
+        _decode(image, crop, size), seeds[1]
+    )
+
+
+def middle_crop(image, size):
+    """The middle square of an image, 7/8 of the shorter side, resized.
+
+    Args:
+        image: Scalar string tensor, a JPEG.
+        size: Integer, height and width of the result.
+
+    Returns:
+        Float32 tensor `(size, size, 3)`, from 0 to 255.
+    """
+    import tensorflow as tf
+
+    shape = tf.io.extract_jpeg_shape(image)[:2]
+    side = tf.cast(tf.round(MIDDLE * tf.cast(tf.reduce_min(shape), "float32")), "int32")
+    side = tf.maximum(side, 1)
+    return _decode(image, tf.concat([(shape - side) // 2, [side, side]], 0), size)
+
+
+def _decode(image, crop, size):
+    import tensorflow as tf
+
+    pixels = tf.io.decode_and_crop_jpeg(image, crop, channels=3)
+    return tf.ensure_shape(
+        tf.image.resize(pixels, (size, size), antialias=True), (size, size, 3)
+    )
+
+
+def standardise(image):
+    """Pixels from 0 to 255, by the mean and the deviation of ImageNet's channels."""
+    return (image - MEAN) / DEVIATION
+
+
+def _builder(data_dir, download):
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+    if keras.backend.backend() != "tensorflow":
+        tf.config.set_visible_devices([], "GPU")  # they are for the other backend
+    builder = tfds.builder(NAME, data_dir=data_dir)
+    if download:
+        builder.download_and_prepare()
+    if not builder.is_prepared():
+        raise ValueError(
+            "Argument `data_dir` must be a tensorflow_datasets directory with the data "
+            f"set {NAME}. Received: data_dir={data_dir!r}. Give the directory that "
+            f"holds {NAME}/, or put ILSVRC2012_img_train.tar and "
+            "ILSVRC2012_img_val.tar into its downloads/manual/ and add --download"
+        )
+    return builder
+
+
+def _check_size(name, value, count):
+    if not 1 <= value <= count:
+        raise ValueError(
+            f"Argument `{name}` must be between 1 and {count}, the training images of "
+            f"{NAME}. Received: {name}={value}"
+        )
