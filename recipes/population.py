@@ -1,0 +1,342 @@
+"""Many trainings of one network, in one compiled program, on JAX.
+
+The trials of a population differ in their seed, learning rate, rho and omega. Weights,
+statistics, the optimizer's state and these settings have a leading axis for the trial,
+over which `jax.vmap` runs the training step. An epoch is one program: the images stay
+on the device, where batches are drawn, shifted and mirrored.
+
+    trials = [{"seed": 0, "learning_rate": 0.1}, {"seed": 1, "learning_rate": 0.1}]
+    population = Population(build, trials, images, epochs=120)
+    scores = population.train(10) | population.evaluate()
+    population.keep([scores["test_accuracy"].argmax()])
+    population.train(110)
+
+A trial has the initial weights that `recipes.train` gives its seed, and takes the same
+steps, but its batches come from JAX's random numbers: in another order than those of
+`recipes.train`, and shifted otherwise.
+
+This is for accelerators, which a single small network leaves idle for the most part. On
+a CPU it is slower than one training after the other: the convolutions of many trials
+become grouped convolutions, which XLA computes slowly there.
+"""
+
+import functools
+import json
+import time
+
+import keras
+import numpy as np
+
+from recipes import experiment, models, optimizers
+from recipes.models import norms
+from recipes.trial import CURRENT, Trial, followers
+
+if keras.backend.backend() == "jax":
+    import jax
+    import jax.numpy as jnp
+
+OWN = ("seed", "rho", "omega", "learning_rate")  # what a trial may have for itself
+
+
+class Population:
+    """Trials of one network that train together.
+
+    Args:
+        build: Callable, `build(trial)` returns the `keras.Model` of a trial, from
+            images to logits. It is called once for each trial, seeded with the trial's
+            seed. The models may differ in initial weights, rho and omega only: the
+            first one computes for all.
+        trials: List of dicts, each with an integer `seed`, a positive float
+            `learning_rate`, and whatever `build` wants to know, as JSON can hold it.
+        images: A `recipes.data.ImageData`.
+        epochs: Integer, the length of the whole training, for the schedule.
+        batch_size: Integer, the batch of one trial.
+        momentum, weight_decay: Arguments of `recipes.optimizers.SGD`.
+        augment: Whether to pad by 4 pixels, crop at random, and mirror half of the
+            training images.
+        amat: Whether CBN layers are told the learning rate of each step, as by the
+            `AMAT` callback.
+        schedule: Callable, `schedule(learning_rate, total_steps)` returns a
+            `keras.optimizers.schedules.LearningRateSchedule`.
+
+    Attributes:
+        trials: List with the dict of each trial that is left.
+        epoch: Number of epochs behind us.
+        steps: Number of steps in an epoch.
+        seconds: Of the last call of `train`, without compilation; `None` before.
+
+    Raises:
+        ValueError: If the backend is not JAX, if there is no trial, if a learning rate
+            is not positive, or if a batch is larger than the training data.
+    """
+
+    def __init__(
+        self,
+        build,
+        trials,
+        images,
+        *,
+        epochs,
+        batch_size=128,
+        momentum=0.9,
+        weight_decay=5e-4,
+        augment=False,
+        amat=True,
+        schedule=optimizers.piecewise_schedule,
+    ):
+        _check(trials, len(images.x_train), batch_size)
+        self.trials = [dict(trial) for trial in trials]
+        self.epoch = 0
+        self.steps = len(images.x_train) // batch_size
+        self.seconds = None
+        self._build = build
+        self._images_per_epoch = self.steps * batch_size
+        self._train_data = jnp.asarray(images.x_train), jnp.asarray(images.y_train)
+        self._test_data = jnp.asarray(images.x_test), jnp.asarray(images.y_test)
+        self._programs = {}
+
+        built = [self._seeded(trial) for trial in self.trials]
+        omegas = [[f.omega for f in followers(m)] if amat else [] for m in built]
+        self._trial = Trial(
+            self._seeded(self.trials[0]),
+            batch_size,
+            self.steps,
+            momentum,
+            weight_decay,
+            augment,
+            amat,
+            functools.partial(schedule, total_steps=epochs * self.steps),
+        )
+        states = [self._trial.start(model) for model in built]
+        self._state = jax.tree.map(lambda *rows: jnp.stack(rows), *states)
+        rates = [trial["learning_rate"] for trial in self.trials]
+        self._settings = {
+            "seed": jnp.array([trial["seed"] for trial in self.trials], "uint32"),
+            "learning_rate": jnp.array(rates, "float32"),
+            "omega": jnp.array(omegas, "float32"),
+        }
+
+    def _seeded(self, trial):
+        keras.utils.set_random_seed(trial["seed"])
+        return self._build(trial)
+
+    @property
+    def diverged(self):
+        """Booleans `(trials,)`, whose training loss was NaN or infinite in an epoch."""
+        return np.asarray(self._state["diverged"])
+
+    @property
+    def best_accuracy(self):
+        """The highest test accuracy of each trial, float32 `(trials,)`, NaN if none."""
+        found = np.asarray(self._state["best_accuracy"])
+        return np.where(found < 0, np.nan, found)
+
+    @property
+    def images_per_second(self):
+        """Training images of all trials together, in the last call of `train`."""
+        return self._images / self.seconds if self.seconds else None
+
+    def train(self, epochs=1):
+        """Trains all trials.
+
+        Args:
+            epochs: Integer, how many epochs more.
+
+        Returns:
+            Dict of `train_loss` (mean cross-entropy in nats) and `train_accuracy` in
+            the last of these epochs, float32 arrays `(trials,)`. The loss of a trial
+            that diverged is NaN or infinite.
+        """
+        if epochs < 1:
+            raise ValueError(
+                f"Argument `epochs` must be positive. Received: epochs={epochs}"
+            )
+        self.seconds = 0.0
+        self._images = epochs * self._images_per_epoch * len(self.trials)
+        for _ in range(epochs):
+            current = {key: self._state[key] for key in CURRENT}
+            arguments = current, self._settings, self.epoch, self._train_data
+            axes = (0, 0, None, None)
+            program = self._compiled(self._trial.train_epoch, axes, arguments)
+            start = time.perf_counter()
+            current, scores = jax.block_until_ready(program(*arguments))
+            self.seconds += time.perf_counter() - start
+            self._state |= current
+            self._state["diverged"] |= ~jnp.isfinite(scores["train_loss"])
+            self.epoch += 1
+        return jax.tree.map(np.asarray, scores)
+
+    def evaluate(self):
+        """Measures all trials on the test images.
+
+        The weights with the highest test accuracy so far are kept, see `model`.
+
+        Returns:
+            Dict of `test_loss` and `test_accuracy`, float32 arrays `(trials,)`.
+        """
+        arguments = self._state, self._test_data
+        program = self._compiled(self._trial.evaluate, (0, None), arguments)
+        self._state, scores = program(*arguments)
+        return jax.tree.map(np.asarray, scores)
+
+    def _compiled(self, function, axes, arguments):
+        """`function` of one trial as a program of all; its first argument is used up.
+
+        A program is compiled before it is run, so that one can time it.
+        """
+        name = function.__name__
+        if name not in self._programs:
+            program = jax.jit(jax.vmap(function, axes), donate_argnums=0)
+            self._programs[name] = program.lower(*arguments).compile()
+        return self._programs[name]
+
+    def keep(self, indices):
+        """Drops all trials but these.
+
+        Args:
+            indices: Integers, the places of distinct trials in `trials`.
+        """
+        indices = [int(index) for index in indices]
+        count = len(self.trials)
+        if not indices or sorted(set(indices) & set(range(count))) != sorted(indices):
+            raise ValueError(
+                f"Argument `indices` must be distinct integers from 0 to {count - 1}. "
+                f"Received: indices={indices}"
+            )
+        self.trials = [self.trials[index] for index in indices]
+        rows = np.array(indices)
+        self._state, self._settings = jax.tree.map(
+            lambda array: array[rows], (self._state, self._settings)
+        )
+        self._programs = {}
+
+    def model(self, index, best=False):
+        """Builds the model of one trial.
+
+        Args:
+            index: Integer, its place in `trials`.
+            best: Whether it has the weights of the first of the evaluations with the
+                highest test accuracy. If not, it has the present ones.
+
+        Returns:
+            A `keras.Model`, not compiled.
+        """
+        model = self._seeded(self.trials[index])
+        values = self._state["trainable"] + self._state["non_trainable"]
+        values = self._state["best"] if best else values
+        variables = model.trainable_variables + model.non_trainable_variables
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(np.asarray(value[index]))
+        return model
+
+    def save(self, path):
+        """Writes the state of all trials into an .npz file, whole or not at all."""
+        arrays = [_storable(array) for array in jax.tree.leaves(self._state)]
+        about = {"epoch": self.epoch, "trials": json.dumps(self.trials)}
+        experiment.write(path, lambda file: np.savez(file, *arrays, **about))
+
+    def restore(self, path):
+        """Continues where `save` was called.
+
+        Args:
+            path: Of a file that a population of the same network wrote. It may hold
+                more trials than this one.
+
+        Raises:
+            ValueError: If it lacks a trial of this population.
+        """
+        stored = trials_in(path)
+        if missing := [trial for trial in self.trials if trial not in stored]:
+            raise ValueError(
+                "Argument `path` must be a file with all trials of the population. "
+                f"Received: path={str(path)!r}, which lacks {missing}"
+            )
+        rows = np.array([stored.index(trial) for trial in self.trials])
+        with np.load(path) as file:
+            leaves, structure = jax.tree.flatten(self._state)
+            leaves = [
+                jnp.asarray(file[f"arr_{i}"][rows], leaf.dtype)
+                for i, leaf in enumerate(leaves)
+            ]
+            self._state = jax.tree.unflatten(structure, leaves)
+            self.epoch = int(file["epoch"])
+
+
+def trials_in(path):
+    """The list of trials of a population whose `save` wrote the file."""
+    with np.load(path) as file:
+        return json.loads(str(file["trials"]))
+
+
+def of(configs, images):
+    """The population of runs that differ in no more than `OWN`.
+
+    Args:
+        configs: List of dicts, each as `recipes.train.complete` returns it.
+        images: A `recipes.data.ImageData`.
+
+    Returns:
+        A `Population`. Its trials are dicts with the keys `OWN`.
+    """
+    shared = {key: value for key, value in configs[0].items() if key not in OWN}
+    for config in configs:
+        if differing := [key for key in shared if config[key] != shared[key]]:
+            raise ValueError(
+                f"Argument `configs` must differ in {', '.join(OWN)} only. Received: "
+                f"configs that differ in {', '.join(differing)}"
+            )
+
+    def build(trial):
+        return models.build(
+            shared["model"],
+            images.x_train.shape[1:],
+            images.num_classes,
+            shared["norm"],
+            shared["activation"],
+            trial["rho"],
+            trial["omega"],
+            shared["dtype"],
+        )
+
+    return Population(
+        build,
+        [{key: config[key] for key in OWN} for config in configs],
+        images,
+        amat=norms.get(shared["norm"]).amat,
+        **{
+            key: shared[key]
+            for key in ("epochs", "batch_size", "momentum", "weight_decay", "augment")
+        },
+    )
+
+
+def check_backend():
+    """Raises a ValueError unless the backend is JAX."""
+    if keras.backend.backend() != "jax":
+        raise ValueError(
+            "A population trains on the backend JAX (KERAS_BACKEND=jax). "
+            f"Received: backend {keras.backend.backend()!r}"
+        )
+
+
+def _check(trials, count, batch_size):
+    check_backend()
+    if not trials:
+        raise ValueError(f"Argument `trials` must have one. Received: trials={trials}")
+    for trial in trials:
+        if not trial["learning_rate"] > 0:
+            raise ValueError(
+                "Argument `trials` must have positive learning rates. "
+                f"Received: a trial {trial}"
+            )
+    if not 1 <= batch_size <= count:
+        raise ValueError(
+            f"Argument `batch_size` must be between 1 and {count}, the number of "
+            f"training images. Received: batch_size={batch_size}"
+        )
+
+
+def _storable(array):
+    # NumPy files know no bfloat16, whose values float32 has.
+    array = np.asarray(array)
+    return array.astype("float32") if array.dtype == jnp.bfloat16 else array
