@@ -1,12 +1,16 @@
 """Compares normalisations: CBN learns faster than BN, most of all with sigmoid.
 
 The first comparison, 30 trainings on scikit-learn's 8x8 digits, took 4 minutes and 15
-seconds on 2 cores; the second is the paper's, for a GPU and ten seeds:
+seconds on 2 cores; the second is the paper's, for a GPU and ten seeds; the third is the
+same with the ten seeds of a combination trained together, in one program (JAX, for an
+accelerator: on a CPU it is slower than one by one; batches come in another order):
 
     python -m recipes.compare --dataset=digits --models=resnet20 --norms=bn,cbn \
         --activations=sigmoid,tanh,relu,selu,swish --seeds=3 --rho=2
     python -m recipes.compare --dataset=cifar10 --data_dir=<where it is> \
         --models=resnet20,vgg16 --seeds=10
+    KERAS_BACKEND=jax python -m recipes.compare --dataset=cifar10 \
+        --data_dir=<where it is> --models=resnet20,vgg16 --seeds=10 --population=10
 
 Epochs until 90 % test accuracy on digits, and the test accuracy of the last epoch:
 
@@ -35,11 +39,12 @@ import signal
 import threading
 
 import keras
-import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from recipes import data, experiment, figures
+from recipes import data, experiment, figures, together
+from recipes.models import NAMES
+from recipes.summary import summarise, table
 from recipes.train import (
     DEFAULTS,
     changes,
@@ -69,6 +74,7 @@ def compare(
     target_accuracy=0.9,
     runs_dir="runs",
     workers=None,
+    population=None,
     **places,
 ):
     """Trains every combination and writes the table and the picture.
@@ -83,25 +89,29 @@ def compare(
             process and with one thread. With 1 they train one after the other in this
             process, with all of the machine. If None, 1 where there is an accelerator,
             else one a core.
+        population: Integer, how many seeds of one combination are trained together in
+            one program, on JAX, see `recipes.together`. If None, each is trained by
+            `recipes.train`.
         **places: Other arguments of `recipes.train.train`.
 
     Returns:
         The path of the directory with table.md, results.json and curves.png.
     """
     cells = list(itertools.product(models, activations, norms))
+    describe = complete if population is None else together.describe
     configs = {
         cell: [
-            complete({**config, **_settings(cell), "seed": seed})
+            describe({**config, **_settings(cell), "seed": seed})
             for seed in range(seeds)
         ]
         for cell in cells
     }
-    results = _train_all(
-        [config for cell in cells for config in configs[cell]],
-        workers or _default_workers(),
-        runs_dir=runs_dir,
-        **places,
-    )
+    places["runs_dir"] = runs_dir
+    if population is None:
+        listed = [config for cell in cells for config in configs[cell]]
+        results = _train_all(listed, workers or _default_workers(), **places)
+    else:
+        results = _train_together(configs.values(), population, **places)
     rows, panels = [], {}
     for cell in cells:
         model, activation, norm = cell
@@ -121,7 +131,7 @@ def compare(
             }
         )
     directory = pathlib.Path(runs_dir) / _name(
-        models, norms, activations, seeds, config
+        models, norms, activations, seeds, describe(config)
     )
     experiment.write_json(
         directory / "results.json", {"target_accuracy": target_accuracy, "rows": rows}
@@ -143,7 +153,6 @@ def _settings(cell):
 
 def _name(models, norms, activations, seeds, config):
     lists = ["+".join(names) for names in (models, norms, activations)]
-    config = complete(config)
     parts = [data.stem(config["dataset"]), *lists, f"seeds{seeds}", *changes(config)]
     return "-".join(["compare", *parts])
 
@@ -191,6 +200,19 @@ def _train_all(configs, workers, **places):
     return results
 
 
+def _train_together(groups, size, **places):
+    """The same as `_train_all`, for groups of configs, `size` of a group at a time."""
+    results = {}
+    with tqdm(total=sum(map(len, groups)), unit="run") as progress:
+        for group in groups:
+            for first in range(0, len(group), size):
+                found = together.train(group[first : first + size], **places)
+                results |= {result["name"]: result for result in found}
+                progress.set_postfix_str(f"{found[-1]['name']} and before")
+                progress.update(len(found))
+    return results
+
+
 @contextlib.contextmanager
 def _environment(variables):
     before = dict(os.environ)
@@ -214,87 +236,6 @@ def _start_worker():
     threading.Thread(target=follow, daemon=True).start()
 
 
-def summarise(runs, curves, target_accuracy):
-    """The numbers of one row: mean and deviation over the runs that did not diverge.
-
-    Args:
-        runs: List of the results of `train`, one a seed.
-        curves: List of their metrics, each a list with a dict an epoch.
-        target_accuracy: Float.
-
-    Returns:
-        Dict with `test_accuracy` and `train_loss` (of the last epoch) and
-        `seconds_per_step`, each a dict of `mean` and `std` (over n, not n - 1) or
-        `None`; `epochs_to_target`, a list with an epoch or `None` a run; `diverged`
-        and `seeds`, two counts.
-    """
-    trained = [run for run in runs if not run["diverged"]]
-    return {
-        **{
-            key: _mean_and_std([run[key] for run in trained])
-            for key in ("test_accuracy", "train_loss", "seconds_per_step")
-        },
-        "epochs_to_target": [
-            next((m["epoch"] for m in c if m["test_accuracy"] >= target_accuracy), None)
-            for c in curves
-        ],
-        "diverged": len(runs) - len(trained),
-        "seeds": len(runs),
-    }
-
-
-def _mean_and_std(values):
-    values = [value for value in values if value is not None]
-    if not values:
-        return None
-    return {"mean": float(np.mean(values)), "std": float(np.std(values))}
-
-
-def table(rows, target_accuracy):
-    """Returns the rows of `compare` as Markdown."""
-    lines = [
-        "| model | activation | norm | test accuracy, % | training loss | "
-        f"epochs to {target_accuracy:.0%} | ms per step | diverged |",
-        "|---|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        cells = [
-            row["model"],
-            row["activation"],
-            row["norm"],
-            _format(row["test_accuracy"], "{:.2f}", 100),
-            _format(row["train_loss"], "{:.4f}", 1),
-            _format_epochs(row["epochs_to_target"]),
-            _format(row["seconds_per_step"], "{:.1f}", 1000),
-            f"{row['diverged']} of {row['seeds']}" if row["diverged"] else "",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Mean ± standard deviation over the runs that did not diverge, test accuracy "
-        "and training loss (cross-entropy) of the last epoch. A step is one batch of "
-        "training, without compilation.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _format(value, form, factor):
-    if value is None:
-        return "–"
-    mean, std = (form.format(factor * value[key]) for key in ("mean", "std"))
-    return f"{mean} ± {std}"
-
-
-def _format_epochs(epochs):
-    reached = [epoch for epoch in epochs if epoch is not None]
-    if not reached:
-        return "never"
-    mean = f"{np.mean(reached):.1f}"
-    if len(reached) == len(epochs):
-        return mean
-    return f"{mean} ({len(reached)} of {len(epochs)} runs)"
-
-
 def main(_):
     values = flags.FLAGS.flag_values_dict()
     directory = compare(
@@ -308,6 +249,7 @@ def main(_):
             for key in (
                 "target_accuracy",
                 "workers",
+                "population",
                 "runs_dir",
                 "saved_models_dir",
                 "data_dir",
@@ -323,7 +265,7 @@ def main(_):
 
 if __name__ == "__main__":
     define_shared_flags()
-    flags.DEFINE_list("models", ["resnet20"], "resnet8, resnet20, ..., vgg16.")
+    flags.DEFINE_list("models", ["resnet20"], NAMES)
     flags.DEFINE_list("norms", ["bn", "cbn"], "Normalisations.")
     flags.DEFINE_list(
         "activations",
@@ -334,5 +276,8 @@ if __name__ == "__main__":
     flags.DEFINE_float("target_accuracy", 0.9, "Count epochs until it.", 0, 1)
     flags.DEFINE_integer(
         "workers", None, "Networks that train at the same time.", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "population", None, "Seeds in one program, on JAX.", lower_bound=1
     )
     app.run(main)
