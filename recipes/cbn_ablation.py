@@ -139,7 +139,7 @@ def cbn_ablation(
         directory / "accuracy.png",
         results,
         activations,
-        grid.about(settings),
+        grid.about(settings, seeds),
         title,
         paper,
     )

@@ -88,7 +88,7 @@ def cbn_rho(
     )
     results = {"norm": norm, "best_rho": best_rhos(rows), "rows": rows}
     grid.write(directory, table(rows, target_accuracy), results)
-    title = f"{grid.about(settings)}, {norm}, mean and range of {seeds} runs"
+    title = f"{norm}, {grid.about(settings, seeds)}"
     loss = [("train_loss", "training loss (nats)", {"yscale": "log"})]
     shades = figures.shades([f"rho = {rho:g}" for rho in rhos])
     figures.curves(directory / "curves.png", panels, loss, title, shades)

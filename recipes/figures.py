@@ -119,7 +119,8 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
             {value for outcomes in outcomes_of.values() for value in outcomes}
         )
         axis.xaxis.set(major_locator=FixedLocator(ticks), minor_locator=NullLocator())
-        axis.set_xticklabels([f"{value:g}" for value in ticks])
+        if base != 10:
+            axis.set_xticklabels([f"{value:g}" for value in ticks])
         axis.set(title=name, xlabel=xlabel, **settings)
     axes[0, 0].set_ylabel(ylabel)
     _legend(figure, axes)
@@ -134,7 +135,7 @@ def gradient_norms(path, panels, title):
         panels: Dict from a learning rate to what `training_curves` takes.
     """
     columns = list(next(iter(panels.values())))
-    figure, axes = _axes(len(panels), len(columns), title, sharey=True)
+    figure, axes = _axes(len(panels), len(columns), title, sharey="row")
     norms = [
         norm for panel in panels.values() for runs in panel.values() for norm in runs
     ]

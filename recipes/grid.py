@@ -141,7 +141,7 @@ def _compiled(config, images, norm, optimizer, steps):
             if variable.path in new:  # not what AMAT added, which it sets itself
                 variable.assign(new[variable.path])
         for variable in model.optimizer.variables:
-            variable.assign(keras.ops.zeros_like(variable))
+            variable.assign(np.zeros(variable.shape, variable.dtype))
         return model
     rate = optimizers.piecewise_schedule(
         config["learning_rate"], steps * config["epochs"]
@@ -236,10 +236,11 @@ def directory(kind, runs_dir, settings, *lists):
     return pathlib.Path(runs_dir) / "-".join(parts)
 
 
-def about(settings):
-    """The data set and the network, for the title of a figure."""
+def about(settings, seeds):
+    """The data set, the network and the number of runs, for the title of a figure."""
     config = complete(settings)
-    return f"{data.stem(config['dataset'])}, {config['model']}"
+    runs = "one run" if seeds == 1 else f"mean and range of {seeds} runs"
+    return f"{data.stem(config['dataset'])}, {config['model']}, {runs}"
 
 
 def write(directory, text, results):

@@ -16,7 +16,8 @@ RHO = 2.0
 def batches(count=3):
     rng = np.random.default_rng(0)
     scale, shift = rng.uniform(0.5, 2, 5), rng.normal(size=5)
-    return [scale * rng.normal(size=(6, 3, 2, 5)) + shift for _ in range(count)]
+    arrays = [scale * rng.normal(size=(6, 3, 2, 5)) + shift for _ in range(count)]
+    return [array.astype("float32").astype("float64") for array in arrays]
 
 
 class Average:
@@ -33,7 +34,7 @@ class Average:
 
 
 def layer_of(kind, **weights):
-    layer = kind(rho=RHO, omega=OMEGA, epsilon=EPSILON, dtype="float64")
+    layer = kind(rho=RHO, omega=OMEGA, epsilon=EPSILON)
     layer.set_learning_rate(RATE)
     layer.build((None, 3, 2, 5))
     for name, value in weights.items():
@@ -47,14 +48,14 @@ def test_mean_removal():
     assert [w.name for w in layer.trainable_variables] == ["beta"]
     step = training_step(layer, lambda y: keras.ops.sum(y * keras.ops.square(y)))
     for x in batches():
-        y, dx, dbeta = step(x)
+        y, dx, dbeta = step(x.astype("float32"))
         expected = x - average(x.mean((0, 1, 2))) + beta
-        np.testing.assert_allclose(y, expected, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
         g = 3 * expected**2
-        np.testing.assert_allclose(dx, g - g.mean((0, 1, 2)), rtol=1e-8, atol=1e-8)
-        np.testing.assert_allclose(dbeta, g.sum((0, 1, 2)), rtol=1e-9)
-    y = keras.ops.convert_to_numpy(layer(x, training=False))
-    np.testing.assert_allclose(y, x - average.value + beta, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(dx, g - g.mean((0, 1, 2)), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(dbeta, g.sum((0, 1, 2)), rtol=1e-4, atol=1e-4)
+    y = keras.ops.convert_to_numpy(layer(x.astype("float32"), training=False))
+    np.testing.assert_allclose(y, x - average.value + beta, rtol=1e-4, atol=1e-4)
 
 
 def test_l2_norm():
@@ -63,18 +64,20 @@ def test_l2_norm():
     assert [w.name for w in layer.trainable_variables] == ["gamma"]
     step = training_step(layer, lambda y: keras.ops.sum(y * keras.ops.square(y)))
     for x in batches():
-        y, dx, dgamma = step(x)
+        y, dx, dgamma = step(x.astype("float32"))
         square = np.square(x).mean((0, 1, 2))
         root = RHO * np.sqrt(average(square) + EPSILON)
-        np.testing.assert_allclose(y, gamma * x / root, rtol=1e-9)
+        np.testing.assert_allclose(y, gamma * x / root, rtol=1e-4, atol=1e-4)
         # The ratio of both roots is a constant for the gradient.
         g, a = 3 * y**2, gamma / root
         k = a * (g * x).mean((0, 1, 2)) / (square + EPSILON)
-        np.testing.assert_allclose(dx, a * g - k * x, rtol=1e-8, atol=1e-8)
-        np.testing.assert_allclose(dgamma, (g * x / root).sum((0, 1, 2)), rtol=1e-9)
-    y = keras.ops.convert_to_numpy(layer(x, training=False))
+        np.testing.assert_allclose(dx, a * g - k * x, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            dgamma, (g * x / root).sum((0, 1, 2)), rtol=1e-4, atol=1e-4
+        )
+    y = keras.ops.convert_to_numpy(layer(x.astype("float32"), training=False))
     root = RHO * np.sqrt(average.value + EPSILON)
-    np.testing.assert_allclose(y, gamma * x / root, rtol=1e-9)
+    np.testing.assert_allclose(y, gamma * x / root, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [MeanRemoval, L2Norm])
