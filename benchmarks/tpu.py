@@ -12,9 +12,7 @@ of a normalisation is the network without any.
 Needs JAX and libtpu, no TPU. Prints a table; --output also writes it as JSON.
 """
 
-import json
 import os
-import pathlib
 import re
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -32,7 +30,7 @@ from absl import app, flags  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from benchmarks import machine, networks  # noqa: E402
+from benchmarks import compare, networks  # noqa: E402
 
 _NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
 _NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "")
@@ -40,6 +38,18 @@ _TOPOLOGIES = flags.DEFINE_list("topologies", ["v5e:2x2"], "Slices, as v5e:2x2."
 _BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
 _POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+
+HEADER = [
+    "slice",
+    "norm",
+    "moved, GB",
+    "temporary, GB",
+    "all-reduces",
+    "moved / bn",
+    "temporary / bn",
+    "all-reduces / bn",
+    "moved / none",
+]
 
 
 def compile_step(model, topology, batch_per_chip):
@@ -100,21 +110,26 @@ def cost(compiled):
     }
 
 
-def table(rows):
-    lines = [
-        "| slice | norm | moved, GB | temporary, GB | all-reduces "
-        "| moved / bn | temporary / bn | all-reduces / bn |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+def cells(row, rows):
+    """A line of the table: costs, and ratios to those of others on the same slice."""
+
+    def ratio(key, norm):
+        for other in rows:
+            if (other["slice"], other["norm"]) == (row["slice"], norm):
+                return f"{row[key] / other[key]:.3f}"
+        return ""
+
+    return [
+        row["slice"],
+        row["norm"],
+        f"{row['gigabytes_moved']:.2f}",
+        f"{row['temporary_gigabytes']:.2f}",
+        row["all_reduces"],
+        ratio("gigabytes_moved", "bn"),
+        ratio("temporary_gigabytes", "bn"),
+        ratio("all_reduces", "bn"),
+        ratio("gigabytes_moved", "none"),
     ]
-    for row in rows:
-        keys = ("gigabytes_moved", "temporary_gigabytes", "all_reduces")
-        base = [r for r in rows if (r["slice"], r["norm"]) == (row["slice"], "bn")]
-        ratios = [f"{row[key] / base[0][key]:.3f}" if base else "" for key in keys]
-        lines.append(
-            f"| {row['slice']} | {row['norm']} | {row[keys[0]]:.2f} "
-            f"| {row[keys[1]]:.2f} | {row[keys[2]]} | {' | '.join(ratios)} |"
-        )
-    return "\n".join(lines)
 
 
 def main(_):
@@ -127,17 +142,16 @@ def main(_):
             compiled = compile_step(model, topology, _BATCH.value)
             rows.append({"slice": topology, "norm": norm, **cost(compiled)})
             print(rows[-1], flush=True)
-    print(table(rows))
-    if _OUTPUT.value:
-        report = {
-            "benchmark": "tpu",
-            "network": _NETWORK.value,
-            "batch_per_chip": _BATCH.value,
-            "dtype_policy": _POLICY.value,
-            "versions": machine.describe()["versions"],
-            "rows": rows,
-        }
-        pathlib.Path(_OUTPUT.value).write_text(json.dumps(report, indent=1) + "\n")
+            if _OUTPUT.value:
+                compare.write_report(
+                    _OUTPUT.value,
+                    "tpu",
+                    rows,
+                    network=_NETWORK.value,
+                    batch_per_chip=_BATCH.value,
+                    dtype_policy=_POLICY.value,
+                )
+    print(compare.table(HEADER, [cells(row, rows) for row in rows]))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import json, sys
 import jax, keras, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from keras_norms import CBN
+from keras_norms import CBN, FusedCBN
 
 topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
 mesh = Mesh(np.array(topology.devices), ("batch",))
@@ -60,10 +60,14 @@ def cost(layer):
         "all_reduces": every_step.count(" all-reduce("),
     }
 
-cbn = CBN(dtype="mixed_bfloat16")
+keras.config.set_dtype_policy("mixed_bfloat16")
+cbn = CBN()
 cbn.set_learning_rate(0.01)
-bn = keras.layers.BatchNormalization(dtype="mixed_bfloat16")
-print(json.dumps({"cbn": cost(cbn), "bn": cost(bn)}, default=float))
+fused = FusedCBN(keras.layers.Conv2D(128, 3, padding="same"), CBN())
+fused.norm.set_learning_rate(0.01)
+candidates = {"cbn": cbn, "fused": fused, "bn": keras.layers.BatchNormalization()}
+costs = {name: cost(layer) for name, layer in candidates.items()}
+print(json.dumps(costs, default=float))
 """
 
 
@@ -87,4 +91,6 @@ def test_moves_fewer_bytes_than_batch_normalization(costs):
 
 def test_takes_one_collective_each_way(costs):
     assert costs["cbn"]["all_reduces"] == 2
+    # That of the kernel's gradient is one of the two.
+    assert costs["fused"]["all_reduces"] == 2
     assert costs["bn"]["all_reduces"] > 2

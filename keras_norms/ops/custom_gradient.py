@@ -87,16 +87,16 @@ def fused(cpu=None, xla=False):
     The function it decorates is written in `keras.ops`. XLA fuses it with its
     neighbours, under JAX and `jit_compile=True`, and there it is left as it is.
     TensorFlow elsewhere launches a kernel for each operation, and each reads and writes
-    the whole tensor: on a GPU the function is compiled by XLA. On a CPU, each backend
-    has better ways for some passes.
+    the whole tensor: on a GPU the function is compiled by XLA, and on a CPU there are
+    better ways for some passes, as there are for PyTorch.
 
     Tensors are positional arguments, everything static (the channel axis) is a hashable
     keyword argument. The function must not communicate between replicas.
 
     Args:
         cpu: Name of the function that computes the same on a CPU, in
-            `keras_norms.ops.tensorflow_cpu`, `jax_cpu`, `torch_cpu` or several of them.
-            It takes the same arguments and needs no gradient.
+            `keras_norms.ops.tensorflow_cpu`, `torch_cpu` or both. It takes the same
+            arguments and needs no gradient.
         xla: Whether TensorFlow compiles the function by XLA on a CPU too, where `cpu`
             does not apply. XLA there is slow where it reduces large tensors, and fast
             where it computes element by element. `"small"`: only where the first
@@ -111,16 +111,6 @@ def fused(cpu=None, xla=False):
             function_of_tensors = functools.partial(function, **dict(static))
             return tf.function(function_of_tensors, jit_compile=True)
 
-        @functools.cache
-        def on_jax_cpu(static):
-            from keras_norms.ops import jax_cpu
-
-            static = dict(static)
-            kernel = functools.partial(getattr(jax_cpu, cpu), **static)
-            return _where_jax_compiles_for_cpu(
-                kernel, functools.partial(function, **static)
-            )
-
         @functools.wraps(function)
         def call(*tensors, **static):
             backend = keras.backend.backend()
@@ -133,8 +123,6 @@ def fused(cpu=None, xla=False):
                 if backend == "tensorflow" and _compiles(xla, tensors):
                     return compiled_by_tensorflow(key)(*tensors)
                 return function(*tensors, **static)
-            if backend == "jax":
-                return on_jax_cpu(key)(*tensors)
             with_gradient_of = _GRADIENT_OF[backend]
             return with_gradient_of(function, kernel, static)(*tensors)
 
@@ -143,11 +131,48 @@ def fused(cpu=None, xla=False):
     return decorate
 
 
+def linear_in_half_precision(linear, x, kernel):
+    """`linear(x, kernel)` in the dtype of `x`, 16 bits, with a kernel of 32.
+
+    Compiled for TPUs by JAX, the gradient of the kernel has 32 bits before devices add
+    it up, not after. It loses no digits, and goes with gradients of 32 bits that are
+    due at the same time: one all-reduce in place of two.
+    """
+
+    def half(x, kernel):
+        return linear(x, keras.ops.cast(kernel, x.dtype))
+
+    if keras.backend.backend() != "jax":
+        return half(x, kernel)
+    import jax
+
+    def gradient(linear, x, kernel, upstream):
+        return jax.vjp(functools.partial(linear, x), kernel)[1](upstream)[0]
+
+    def gradient_on_tpu(x, kernel, upstream):
+        x, upstream = (tensor.astype(kernel.dtype) for tensor in (x, upstream))
+        return gradient(linear, x, kernel, upstream)
+
+    def backward(tensors, upstream):
+        x, kernel = tensors
+        dx = jax.vjp(lambda x: half(x, kernel), x)[1](upstream)[0]
+        dkernel = jax.lax.platform_dependent(
+            x,
+            kernel,
+            upstream,
+            tpu=gradient_on_tpu,
+            default=functools.partial(gradient, half),
+        )
+        return dx, dkernel
+
+    with_gradient = jax.custom_vjp(half)
+    with_gradient.defvjp(lambda *tensors: (half(*tensors), tensors), backward)
+    return with_gradient(x, kernel)
+
+
 def _cpu_kernels(backend):
     if backend == "tensorflow":
         from keras_norms.ops import tensorflow_cpu as kernels
-    elif backend == "jax":
-        from keras_norms.ops import jax_cpu as kernels
     elif backend == "torch":
         from keras_norms.ops import torch_cpu as kernels
     else:
@@ -171,21 +196,6 @@ def _compiles(xla, tensors):
     if not xla or not all(shape.is_fully_defined() for shape in samples):
         return False
     return xla != "small" or samples[0].num_elements() <= _SMALL
-
-
-def _where_jax_compiles_for_cpu(kernel, function):
-    """`kernel` in programs for a CPU, `function` in others and for its gradient."""
-    import jax
-
-    @jax.custom_vjp
-    def call(*tensors):
-        return jax.lax.platform_dependent(*tensors, cpu=kernel, default=function)
-
-    call.defvjp(
-        lambda *tensors: (call(*tensors), tensors),
-        lambda tensors, upstream: jax.vjp(function, *tensors)[1](upstream),
-    )
-    return jax.jit(call)
 
 
 def _tensorflow_gradient_of(function, kernel, static):

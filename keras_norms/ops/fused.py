@@ -2,6 +2,8 @@
 
 from keras import ops
 
+from keras_norms.ops.custom_gradient import linear_in_half_precision
+
 
 def linear_of_affine(
     x,
@@ -39,8 +41,11 @@ def linear_of_affine(
     if bias is not None:
         trailing = (1,) * (len(x.shape) - 2) if channels_first else ()
         constant = constant + ops.reshape(bias, (-1, *trailing))
-    scaled = ops.cast(kernel * _of_inputs(scale, kernel, groups), x.dtype)
-    outputs = linear(x, scaled)
+    scaled = kernel * _of_inputs(scale, kernel, groups)
+    if x.dtype == scaled.dtype:
+        outputs = linear(x, scaled)
+    else:
+        outputs = linear_in_half_precision(linear, x, scaled)
     return ops.cast(ops.cast(outputs, constant.dtype) + constant, outputs.dtype)
 
 

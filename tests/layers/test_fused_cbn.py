@@ -177,6 +177,39 @@ def test_mixed_precision(policy, tolerance):
     assert relative_error(ops.cast(y, "float32"), expected) < tolerance
 
 
+def half_precision_gradients(policy):
+    """Output and gradients of one step from the same numbers, whatever the policy."""
+    rng = np.random.default_rng(1)
+    x, g = (rng.normal(1, 2, (8, 6, 6, n)).astype("float32") for n in (4, 5))
+    fused = FusedCBN(layers.Conv2D(5, 3, padding="same", dtype=policy))
+    fused.build(x.shape)
+    fused.layers[0].set_weights([rng.normal(size=(3, 3, 4, 5)), np.zeros(5)])
+    weights = ops.convert_to_tensor(g)
+    step = training_step(
+        fused, lambda y: ops.sum(weights * ops.cast(y, "float32")), "eager"
+    )
+    return step(x)
+
+
+def test_gradients_in_mixed_precision():
+    plain = half_precision_gradients("float32")
+    for half, expected in zip(half_precision_gradients("mixed_bfloat16"), plain):
+        assert relative_error(half, expected) < 2e-2
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="JAX only")
+def test_kernel_gradient_as_on_a_tpu(monkeypatch):
+    import jax
+
+    def on_tpu(*tensors, tpu, default):
+        return tpu(*tensors)
+
+    here = half_precision_gradients("mixed_bfloat16")
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_tpu)
+    for tpu, expected in zip(half_precision_gradients("mixed_bfloat16"), here):
+        assert relative_error(tpu, expected) < 2e-2
+
+
 def test_dynamic_sizes():
     inputs = keras.Input((None, None, 3))
     fused = FusedCBN(layers.Conv2D(4, 3, padding="same"))
