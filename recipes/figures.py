@@ -180,7 +180,7 @@ def distributions(path, panels, interval, ylabel, title, ylim):
             medians = [np.median(v) for v in values]
             axis.plot(x, medians, color=COLOUR_OF["cbn"], label="median")
             for bound in interval:
-                axis.axhline(bound, color="black", ls="--", lw=1)
+                axis.axhline(bound, color="black", ls="--", lw=1, label="assumption")
         row[0].set_ylabel(f"{name}\n{ylabel}")
     for column, name in enumerate(columns):
         axes[0, column].set(title=name, ylim=ylim)

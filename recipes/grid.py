@@ -133,6 +133,7 @@ def _compiled(config, images, norm, optimizer, steps):
         images.num_classes,
         norm,
         config["activation"],
+        dtype=config["dtype"],
     )
     if again:
         new = {variable.path: variable for variable in model.variables}

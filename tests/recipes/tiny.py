@@ -5,7 +5,7 @@ from keras import Model, layers
 SETTINGS = {"model": "resnet8", "train_size": 64, "batch_size": 32, "epochs": 2}
 
 
-def build(model, input_shape, num_classes, norm, activation):
+def build(model, input_shape, num_classes, norm, activation, dtype=None):
     """Takes the place of `recipes.models.build`: two convolutions and a Dense layer."""
     x = inputs = layers.Input(input_shape, name="image")
     for name in ("stem", "conv"):
