@@ -4,7 +4,8 @@ import pathlib
 import keras
 import pytest
 
-from recipes import compare, figures
+from recipes import compare, figures, models
+from tests.recipes import small
 
 SETTINGS = {"train_size": 64, "batch_size": 32, "epochs": 2}
 
@@ -83,6 +84,29 @@ def test_table():
         "| 1 of 2 |"
     )
     assert lines[4] == "| m | a | n | – | – | never | – | 1 of 1 |"
+
+
+def test_a_run_that_diverges_is_reported_and_the_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "build", small.build)
+    directory = compare.compare(
+        models=["resnet8"],
+        norms=["none"],
+        # The first grows beyond all numbers at such a rate, the second is bounded.
+        activations=["linear", "tanh"],
+        seeds=1,
+        config=SETTINGS | {"epochs": 6, "learning_rate": 1e6, "weight_decay": 0.0},
+        runs_dir=tmp_path / "runs",
+        saved_models_dir=tmp_path / "models",
+        workers=1,
+    )
+    lost, good = json.loads((directory / "results.json").read_text())["rows"]
+    assert (lost["diverged"], good["diverged"]) == (1, 0)
+    assert lost["test_accuracy"] is None and good["test_accuracy"]["mean"] > 0
+    assert lost["runs"][0]["epochs"] < 6 and good["runs"][0]["epochs"] == 6
+    lines = (directory / "table.md").read_text().splitlines()
+    assert lines[2].startswith("| resnet8 | linear | none | – | – | never")
+    assert lines[2].endswith("| 1 of 1 |") and lines[3].endswith("|  |")
+    assert (directory / "curves.png").exists()
 
 
 def test_curves_of_diverged_runs(tmp_path):

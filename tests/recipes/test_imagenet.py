@@ -6,6 +6,7 @@ import pytest
 
 from recipes import data, imagenet, models
 from recipes.train import complete, train
+from tests.recipes import small
 
 tf = pytest.importorskip("tensorflow")
 tfds = pytest.importorskip("tensorflow_datasets")
@@ -198,19 +199,8 @@ def test_without_augmentation_training_images_are_those_of_a_test(data_dir):
         np.testing.assert_array_equal(images[0][label], images[1][label])
 
 
-def small(model, input_shape, num_classes, **more):
-    """In the place of the networks, which take long to compile."""
-    return keras.Sequential(
-        [
-            keras.layers.Input(input_shape),
-            keras.layers.Flatten(),
-            keras.layers.Dense(num_classes),
-        ]
-    )
-
-
 def test_train(data_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "build", small)
+    monkeypatch.setattr(models, "build", small.build)
     config = {
         "dataset": "imagenet2012",
         "norm": "bn",

@@ -6,6 +6,7 @@ import pytest
 
 from recipes import compare, data, models, population, together
 from recipes.train import train
+from tests.recipes import small
 
 IS_JAX = keras.backend.backend() == "jax"
 needs_jax = pytest.mark.skipif(not IS_JAX, reason="populations train on JAX")
@@ -14,20 +15,10 @@ TINY = {"model": "resnet8", "train_size": 48, "batch_size": 16, "epochs": 2}
 PLACES = {"norm": "cbn", "activation": "tanh"}
 
 
-def small(model, input_shape, num_classes, norm, activation, rho, omega, dtype):
-    """In the place of the networks, which take long to compile."""
-    norm = models.norms.get(norm, rho, omega)
-    x = inputs = keras.layers.Input(input_shape)
-    x = keras.layers.Flatten()(x)
-    x = keras.layers.Dense(8, activation=activation, name="hidden")(x)
-    x = norm.before(x, "logits")
-    return keras.Model(inputs, keras.layers.Dense(num_classes, name="logits")(x))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def small_networks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "build", small)
+        patch.setattr(models, "build", small.build)
         yield
 
 
@@ -101,13 +92,13 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkey
 
     def die(run, *arguments, **more):
         if done:
-            raise KeyboardInterrupt
+            raise RuntimeError
         done.append(finish(run, *arguments, **more))
 
     asked = configs(0, 1) + configs(0, learning_rate=1e30)
     with monkeypatch.context() as patch:
         patch.setattr(together, "finish", die)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(RuntimeError):
             together.train(asked, **places(tmp_path))
     trained = []
     train_epoch = population.Population.train

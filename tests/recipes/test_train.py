@@ -167,7 +167,7 @@ def test_defaults_are_those_of_the_data_set():
 @pytest.mark.parametrize(
     "flag,expected",
     [
-        ("--norm=xn", "bn|cbn|"),
+        ("--norm=xn", "|cbn|"),
         ("--epochs=0", "--epochs=0"),
     ],
 )
