@@ -1,8 +1,6 @@
 """Gradients and Hessian-vector products of a model's loss, on any backend."""
 
-import contextlib
 import copy
-import functools
 import weakref
 from typing import NamedTuple
 
@@ -10,6 +8,13 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_norms.diagnostics.differentiation import (
+    compiler,
+    differentiate,
+    drawing_from,
+    randomness,
+    twice_differentiable,
+)
 from keras_norms.diagnostics.model_loss import SIDES, ModelLoss, find_layer
 from keras_norms.layers import arguments
 
@@ -60,6 +65,10 @@ def hessian_vector_product(
 
     It is the derivative of `<gradient, vector>`, reverse over reverse, exact up to
     rounding, at the cost of about two gradients.
+
+    CBN with a known learning rate holds the ratio of its averages to the batch's
+    statistics constant in its gradient. So does the Hessian, which is symmetric, but
+    then not the derivative of that gradient.
 
     Args:
         model, x, y, loss, layer, side, training: See `Objective`.
@@ -125,13 +134,13 @@ class Objective:
         pure = self._program.pure
         self._batch = _batch(model, x, y)
         pure.build(*self._batch)
-        self._randomness = _randomness()
+        self._randomness = randomness()
         # Copies, for training may go on in the memory of the variables.
         self._state = [ops.copy(v.value) for v in pure.state]
         if layer is None:
             values = [v.value for v in pure.parameters]
         else:
-            with _drawing_from(self._randomness):
+            with drawing_from(self._randomness):
                 values = [self._program.activation(self._state, self._batch[0])]
         self._scale = ops.convert_to_tensor(_loss_scale(model), "float32")
         self._values = [(tuple(v.shape), v.dtype) for v in values]
@@ -153,7 +162,7 @@ class Objective:
         """The loss, a float, and its gradient at a point, a vector."""
         self.gradient_evaluations += 1
         values = self._tensors(point)
-        with _drawing_from(self._randomness):
+        with drawing_from(self._randomness):
             loss, gradient = self._program.value_and_grad(
                 values, self._state, *self._batch, self._scale
             )
@@ -162,7 +171,7 @@ class Objective:
     def hessian_vector_product(self, vector, point=None):
         """The Hessian at a point times a vector, a vector."""
         values, vectors = self._tensors(point), self._tensors(vector)
-        with _drawing_from(self._randomness):
+        with drawing_from(self._randomness):
             product = self._program.hessian_vector_product(
                 values, vectors, self._state, *self._batch, self._scale
             )
@@ -210,32 +219,32 @@ class Objective:
 class _Program:
     """The compiled functions of a model's loss."""
 
-    def __init__(self, pure, compile):
+    def __init__(self, pure, compiled):
         self.pure = pure
-        self.activation = compile(pure.activation)
-        self.value_and_grad = compile(self._value_and_grad)
-        self.hessian_vector_product = compile(self._hessian_vector_product)
+        self.activation = compiled(pure.activation)
+        self.value_and_grad = compiled(self._value_and_grad)
+        self.hessian_vector_product = compiled(self._hessian_vector_product)
 
     def _value_and_grad(self, values, state, x, y, scale):
-        scaled, gradients = _differentiate(
+        scaled, gradients = differentiate(
             lambda values: _scaled(self.pure(values, state, x, y), scale), values
         )
         return scaled / ops.cast(scale, scaled.dtype), _flat(gradients, scale)
 
     def _hessian_vector_product(self, values, vectors, state, x, y, scale):
-        with _twice_differentiable():
+        with twice_differentiable():
             return self._slope_of_slope(values, vectors, state, x, y, scale)
 
     def _slope_of_slope(self, values, vectors, state, x, y, scale):
         def slope(values):
-            _, gradients = _differentiate(
+            _, gradients = differentiate(
                 lambda values: _scaled(self.pure(values, state, x, y), scale),
                 values,
                 again=True,
             )
-            return sum(ops.sum(g * v) for g, v in zip(gradients, vectors))
+            return ops.sum(_flat(gradients, 1) * _flat(vectors, 1))
 
-        return _flat(_differentiate(slope, values)[1], scale)
+        return _flat(differentiate(slope, values)[1], scale)
 
 
 def _scaled(loss, scale):
@@ -247,115 +256,6 @@ def _flat(gradients, scale):
     dtype = "float64" if "float64" in dtypes else "float32"
     flat = [ops.reshape(ops.cast(g, dtype), (-1,)) for g in gradients]
     return ops.concatenate(flat) / ops.cast(scale, dtype)
-
-
-@contextlib.contextmanager
-def _twice_differentiable():
-    """Let the moments that Keras takes on TensorFlow have a second derivative.
-
-    `tf.nn.moments` stops the gradient at the mean inside the variance. Its first
-    derivative is right without, for deviations sum to zero; its second is not.
-    """
-    if keras.backend.backend() != "tensorflow":
-        yield
-        return
-    import tensorflow as tf
-
-    def moments(x, axes, shift=None, keepdims=False, name=None):
-        wide = tf.float32 if x.dtype in (tf.float16, tf.bfloat16) else x.dtype
-        y = tf.cast(x, wide)
-        mean = tf.reduce_mean(y, axes, keepdims=True)
-        variance = tf.reduce_mean(tf.square(y - mean), axes, keepdims=keepdims)
-        mean = mean if keepdims else tf.squeeze(mean, axes)
-        return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
-
-    original = tf.nn.moments
-    tf.nn.moments = moments
-    try:
-        yield
-    finally:
-        tf.nn.moments = original
-
-
-def _differentiate(function, values, again=False):
-    """`function(values)`, a scalar, and its gradients, zeros where it has none.
-
-    Args:
-        function: Of a list of tensors.
-        values: That list.
-        again: Whether the gradients are to be differentiated, with respect to `values`.
-    """
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            tape.watch(values)
-            result = function(values)
-        gradients = tape.gradient(result, values, unconnected_gradients="zero")
-        return result, [tf.convert_to_tensor(g) for g in gradients]
-    if backend == "jax":
-        import jax
-
-        return jax.value_and_grad(function)(values)
-    import torch
-
-    if not again:
-        values = [v.detach().requires_grad_() for v in values]
-    with torch.enable_grad():
-        result = function(values)
-        if not result.requires_grad:
-            return result, [torch.zeros_like(v) for v in values]
-        gradients = torch.autograd.grad(
-            result,
-            values,
-            create_graph=again,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    return result.detach() if not again else result, list(gradients)
-
-
-def _randomness():
-    """The state of PyTorch's generators: Keras takes no seed to its dropout there."""
-    if keras.backend.backend() != "torch":
-        return None
-    import torch
-
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    states = [torch.cuda.get_rng_state(device) for device in devices]
-    return torch.get_rng_state(), devices, states
-
-
-@contextlib.contextmanager
-def _drawing_from(randomness):
-    """Draw the random numbers that follow a state of the generators, which stay."""
-    if randomness is None:
-        yield
-        return
-    import torch
-
-    state, devices, device_states = randomness
-    with torch.random.fork_rng(devices):
-        torch.set_rng_state(state)
-        for device, device_state in zip(devices, device_states):
-            torch.cuda.set_rng_state(device_state, device)
-        yield
-
-
-def _compiler(model):
-    """What compiles functions as the model's training step is compiled."""
-    backend = keras.backend.backend()
-    if backend == "torch" or getattr(model, "run_eagerly", False):
-        return lambda function: function
-    if backend == "jax":
-        import jax
-
-        return jax.jit
-    import tensorflow as tf
-
-    jit_compile = model.compiled and bool(model.jit_compile)
-    return functools.partial(tf.function, jit_compile=jit_compile)
 
 
 def _program(model, loss, layer, side, training):
@@ -378,7 +278,7 @@ def _program(model, loss, layer, side, training):
     while len(programs) >= _PROGRAMS_OF_A_MODEL:
         del programs[next(iter(programs))]
     pure = ModelLoss(model, loss, layer, side, training)
-    program = _Program(pure, _compiler(model))
+    program = _Program(pure, compiler(model))
     programs[key] = (program, made_for, loss)
     return program
 

@@ -103,12 +103,11 @@ NETWORKS = {
     "LayerNormalization": lambda: _normalised(layers.LayerNormalization()),
     "CBN": lambda: _normalised(cbn()),
     "NoisyBN": lambda: _normalised(NoisyBN()),
-    "LpNorm(1)": lambda: _normalised(LpNorm(1)),
     "LpNorm(inf)": lambda: _normalised(LpNorm("inf")),
     "dropout": lambda: _normalised(layers.BatchNormalization(), layers.Dropout(0.5)),
-    "WS": lambda: _normalised(WS(layers.Dense(4)), layers.BatchNormalization()),
-    "CWN": lambda: _normalised(CWN(layers.Dense(4))),
-    "WN": lambda: _normalised(WN(layers.Dense(4))),
+    "WS, CWN, WN": lambda: _normalised(
+        WS(layers.Dense(4)), CWN(layers.Dense(4)), WN(layers.Dense(4))
+    ),
     "FusedCBN": lambda: [
         hidden(),
         FusedCBN(layers.Dense(CLASSES), cbn()),

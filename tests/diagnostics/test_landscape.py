@@ -93,7 +93,7 @@ def test_k_points_cost_k_and_one_gradients(monkeypatch):
     assert found.gradient_evaluations == len(calls) == 6
 
 
-@pytest.mark.parametrize("name", ["NoisyBN", "dropout", "CBN"])
+@pytest.mark.parametrize("name", ["NoisyBN", "dropout"])
 def test_noise_is_the_same_at_every_point_and_nothing_changes(name):
     model = networks.build(name, run_eagerly=networks.BACKEND == "tensorflow")
     x, y = networks.batch()

@@ -1,0 +1,125 @@
+"""What LandscapeProbe costs in training, as a share of the time without it.
+
+    python -m benchmarks.probe                      # TensorFlow, as a graph
+    KERAS_BACKEND=jax python -m benchmarks.probe
+
+ResNet-20 on 32x32x3 images is trained with `fit` for a few steps, in turns without and
+with a probe before the first of them, so that whatever else the machine does hits both.
+A probe then costs the difference, state brought back and forth included; with
+`LandscapeProbe(every=N)` it is spread over N steps:
+
+    share = (seconds with - seconds without) / (N * seconds of a step)
+
+The share is the median over the rounds, its spread the interquartile range. The probe
+has the batch size of training and its default 8 points, which are 9 gradients.
+Compilation is timed apart: the first probe minus the median one.
+
+Prints a table; --output also writes it as JSON with versions and machine.
+"""
+
+import json
+import pathlib
+import statistics
+import time
+
+import keras
+import numpy as np
+from absl import app, flags
+
+from benchmarks import machine, networks
+from keras_norms import AMAT
+from keras_norms.diagnostics import LandscapeProbe
+
+_NORMS = flags.DEFINE_list("norms", ["bn", "cbn"], "Norms, as in benchmarks.networks.")
+_BATCH = flags.DEFINE_integer("batch_size", 128, "Of training and of the probe.")
+_EVERY = flags.DEFINE_integer("every", 200, "Steps from one probe to the next.")
+_STEPS = flags.DEFINE_integer("steps", 10, "Steps of one fit.", lower_bound=2)
+_ROUNDS = flags.DEFINE_integer("rounds", 8, "Rounds to time.", lower_bound=4)
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+
+
+def measure(norm):
+    """Time training of one network with and without a probe. Returns a row."""
+    keras.utils.set_random_seed(0)
+    model = networks.build("resnet20", norm)
+    model.compile(
+        keras.optimizers.SGD(0.01, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    rng = np.random.default_rng(0)
+    samples = _BATCH.value * _STEPS.value
+    x = rng.normal(size=(samples, 32, 32, 3)).astype("float32")
+    y = rng.integers(0, 10, samples)
+    batch = (x[: _BATCH.value], y[: _BATCH.value])
+
+    def seconds(*probe):
+        callbacks = [AMAT(), *probe] if norm == "cbn" else list(probe)
+        start = time.perf_counter()
+        model.fit(x, y, batch_size=_BATCH.value, callbacks=callbacks, verbose=0)
+        # The counter is there when the last step is done.
+        keras.ops.convert_to_numpy(model.optimizer.iterations)
+        return time.perf_counter() - start
+
+    def with_probe():
+        # Steps count on from fit to fit: one probe in each.
+        probe = LandscapeProbe(batch, every=_STEPS.value)
+        result = seconds(probe)
+        assert len(probe.history["step"]) == 1
+        return result
+
+    seconds()
+    first = with_probe()
+    without, with_one = [], []
+    for _ in range(_ROUNDS.value):
+        without.append(seconds())
+        with_one.append(with_probe())
+    probes = [w - wo for w, wo in zip(with_one, without)]
+    shares = [p / (wo / _STEPS.value * _EVERY.value) for p, wo in zip(probes, without)]
+    low, _, high = statistics.quantiles(shares, n=4)
+    return {
+        "network": "resnet20",
+        "norm": norm,
+        "batch_size": _BATCH.value,
+        "every": _EVERY.value,
+        "step_milliseconds": 1e3 * statistics.median(without) / _STEPS.value,
+        "probe_milliseconds": 1e3 * statistics.median(probes),
+        "compile_seconds": first - statistics.median(with_one),
+        "share": statistics.median(shares),
+        "share_quartiles": [low, high],
+    }
+
+
+def table(rows):
+    lines = [
+        "| network | step, ms | probe, ms | in steps | share of training (quartiles) "
+        "| first probe, s |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        low, high = row["share_quartiles"]
+        steps = row["probe_milliseconds"] / row["step_milliseconds"]
+        lines.append(
+            f"| {row['network']}, {row['norm']} | {row['step_milliseconds']:.0f} "
+            f"| {row['probe_milliseconds']:.0f} | {steps:.1f} "
+            f"| {row['share']:.1%} ({low:.1%} - {high:.1%}) "
+            f"| {row['compile_seconds']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(_):
+    rows = [measure(norm) for norm in _NORMS.value]
+    print(table(rows))
+    if _OUTPUT.value:
+        report = {
+            "benchmark": "probe",
+            "rounds": _ROUNDS.value,
+            "steps": _STEPS.value,
+            **machine.describe(),
+            "rows": rows,
+        }
+        pathlib.Path(_OUTPUT.value).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)

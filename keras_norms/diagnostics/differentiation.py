@@ -1,0 +1,121 @@
+"""Derivatives and compilation of functions of tensors: where the backends differ."""
+
+import contextlib
+
+import keras
+
+
+@contextlib.contextmanager
+def twice_differentiable():
+    """Let the moments that Keras takes on TensorFlow have a second derivative.
+
+    `tf.nn.moments` stops the gradient at the mean inside the variance. Its first
+    derivative is right without, for deviations sum to zero; its second is not.
+    """
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    import tensorflow as tf
+
+    def moments(x, axes, shift=None, keepdims=False, name=None):
+        wide = tf.float32 if x.dtype in (tf.float16, tf.bfloat16) else x.dtype
+        y = tf.cast(x, wide)
+        mean = tf.reduce_mean(y, axes, keepdims=True)
+        variance = tf.reduce_mean(tf.square(y - mean), axes, keepdims=keepdims)
+        mean = mean if keepdims else tf.squeeze(mean, axes)
+        return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
+
+    original = tf.nn.moments
+    tf.nn.moments = moments
+    try:
+        yield
+    finally:
+        tf.nn.moments = original
+
+
+def differentiate(function, values, again=False):
+    """`function(values)`, a scalar, and its gradients, zeros where it has none.
+
+    Args:
+        function: Of a list of tensors.
+        values: That list.
+        again: Whether the gradients are to be differentiated, with respect to `values`.
+    """
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            result = function(values)
+        gradients = tape.gradient(result, values, unconnected_gradients="zero")
+        return result, [tf.convert_to_tensor(g) for g in gradients]
+    if backend == "jax":
+        import jax
+
+        return jax.value_and_grad(function)(values)
+    import torch
+
+    if not again:
+        values = [v.detach().requires_grad_() for v in values]
+    with torch.enable_grad():
+        result = function(values)
+        if not result.requires_grad:
+            return result, [torch.zeros_like(v) for v in values]
+        gradients = torch.autograd.grad(
+            result,
+            values,
+            create_graph=again,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    return result.detach() if not again else result, list(gradients)
+
+
+def randomness():
+    """The state of PyTorch's generators: Keras takes no seed to its dropout there."""
+    if keras.backend.backend() != "torch":
+        return None
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    states = [torch.cuda.get_rng_state(device) for device in devices]
+    return torch.get_rng_state(), devices, states
+
+
+@contextlib.contextmanager
+def drawing_from(randomness):
+    """Draw the random numbers that follow a state of the generators, which stay."""
+    if randomness is None:
+        yield
+        return
+    import torch
+
+    state, devices, device_states = randomness
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(state)
+        for device, device_state in zip(devices, device_states):
+            torch.cuda.set_rng_state(device_state, device)
+        yield
+
+
+def compiler(model):
+    """What compiles functions as the model's training step is compiled."""
+    backend = keras.backend.backend()
+    if backend == "torch" or getattr(model, "run_eagerly", False):
+        return lambda function: function
+    if backend == "jax":
+        import jax
+
+        return jax.jit
+    import tensorflow as tf
+
+    jit_compile = model.compiled and bool(model.jit_compile)
+
+    def compiled_by_tensorflow(function):
+        compiled = tf.function(function, jit_compile=jit_compile)
+        # A function for each layer is what was asked for.
+        compiled._omit_frequent_tracing_warning = True
+        return compiled
+
+    return compiled_by_tensorflow
