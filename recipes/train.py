@@ -7,6 +7,11 @@ epochs, the default, less), and the paper's run needs a GPU:
         --activation=sigmoid --rho=1 --omega=10 --epochs=30 --seed=0
     python -m recipes.train --dataset=cifar10 --data_dir=<where it is> --norm=cbn
 
+ImageNet, with the paper's settings for it (`recipes.imagenet` says where it comes from):
+
+    python -m recipes.train --dataset=imagenet2012 --data_dir=<where it is> \
+        --model=resnet50 --norm=cbn --activation=relu --dtype=mixed_bfloat16
+
 With sigmoid and seed 0, the small run passes 90 % test accuracy in epoch 2 and ends at
 98.9 %; with `--norm=bn`, in epoch 7 and at 98.6 %. The paper's table has 120 epochs of
 CIFAR-10, ten seeds, and a rho for each activation (`recipes.compare` has the mean of
@@ -146,7 +151,7 @@ def train(
         runs_dir: The run is recorded in `<runs_dir>/<name>/`.
         saved_models_dir: The network as it was after the epoch of the highest test
             accuracy goes to `<saved_models_dir>/<name>.keras`.
-        data_dir, download: Arguments of `recipes.data.load`.
+        data_dir, download: Arguments of `recipes.data.source`.
         verbose: As in `keras.Model.fit`.
 
     Returns:
