@@ -7,7 +7,7 @@ epochs, the default, less), and the paper's run needs a GPU:
         --activation=sigmoid --rho=1 --omega=10 --epochs=30 --seed=0
     python -m recipes.train --dataset=cifar10 --data_dir=<where it is> --norm=cbn
 
-ImageNet, with the paper's settings for it (`recipes.imagenet` says where it comes from):
+ImageNet, with the paper's settings for it; `recipes.imagenet` says where it comes from:
 
     python -m recipes.train --dataset=imagenet2012 --data_dir=<where it is> \
         --model=resnet50 --norm=cbn --activation=relu --dtype=mixed_bfloat16
