@@ -32,7 +32,8 @@ NAME_OF = {
 
 def colours(labels):
     """A dict from each label to its colour: a norm's own, or the next free one."""
-    free = [c for c in COLOURS if c not in {COLOUR_OF.get(name) for name in labels}]
+    taken = {COLOUR_OF.get(name) for name in labels}
+    free = [colour for colour in COLOURS if colour not in taken] or list(COLOURS)
     free = iter(free * len(labels))
     return {name: COLOUR_OF.get(name) or next(free) for name in labels}
 

@@ -8,6 +8,8 @@ def test_a_norm_has_one_colour_everywhere():
     second = figures.colours(["lp1", "bn", "group", "cbn"])
     assert first["bn"] == second["bn"] and first["cbn"] == second["cbn"]
     assert len(set(second.values())) == 4
+    many = figures.colours([*figures.COLOUR_OF, "lp1", "lp2"])
+    assert many["bn"] == first["bn"] and len(many) == 9
 
 
 def test_shades_have_an_order():
