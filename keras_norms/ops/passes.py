@@ -38,7 +38,7 @@ def neighbours(shape):
     return max(n for n in range(1, longest + 1) if positions % n == 0)
 
 
-@fused(cpu="affine", xla=True)
+@fused(cpu="affine")  # not by XLA: inference is exported to where there is none
 def affine(x, center, scale, offset, *, axis):
     """scale * (x - center) + offset; subtracting first keeps digits."""
     ndim = len(x.shape)

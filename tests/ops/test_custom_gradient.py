@@ -106,6 +106,20 @@ def test_xla_compiles_on_a_cpu_where_shapes_are_few():
 
 
 @tensorflow_only
+@pytest.mark.parametrize("training", [True, False])
+def test_inference_can_be_exported_to_where_there_is_no_xla(training):
+    import tensorflow as tf
+
+    layer = CBN(axis=1)
+    layer.build((None, 4, 8, 8))
+    traced = tf.function(lambda x: layer(x, training=training)).get_concrete_function(
+        tf.TensorSpec((None, 4, 8, 8))
+    )
+    functions = traced.graph.as_graph_def().library.function
+    assert any("_XlaMustCompile" in f.attr for f in functions) == training
+
+
+@tensorflow_only
 def test_sizes_known_only_at_run_time():
     import tensorflow as tf
 
