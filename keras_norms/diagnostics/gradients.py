@@ -116,9 +116,9 @@ class Objective:
         gradient_evaluations: Number of gradients that have been computed.
 
     Raises:
-        ValueError: If the model is not built or has no loss, if the batch is empty, or
-            if the layer is not in the model, has not one tensor at `side`, or is not
-            called exactly once.
+        ValueError: If the model is not built or has no loss or no trainable weights, if
+            the batch is empty, or if the layer is not in the model, has not one tensor
+            at `side`, or is not called exactly once.
     """
 
     def __init__(
@@ -127,9 +127,16 @@ class Objective:
         _check_model(model, loss)
         _check_batch(x)
         arguments.choice("side", side, SIDES)
+        if layer is None and not model.trainable_variables:
+            raise ValueError(
+                "Argument `model` must have trainable weights. "
+                f"Received: model '{model.name}'"
+            )
         layer = None if layer is None else find_layer(model, layer)
         if keras.backend.backend() == "jax":
             model.jax_state_sync()  # In `fit`, the trainer holds the state.
+        self._model = model  # The program does not keep it.
+        self._of_weights = layer is None
         self._program = _program(model, loss, layer, side, training)
         pure = self._program.pure
         self._batch = _batch(model, x, y)
@@ -137,7 +144,7 @@ class Objective:
         self._randomness = randomness()
         # Copies, for training may go on in the memory of the variables.
         self._state = [ops.copy(v.value) for v in pure.state]
-        if layer is None:
+        if self._of_weights:
             values = [v.value for v in pure.parameters]
         else:
             with drawing_from(self._randomness):
@@ -150,11 +157,11 @@ class Objective:
 
     def of_batch(self, x, y):
         """The objective with another batch, from the same weights and seeds."""
-        if self._program.pure.layer is not None:
+        if not self._of_weights:
             raise ValueError("The objective of a layer's activations has one batch.")
         _check_batch(x)
         other = copy.copy(self)
-        other._batch = _batch(self._program.pure.model, x, y)
+        other._batch = _batch(self._model, x, y)
         other.gradient_evaluations = 0
         return other
 
@@ -185,14 +192,14 @@ class Objective:
             raise ValueError(
                 f"Arrays of shapes {self.shapes} are needed. Received: {shapes}"
             )
-        return np.concatenate([np.ravel(value) for value in values], dtype=self._dtype)
+        return np.concatenate([np.ravel(value).astype(self._dtype) for value in values])
 
     def unflatten(self, vector):
         """The list of arrays of a vector; the array, where there is a layer."""
         ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
         parts = np.split(vector, ends[:-1])
         values = [part.reshape(shape) for part, shape in zip(parts, self.shapes)]
-        return values if self._program.pure.layer is None else values[0]
+        return values if self._of_weights else values[0]
 
     @property
     def _dtype(self):
@@ -213,7 +220,7 @@ class Objective:
 
     def _as_list(self, vector):
         values = self.unflatten(vector)
-        return values if self._program.pure.layer is None else [values]
+        return values if self._of_weights else [values]
 
 
 class _Program:
@@ -263,7 +270,7 @@ def _program(model, loss, layer, side, training):
     variables = [*model.variables, *model.metrics_variables]
     made_for = (
         # `compile`, and `AMAT` where it changes the step, have the step made anew.
-        model.train_function,
+        None if model.train_function is None else weakref.ref(model.train_function),
         getattr(model, "_compile_loss", None),
         *(id(variable) for variable in variables),
         *(each.trainable for each in model._flatten_layers()),
@@ -272,7 +279,7 @@ def _program(model, loss, layer, side, training):
     key = (id(loss), id(layer), side, training)
     if key in programs:
         program, then, _ = programs[key]
-        if then == made_for:
+        if then == made_for and program.pure.layer is layer:
             return program
         del programs[key]
     while len(programs) >= _PROGRAMS_OF_A_MODEL:

@@ -50,6 +50,10 @@ def variables(model):
     return [numpy(variable) for variable in found]
 
 
+def weights_of(model):
+    return [numpy(v).astype("float64") for v in model.trainable_variables]
+
+
 def assert_same(actual, expected):
     assert len(actual) == len(expected)
     for value, wanted in zip(actual, expected):
@@ -131,7 +135,7 @@ class Subclassed(keras.Model):
         return x
 
 
-def build(name, kind="Sequential", dtype=None, learning_rate=0.5, run_eagerly=False):
+def build(name, kind="Sequential", dtype=None, **compile_arguments):
     """A compiled network that returns logits."""
     keras.utils.set_random_seed(0)
     policy = keras.config.dtype_policy()
@@ -152,8 +156,8 @@ def build(name, kind="Sequential", dtype=None, learning_rate=0.5, run_eagerly=Fa
     finally:
         keras.config.set_dtype_policy(policy)
     model.compile(
-        keras.optimizers.SGD(learning_rate),
+        keras.optimizers.SGD(0.5),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        run_eagerly=run_eagerly,
+        **compile_arguments,
     )
     return model
