@@ -30,6 +30,10 @@ def apply_to(x, *others, axis):
 
 def affine(x, center, scale, offset, *, axis):
     """(x - center) * scale + offset: normalisation by a variance of 1."""
+    if x.shape[1:-1] == (1, 1):
+        # TensorFlow would fuse the operation below with the convolution before it and
+        # the activation behind it, and has no kernel for some of them.
+        return (x - center) * scale + offset
     y = tf.raw_ops.FusedBatchNormV3(
         x=_rows(x),
         scale=scale,

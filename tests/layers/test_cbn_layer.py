@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_norms import AMAT, CBN
 from keras_norms.layers import learning_rate
+from tests.reference import relative_error
 
 BACKEND = keras.backend.backend()
 graph_backends = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch runs eagerly")
@@ -685,3 +686,16 @@ def test_replicas():
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("activation", ["tanh", "sigmoid", "relu", "selu"])
+def test_between_a_convolution_of_one_pixel_and_an_activation(activation):
+    inputs = keras.Input((3, 3, 2))
+    x = keras.layers.Conv2D(4, 3, use_bias=False)(inputs)
+    x = CBN(decouple=False)(x)
+    outputs = keras.layers.Activation(activation)(x)
+    model = keras.Model(inputs, outputs)
+    x = np.random.default_rng(0).normal(size=(32, 3, 3, 2)).astype("float32")
+    expected = keras.ops.convert_to_numpy(model(x))
+    # Graph optimizers see the whole model only here.
+    assert relative_error(model.predict(x, verbose=0), expected) < 1e-5
