@@ -29,16 +29,9 @@ Beyond, TPAMI 2023, Tables 1-4 and Figures 4-6.
 https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
-import concurrent.futures
-import contextlib
 import itertools
-import multiprocessing
-import os
 import pathlib
-import signal
-import threading
 
-import keras
 from absl import app, flags
 from tqdm import tqdm
 
@@ -53,16 +46,7 @@ from recipes.train import (
     run_name,
     train,
 )
-
-# A network for small images gains little from a second thread, a second run gains all.
-WORKER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
-    "NPROC": "1",  # XLA
-    "TF_CPP_MIN_LOG_LEVEL": "3",  # nothing but the progress bar
-}
-MOST_WORKERS = 8  # each takes about 1 GB
+from recipes.workers import each
 
 
 def compare(
@@ -109,7 +93,7 @@ def compare(
     places["runs_dir"] = runs_dir
     if population is None:
         listed = [config for cell in cells for config in configs[cell]]
-        results = _train_all(listed, workers or _default_workers(), **places)
+        results = _train_all(listed, workers, **places)
     else:
         results = _train_together(configs.values(), population, **places)
     rows, panels = [], {}
@@ -157,47 +141,21 @@ def _name(models, norms, activations, seeds, config):
     return "-".join(["compare", *parts])
 
 
-def _default_workers():
-    try:
-        devices = keras.distribution.list_devices()
-    except AttributeError:  # PyTorch has none
-        devices = []
-    if any(not device.startswith("cpu") for device in devices):
-        return 1
-    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
-        return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-    return min(os.cpu_count(), MOST_WORKERS)
-
-
 def _train_all(configs, workers, **places):
     """Returns a dict from the name of each run to its results."""
     results = {}
-
-    def collect(result):
-        results[result["name"]] = result
-        outcome = "diverged" if result["diverged"] else f"{result['test_accuracy']:.1%}"
-        progress.set_postfix_str(f"{result['name']}: {outcome}")
-        progress.update()
-
     with tqdm(total=len(configs), unit="run") as progress:
-        if workers == 1:
-            for config in configs:
-                collect(train(config, verbose=0, **places))
-            return results
-        with concurrent.futures.ProcessPoolExecutor(
-            min(workers, len(configs)),
-            multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
-        ) as pool:
-            with _environment(WORKER_ENVIRONMENT):  # which the workers inherit
-                futures = [pool.submit(train, c, verbose=0, **places) for c in configs]
-            try:
-                for future in concurrent.futures.as_completed(futures):
-                    collect(future.result())
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        for _, result in each(train, configs, workers, verbose=0, **places):
+            results[result["name"]] = result
+            show(progress, result)
     return results
+
+
+def show(progress, result):
+    """Moves a progress bar on by a run."""
+    outcome = "diverged" if result["diverged"] else f"{result['test_accuracy']:.1%}"
+    progress.set_postfix_str(f"{result['name']}: {outcome}")
+    progress.update()
 
 
 def _train_together(groups, size, **places):
@@ -211,29 +169,6 @@ def _train_together(groups, size, **places):
                 progress.set_postfix_str(f"{found[-1]['name']} and before")
                 progress.update(len(found))
     return results
-
-
-@contextlib.contextmanager
-def _environment(variables):
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _start_worker():
-    # Ctrl-C ends a worker at once, and so does the end of the process that started it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-
-    def follow():
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
 
 
 def main(_):

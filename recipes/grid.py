@@ -5,8 +5,6 @@ A training is that of `recipes.train`, without a saved model. Its directory is
 losses and accuracies of the epoch, what the recipe measured.
 """
 
-import concurrent.futures
-import multiprocessing
 import pathlib
 
 import keras
@@ -18,6 +16,7 @@ from keras_norms import AMAT
 from recipes import compare, data, experiment, models, optimizers
 from recipes.models import norms
 from recipes.train import TEST_BATCH_SIZE, complete, run_name
+from recipes.workers import each
 
 ACTIVATIONS = ("sigmoid", "tanh", "relu", "selu", "swish")
 
@@ -180,39 +179,13 @@ def train_all(configs, workers=None, **arguments):
     """
     configs = [complete(config) for config in configs]
     different = {run_name(config): config for config in configs}
-    workers = min(workers or compare._default_workers(), len(different))
     done = {}
     with tqdm(total=len(different), unit="run") as progress:
-
-        def collect(name, outcome):
-            done[name] = outcome
-            result = outcome[0]
-            score = "diverged"
-            if not result["diverged"]:
-                score = f"{result['test_accuracy']:.1%}"
-            progress.set_postfix_str(f"{result['name']}: {score}")
-            progress.update()
-
-        if workers == 1:
-            for name, config in different.items():
-                collect(name, train(config, **arguments))
-        else:
-            with concurrent.futures.ProcessPoolExecutor(
-                workers,
-                multiprocessing.get_context("spawn"),
-                initializer=compare._start_worker,
-            ) as pool:
-                with compare._environment(compare.WORKER_ENVIRONMENT):
-                    futures = {
-                        pool.submit(train, config, **arguments): name
-                        for name, config in different.items()
-                    }
-                try:
-                    for future in concurrent.futures.as_completed(futures):
-                        collect(futures[future], future.result())
-                except BaseException:
-                    pool.shutdown(cancel_futures=True)
-                    raise
+        names = list(different)
+        trained = each(train, list(different.values()), workers, **arguments)
+        for place, outcome in trained:
+            done[names[place]] = outcome
+            compare.show(progress, outcome[0])
     return [done[run_name(config)] for config in configs]
 
 
