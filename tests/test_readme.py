@@ -12,7 +12,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
 def test_examples_are_found():
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
 def test_layers(tmp_path):
@@ -28,6 +28,9 @@ def test_layers(tmp_path):
     np.testing.assert_array_equal(
         loaded.predict(x, verbose=0), model.predict(x, verbose=0)
     )
+    exec(EXAMPLES[2], names)
+    assert names["probe"].history["step"] == [20]
+    assert names["largest"].shape == (2,)
 
 
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="exports")
