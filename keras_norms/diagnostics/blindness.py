@@ -1,19 +1,13 @@
 """Which terms of a loss a normalisation does not pass to what is before it."""
 
-import contextlib
 from typing import NamedTuple
 
 import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_norms.diagnostics.differentiation import (
-    compiler,
-    differentiate,
-    drawing_from,
-)
-from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.model_loss import find_layer
+from keras_norms.diagnostics.slopes import Slopes
 from keras_norms.layers import arguments
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.fused_cbn import FusedCBN
@@ -156,7 +150,7 @@ def blindness(
             part_x, part_y = tree.map_structure(
                 lambda a, chosen=chosen: None if a is None else a[chosen], (x, y)
             )
-            slopes = _Slopes(model, part_x, part_y, loss, layer, source, training)
+            slopes = Slopes(model, part_x, part_y, loss, layer, source, training)
             rng = np.random.default_rng(seed)
             results.append(_disturb(slopes, deviation, axis, rng))
     changes, shares, shared = zip(*results)
@@ -232,7 +226,7 @@ def second_order(model, x, y, loss=None, *, layer, source=None, training=True):
 
     - Zhou et al., 2022, Lemma 2, Theorem 3, Tables 3 and 4. See `blindness`.
     """
-    slopes = _Slopes(model, x, y, loss, find_layer(model, layer), source, training)
+    slopes = Slopes(model, x, y, loss, find_layer(model, layer), source, training)
     outputs = slopes.outputs
     if outputs.ndim != 2:
         raise ValueError(
@@ -254,88 +248,6 @@ def second_order(model, x, y, loss=None, *, layer, source=None, training=True):
             with np.errstate(divide="ignore", invalid="ignore"):
                 numbers[2 + i, d] = np.linalg.norm(part) / np.linalg.norm(whole)
     return SecondOrder(*numbers, hessian)
-
-
-class _Slopes(Objective):
-    """Gradients at a layer's input, of the loss and of terms in a layer's output.
-
-    Attributes:
-        inputs, outputs: Arrays.
-    """
-
-    def __init__(self, model, x, y, loss, layer, source, training):
-        self._layer = layer
-        source = layer if source is None else source
-        super().__init__(
-            model, x, y, loss, layer=source, side="input", training=training
-        )
-        self.inputs = self.unflatten(self.start)
-        self._after = Objective(model, x, y, loss, layer=layer, training=training)
-        self.outputs = self._after.unflatten(self._after.start)
-        self._slope = compiler(model)(self._slope_of_sum)
-
-    def at_input(self, disturbance=0.0, loss=1.0):
-        """`d(loss * L + <disturbance, Y>) / dX`, float64.
-
-        It is the gradient of any term whose slope at `Y` is `disturbance`.
-        """
-        dtype = self.outputs.dtype
-        disturbance = np.broadcast_to(disturbance, self.outputs.shape).astype(dtype)
-        loss, disturbance = map(
-            ops.convert_to_tensor, (np.asarray(loss, dtype), disturbance)
-        )
-        with drawing_from(self._randomness):
-            gradient = self._slope(
-                self._tensors(None), loss, disturbance, self._state, *self._batch
-            )
-        return np.array(ops.convert_to_numpy(gradient)).astype("float64")
-
-    def at_output(self):
-        """`dL/dY`, float64."""
-        gradient = self._after.value_and_grad()[1]
-        return self._after.unflatten(gradient).astype("float64")
-
-    def hessian_at(self, output):
-        """The mean Hessian over samples where each has this output, a vector."""
-        features = len(output)
-        tile = np.ones((len(self.outputs), 1))
-        point = self._after.flatten(tile * output)
-        columns = [
-            self._after.hessian_vector_product(
-                self._after.flatten(tile * direction), point
-            )
-            for direction in np.eye(features)
-        ]
-        columns = [self._after.unflatten(column).sum(0) for column in columns]
-        return np.array(columns, "float64").T
-
-    def _slope_of_sum(self, values, weight, disturbance, state, x, y):
-        def weighted(values):
-            with _outputs_of(self._layer) as seen:
-                loss = self._program.pure(values, state, x, y)
-            term = ops.sum(disturbance * ops.cast(seen[0], disturbance.dtype))
-            return weight * ops.cast(loss, weight.dtype) + term
-
-        return ops.cast(differentiate(weighted, values)[1][0], self.start.dtype.name)
-
-
-@contextlib.contextmanager
-def _outputs_of(layer):
-    """A list that the layer's outputs are added to."""
-    seen = []
-    call = layer.call
-
-    def recorded(*args, **kwargs):
-        seen.append(call(*args, **kwargs))
-        return seen[-1]
-
-    # Past Keras, which would look for weights in the attribute.
-    object.__setattr__(layer, "call", recorded)
-    try:
-        yield seen
-    finally:
-        # `ModelLoss` replaces it as well, and leaves none.
-        layer.__dict__.pop("call", None)
 
 
 def _disturb(slopes, deviation, axis, rng):
