@@ -1,0 +1,25 @@
+"""Floating-point precision of networks, where Keras can compute in it."""
+
+import contextlib
+
+import keras
+
+
+def available():
+    """The dtypes: operations of Keras return float32 of float64 but on TensorFlow."""
+    if keras.backend.backend() == "tensorflow":
+        return ("float32", "float64")
+    return ("float32",)
+
+
+@contextlib.contextmanager
+def precision(dtype):
+    """Networks and losses that are made here compute in `dtype`."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
