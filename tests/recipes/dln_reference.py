@@ -1,0 +1,45 @@
+"""The deep linear network in NumPy, without norms: x -> W_k ... W_1 x, float64."""
+
+import numpy as np
+
+# A problem that takes no time; float32, so that JAX needs no setting.
+SETTINGS = {"network": "dln", "depth": 6, "dtype": "float32"}
+SETTINGS |= {"steps": 4, "every": 2}
+
+
+def loss_and_gradients(kernels, x, y):
+    """|x W_1 ... W_k - y|^2 over the batch, and its gradient in each W_i."""
+    inputs = [x]
+    for kernel in kernels:
+        inputs.append(inputs[-1] @ kernel)
+    error = inputs.pop() - y
+    upstream, gradients = 2 * error, []
+    for kernel, value in zip(reversed(kernels), reversed(inputs)):
+        gradients.append(value.T @ upstream)
+        upstream = upstream @ kernel.T
+    return (error**2).sum(), gradients[::-1]
+
+
+def descend(kernels, x, y, rate, steps=1):
+    """The weights after so many steps of gradient descent."""
+    for _ in range(steps):
+        _, gradients = loss_and_gradients(kernels, x, y)
+        kernels = [w - rate * g for w, g in zip(kernels, gradients)]
+    return kernels
+
+
+def start(probed, seed=0):
+    """The first weights of `recipes.probed` for `SETTINGS`, and the data."""
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    found = probed.problem(probed.complete({**SETTINGS, "norm": "none"}))
+    kernels = [
+        keras.ops.convert_to_numpy(v).astype("float64")
+        for v in found.model.trainable_variables
+    ]
+    return kernels, *(a.astype("float64") for a in found.batch(0))
+
+
+def length(arrays):
+    return np.sqrt(sum((a**2).sum() for a in arrays))
