@@ -34,6 +34,7 @@ def training(path, metrics, rows, title):
         title: Of the picture.
     """
     figure, axes = _axes(1, len(rows), title, sharey=False)
+    figure.set_size_inches(4.2 + 2.8 * len(rows), 3.4)
     for axis, (key, label, settings) in zip(axes[0], rows):
         for norm, lines in metrics.items():
             if any(line.get(key) is not None for line in lines):

@@ -1,0 +1,103 @@
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from recipes import models, noisy_shift, probed
+from recipes.models import norms
+from tests.recipes import dln_reference, tiny
+
+RATE = probed.DLN["learning_rate"]
+
+
+def test_changes():
+    rng = np.random.default_rng(0)
+    before, after = rng.normal(1, 2, (200, 3)), rng.normal(2, 3, (200, 3))
+    before[:, 2] = 4.0
+    found = noisy_shift.changes(before, after)
+    change = [abs(after[:, j].mean() - before[:, j].mean()) for j in range(3)]
+    deviation = [before[:, j].std() for j in range(3)]
+    assert found["mean_change"] == pytest.approx(sum(change) / 3)
+    assert found["mean"] == pytest.approx(before.mean())
+    relative = (change[0] / deviation[0] + change[1] / deviation[1]) / 2
+    assert found["relative_mean_change"] == pytest.approx(relative)
+    variances = [
+        abs(after[:, j].var() - before[:, j].var()) / before[:, j].var() for j in (0, 1)
+    ]
+    assert found["relative_variance_change"] == pytest.approx(sum(variances) / 2)
+    assert sum(found["histogram"]) == 200
+    np.testing.assert_allclose(found["edges"], [before[:, 0].min(), before[:, 0].max()])
+
+
+def test_activations_that_are_not_finite():
+    found = noisy_shift.changes(np.full((4, 1), np.inf), np.ones((4, 1)))
+    assert found["histogram"] is None and np.isnan(found["relative_mean_change"])
+
+
+def test_activations_are_those_of_training():
+    keras.utils.set_random_seed(0)
+    model = tiny.build(None, (6, 6, 1), 3, norms.get("noisy_bn"), "relu")
+    x = np.random.default_rng(1).normal(size=(16, 6, 6, 1)).astype("float32")
+    weights = [ops.convert_to_numpy(v) for v in model.trainable_variables]
+    state = [ops.convert_to_numpy(v) for v in model.non_trainable_variables]
+    (found, _), moved = noisy_shift.activations(
+        model, ["stem", "conv"], weights, state, x
+    )
+    assert found.shape == (16 * 3 * 3, 4)
+    kept = [ops.convert_to_numpy(v) for v in model.non_trainable_variables]
+    for before, after in zip(state, kept, strict=True):
+        np.testing.assert_array_equal(before, after)
+    # A call in training mode moves the state to the same place.
+    model(x, training=True)
+    for variable, value in zip(model.non_trainable_variables, moved, strict=True):
+        np.testing.assert_allclose(ops.convert_to_numpy(variable), value, rtol=1e-5)
+    # The noise of the next call is another one.
+    (again, _), _ = noisy_shift.activations(model, ["stem", "conv"], weights, moved, x)
+    assert np.abs(again.mean(0) - found.mean(0)).max() > 0.05
+
+
+def test_deep_linear_network(tmp_path):
+    layers = ["layer3"]
+    norm_names = ["none", "bn", "noisy_bn"]
+    directory = noisy_shift.noisy_shift(
+        dln_reference.SETTINGS, norm_names, layers, tmp_path
+    )
+    files = sorted(path.name for path in directory.iterdir())
+    assert files == [
+        "histograms.png",
+        "moments.png",
+        "results.json",
+        "table.md",
+        "training.png",
+    ]
+    rows = json.loads((directory / "results.json").read_text())["rows"]
+    change = {row["norm"]: row["layers"]["layer3"]["mean_change"] for row in rows}
+    # BN's mean is beta, which moves slowly; noise of +-0.5 is drawn at each step.
+    assert change["bn"] < 0.02 < 0.1 < change["noisy_bn"]
+
+    config = {**dln_reference.SETTINGS, "norm": "none"}
+    _, lines = probed.train("noisy_shift-layer3", config, None, runs_dir=tmp_path)
+    kernels, x, y = dln_reference.start(probed)
+    for line in lines:
+        now = dln_reference.descend(kernels, x, y, RATE, line["step"])
+        then = dln_reference.descend(now, x, y, RATE)
+        before, after = (x @ np.linalg.multi_dot(w[:3]) for w in (now, then))
+        variance = before.var(0)
+        expected = np.abs(after.var(0) - variance).mean()
+        assert line["layer3_variance"] == pytest.approx(variance.mean(), rel=1e-3)
+        assert line["layer3_variance_change"] == pytest.approx(expected, rel=2e-2)
+
+
+def test_classifier(tmp_path, monkeypatch):
+    def build(model, input_shape, num_classes, norm, activation):
+        return tiny.build(model, input_shape, num_classes, norms.get(norm), activation)
+
+    monkeypatch.setattr(models, "build", build)
+    settings = {"train_size": 96, "batch_size": 32, "width": 1, "steps": 4, "every": 2}
+    directory = noisy_shift.noisy_shift(settings, ["none", "bn"], ["conv"], tmp_path)
+    rows = json.loads((directory / "results.json").read_text())["rows"]
+    assert [row["norm"] for row in rows] == ["none", "bn"]
+    assert all(0 <= row["test_accuracy"] <= 1 for row in rows)
+    assert (directory / "table.md").read_text().count("| conv | bn |") == 1
