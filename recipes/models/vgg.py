@@ -1,32 +1,64 @@
-"""VGG-16 for images of 32x32 and smaller (Simonyan and Zisserman, 2015).
+"""VGG networks for images of 32x32 and smaller (Simonyan and Zisserman, 2015).
 
-Thirteen 3x3 convolutions in five stages, each followed by a 2x2 maximum as long as the
-map is larger than 1x1, then one Dense layer. The two hidden Dense layers of the paper
-read a 7x7 map that small images do not have; they are left out, as is usual for CIFAR.
+Five stages of 3x3 convolutions, each stage followed by a 2x2 maximum as long as the map
+is larger than 1x1, then Dense layers. The two hidden Dense layers of the paper read a
+7x7 map that small images do not have; they are left out by default, as is usual for
+CIFAR.
 
-Reference: https://arxiv.org/abs/1409.1556, Table 1, column D.
+Reference: https://arxiv.org/abs/1409.1556, Table 1, columns A, B, D and E.
 """
 
 from keras import Model, layers
 
-STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+from recipes.models.head import dense_head
+
+FILTERS = (64, 128, 256, 512, 512)
+CONVOLUTIONS = {
+    11: (1, 1, 2, 2, 2),
+    13: (2, 2, 2, 2, 2),
+    16: (2, 2, 3, 3, 3),
+    19: (2, 2, 4, 4, 4),
+}
 
 
 def vgg16(input_shape, num_classes, norm, activation):
+    """Builds VGG-16. For the arguments see `vgg`."""
+    return vgg(16, input_shape, num_classes, norm, activation)
+
+
+def vgg(
+    depth,
+    input_shape,
+    num_classes,
+    norm,
+    activation,
+    hidden=(),
+    head_norm=None,
+    place=2,
+):
     """Builds the network.
 
     Args:
+        depth: 11, 13, 16 or 19, the layers with weights in the paper's networks.
         input_shape: `(height, width, channels)`.
         num_classes: Size of the output, which are logits.
-        norm: A `recipes.models.norms.Norm`.
+        norm: A `recipes.models.norms.Norm` for the convolutions and the logits.
         activation: Name of a Keras activation.
+        hidden: Sizes of the hidden Dense layers, in the paper `(4096, 4096)`.
+        head_norm: `None`, or one normalisation layer among the Dense layers.
+        place: It stands before this Dense layer, counted from the top.
 
     Returns:
         A `keras.Model` from `(batch, height, width, channels)` to
         `(batch, num_classes)`.
     """
+    if depth not in CONVOLUTIONS:
+        raise ValueError(
+            f"Argument `depth` must be one of {sorted(CONVOLUTIONS)}. "
+            f"Received: depth={depth}"
+        )
     x = inputs = layers.Input(input_shape, name="image")
-    for stage, (filters, convs) in enumerate(STAGES, start=1):
+    for stage, (filters, convs) in enumerate(zip(FILTERS, CONVOLUTIONS[depth]), 1):
         for index in range(1, convs + 1):
             name = f"stage{stage}_conv{index}"
             if x is not inputs:
@@ -46,5 +78,7 @@ def vgg16(input_shape, num_classes, norm, activation):
     # A 32x32 image is one position by now; of a larger one this takes the mean.
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     x = norm.before(x, "logits")
-    x = layers.Dense(num_classes, kernel_initializer="he_normal", name="logits")(x)
-    return Model(inputs, x, name="vgg16")
+    x = dense_head(
+        x, hidden, num_classes, activation, head_norm, place if hidden else 1
+    )
+    return Model(inputs, x, name=f"vgg{depth}")

@@ -1,0 +1,66 @@
+"""AlexNet (Krizhevsky et al., 2012), revised as by Zhou et al.
+
+Five convolutions of 96, 256, 384, 384 and 256 channels, a 3x3 maximum with stride 2
+behind the first, the second and the last, Dense layers of 4096 and 4096 and, added
+before the logits, five times 20. No dropout, as in the revision, and no local response
+normalisation. Images of fewer than 64 pixels a side, for which the first kernel, 11x11
+with stride 4, is too large, get one of 3x3.
+
+Reference: https://arxiv.org/abs/2205.15146, Appendix I.1.
+"""
+
+from keras import Model, layers
+
+from recipes.models.head import dense_head
+
+ADDED = (20,) * 5
+CONVOLUTIONS = ((96, 11, True), (256, 5, True), (384, 3, False), (384, 3, False))
+CONVOLUTIONS += ((256, 3, True),)  # filters, size of the kernel, a maximum behind it
+LARGE = 64  # pixels
+
+
+def alexnet(
+    input_shape,
+    num_classes,
+    norm=None,
+    place=1,
+    activation="relu",
+    added=ADDED,
+    width=1.0,
+):
+    """Builds the network.
+
+    Args:
+        input_shape: `(height, width, channels)`.
+        num_classes: Size of the output, which are logits.
+        norm: `None`, or the one normalisation layer, not yet called.
+        place: It stands before this Dense layer, counted from the top. 1, 2 and 3 are
+            AlexNet-1, AlexNet-2 and AlexNet-3 of the paper.
+        activation: Name of a Keras activation.
+        added: Sizes of the added Dense layers.
+        width: Factor of all other channels and sizes.
+
+    Returns:
+        A `keras.Model` from `(batch, height, width, channels)` to
+        `(batch, num_classes)`.
+    """
+    x = inputs = layers.Input(input_shape, name="image")
+    for index, (filters, size, pool) in enumerate(CONVOLUTIONS, start=1):
+        name, stride = f"conv{index}", 1
+        if index == 1:
+            size, stride = (11, 4) if min(input_shape[:2]) >= LARGE else (3, 1)
+        x = layers.Conv2D(
+            max(1, round(width * filters)),
+            size,
+            stride,
+            padding="same",
+            kernel_initializer="he_normal",
+            name=name,
+        )(x)
+        x = layers.Activation(activation, name=f"{name}_activation")(x)
+        if pool:
+            x = layers.MaxPooling2D(3, 2, padding="same", name=f"{name}_pool")(x)
+    x = layers.Flatten(name="flat")(x)
+    hidden = (max(1, round(width * 4096)),) * 2
+    x = dense_head(x, (*hidden, *added), num_classes, activation, norm, place)
+    return Model(inputs, x, name="alexnet")

@@ -1,0 +1,44 @@
+"""LeNet-5 (LeCun et al., 1998), revised as by Zhou et al.
+
+Two 5x5 convolutions of 6 and 16 channels, each with a 2x2 maximum behind it, and Dense
+layers of 120, 84 and, added before the logits, seven times 20. Zhou et al. have ReLU
+and maxima where the original has sigmoid and means. Convolutions are padded, so that
+images of 8x8 fit.
+
+Reference: https://arxiv.org/abs/2205.15146, Table 7 and Appendix I.1.
+"""
+
+from keras import Model, layers
+
+from recipes.models.head import dense_head
+
+ADDED = (20,) * 7
+
+
+def lenet(input_shape, num_classes, norm=None, place=1, activation="relu", added=ADDED):
+    """Builds the network.
+
+    Args:
+        input_shape: `(height, width, channels)`.
+        num_classes: Size of the output, which are logits.
+        norm: `None`, or the one normalisation layer, not yet called.
+        place: It stands before this Dense layer, counted from the top. 1, 2 and 3 are
+            LeNet-1, LeNet-2 and LeNet-3 of the paper.
+        activation: Name of a Keras activation.
+        added: Sizes of the added Dense layers.
+
+    Returns:
+        A `keras.Model` from `(batch, height, width, channels)` to
+        `(batch, num_classes)`.
+    """
+    x = inputs = layers.Input(input_shape, name="image")
+    for index, filters in enumerate((6, 16), start=1):
+        name = f"conv{index}"
+        x = layers.Conv2D(
+            filters, 5, padding="same", kernel_initializer="he_normal", name=name
+        )(x)
+        x = layers.Activation(activation, name=f"{name}_activation")(x)
+        x = layers.MaxPooling2D(padding="same", name=f"{name}_pool")(x)
+    x = layers.Flatten(name="flat")(x)
+    x = dense_head(x, (120, 84, *added), num_classes, activation, norm, place)
+    return Model(inputs, x, name="lenet")

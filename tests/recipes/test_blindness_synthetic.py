@@ -1,0 +1,66 @@
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from recipes import blindness_synthetic
+from recipes.precision import available, precision
+
+LIMITS = {"float32": 1e-5, "float64": 1e-12}
+
+
+def test_polynomial_loss_against_loops():
+    rng = np.random.default_rng(0)
+    coefficients, y = rng.normal(size=(4, 3, 5)), rng.normal(size=(4, 3))
+    found = blindness_synthetic.polynomial_loss(coefficients, y)
+    for i in range(4):
+        terms = [
+            coefficients[i, d, j] * y[i, d] ** j for d in range(3) for j in range(5)
+        ]
+        assert float(found[i]) == pytest.approx(sum(terms), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", available())
+def test_orders_0_to_2_do_not_pass(dtype):
+    with precision(dtype):
+        found = blindness_synthetic.deltas(draws=200, samples=50, seed=0)
+    assert found.shape == (4, 200)
+    assert (found[0] == 0).all()
+    assert found[:3].mean(1).max() <= LIMITS[dtype]
+    assert abs(found[3].mean() - 0.51) < 0.33
+
+
+def test_third_order_against_the_jacobian():
+    """The same network and coefficients, in float64 NumPy."""
+    found = blindness_synthetic.deltas(draws=20, samples=30, seed=1)
+    keras.utils.set_random_seed(1)
+    rng = np.random.default_rng(1)
+    model = blindness_synthetic.network(20)
+    x = rng.normal(size=(30, 100))
+    coefficients = rng.normal(size=(20, 5))
+    inputs = keras.Model(model.inputs, model.get_layer("norm").input)
+    column = keras.ops.convert_to_numpy(inputs(x))[:, 0].astype("float64")
+    y = (column - column.mean()) / column.std()
+    jacobian = np.eye(30) - 1 / 30 - np.outer(y, y) / 30
+    for lambdas, value in zip(coefficients, found[3]):
+        cubic, quartic = lambdas[3] * 3 * y**2, lambdas[4] * 4 * y**3
+        change = np.linalg.norm(jacobian @ cubic)
+        assert value == pytest.approx(
+            change / np.linalg.norm(jacobian @ (cubic + quartic)), rel=1e-3
+        )
+
+
+def test_epsilon_lets_the_second_order_pass():
+    found = blindness_synthetic.deltas(draws=20, samples=30, epsilon=0.1)
+    assert found[1].mean() < 1e-5 < 1e-3 < found[2].mean()
+
+
+def test_blindness_synthetic(tmp_path):
+    directory = blindness_synthetic.blindness_synthetic(5, 20, 2, tmp_path)
+    results = json.loads((directory / "results.json").read_text())
+    assert list(results) == list(available())
+    table = (directory / "table.md").read_text()
+    assert f"| paper | {blindness_synthetic.PAPER[0]} |" in table
+    mean, std = (results["float32"][key][3] for key in ("mean", "std"))
+    assert f"{mean:.2e} ± {std:.2e} |\n" in table
