@@ -39,7 +39,7 @@ def test_third_order_against_the_jacobian():
     model = blindness_synthetic.network(20)
     x = rng.normal(size=(30, 100))
     coefficients = rng.normal(size=(20, 5))
-    inputs = keras.Model(model.inputs, model.get_layer("norm").input)
+    inputs = keras.Model(model.input, model.get_layer("norm").input)
     column = keras.ops.convert_to_numpy(inputs(x))[:, 0].astype("float64")
     y = (column - column.mean()) / column.std()
     jacobian = np.eye(30) - 1 / 30 - np.outer(y, y) / 30
