@@ -25,15 +25,15 @@ networks are measured in float32 and, on TensorFlow, in float64.
 The small run took 8 minutes on 2 cores of an Intel Xeon that other work shared
 (TensorFlow). Batches of mixed labels, float64, in brackets float32:
 
-                   Table 2                               3        4, linear   the paper's
+                   Table 2                             3       4, linear    the paper
               first      diagonal         off-diagonal
-    vgg11     4e-13 (2e-4)  4e-13 (3e-4)  4761           –          –           –
-    alexnet1  2e-16 (1e-7)  6e-16 (3e-7)   4.8     2e-15 (1e-6)  0.55 ± 0.23  0.84 ± 0.19
-    alexnet2  1e-16 (8e-8)  4e-16 (3e-7)   1.8     3e-15 (2e-6)  0.41 ± 0.21  0.73 ± 0.25
-    alexnet3  2e-16 (1e-7)  4e-16 (2e-7)   2.9     1e-14 (6e-6)  0.46 ± 0.28  0.85 ± 0.22
-    lenet1    1e-16 (7e-8)  2e-16 (2e-7)   3.4     5e-16 (3e-7)  0.36 ± 0.27  0.67 ± 0.29
-    lenet2    1e-16 (8e-8)  6e-16 (4e-7)   2.9     4e-15 (3e-6)  0.55 ± 0.21  0.68 ± 0.29
-    lenet3    2e-16 (1e-7)  4e-16 (4e-7)   2.9     2e-15 (2e-6)  0.41 ± 0.17  0.77 ± 0.27
+    vgg11     4e-13 (2e-4)  4e-13 (3e-4)  4761         –            –           –
+    alexnet1  2e-16 (1e-7)  6e-16 (3e-7)   4.8   2e-15 (1e-6)  0.55 ± 0.23  0.84 ± 0.19
+    alexnet2  1e-16 (8e-8)  4e-16 (3e-7)   1.8   3e-15 (2e-6)  0.41 ± 0.21  0.73 ± 0.25
+    alexnet3  2e-16 (1e-7)  4e-16 (2e-7)   2.9   1e-14 (6e-6)  0.46 ± 0.28  0.85 ± 0.22
+    lenet1    1e-16 (7e-8)  2e-16 (2e-7)   3.4   5e-16 (3e-7)  0.36 ± 0.27  0.67 ± 0.29
+    lenet2    1e-16 (8e-8)  6e-16 (4e-7)   2.9   4e-15 (3e-6)  0.55 ± 0.21  0.68 ± 0.29
+    lenet3    2e-16 (1e-7)  4e-16 (4e-7)   2.9   2e-15 (2e-6)  0.41 ± 0.17  0.77 ± 0.27
 
 Tables 2 and 3 hold up to rounding, which VGG-11 has much of: its loss is small next to
 the terms. The linear part of Table 4 is considerable, but not the larger one here.
