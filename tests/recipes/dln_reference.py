@@ -1,9 +1,12 @@
 """The deep linear network in NumPy, without norms: x -> W_k ... W_1 x, float64."""
 
+import keras
 import numpy as np
 
+from recipes import probed, problems
+
 # A problem that takes no time; float32, so that JAX needs no setting.
-SETTINGS = {"network": "dln", "depth": 6, "dtype": "float32"}
+SETTINGS = {"network": "dln", "depth": 4, "dtype": "float32"}
 SETTINGS |= {"steps": 4, "every": 2}
 
 
@@ -28,12 +31,10 @@ def descend(kernels, x, y, rate, steps=1):
     return kernels
 
 
-def start(probed, seed=0):
+def start(seed=0):
     """The first weights of `recipes.probed` for `SETTINGS`, and the data."""
-    import keras
-
     keras.utils.set_random_seed(seed)
-    found = probed.problem(probed.complete({**SETTINGS, "norm": "none"}))
+    found = problems.problem(probed.complete({**SETTINGS, "norm": "none"}))
     kernels = [
         keras.ops.convert_to_numpy(v).astype("float64")
         for v in found.model.trainable_variables

@@ -25,7 +25,7 @@ def test_deep_linear_network(tmp_path):
     kind = "covariate_shift-layer1+layer4"
     config = {**settings, "norm": "none"}
     _, lines = probed.train(kind, config, None, runs_dir=tmp_path)
-    kernels, x, y = dln_reference.start(probed)
+    kernels, x, y = dln_reference.start()
     for line in lines:
         now = dln_reference.descend(kernels, x, y, RATE, line["step"])
         then = dln_reference.descend(now, x, y, RATE)

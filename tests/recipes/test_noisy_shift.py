@@ -79,7 +79,7 @@ def test_deep_linear_network(tmp_path):
 
     config = {**dln_reference.SETTINGS, "norm": "none"}
     _, lines = probed.train("noisy_shift-layer3", config, None, runs_dir=tmp_path)
-    kernels, x, y = dln_reference.start(probed)
+    kernels, x, y = dln_reference.start()
     for line in lines:
         now = dln_reference.descend(kernels, x, y, RATE, line["step"])
         then = dln_reference.descend(now, x, y, RATE)
