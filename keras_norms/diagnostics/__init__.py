@@ -1,6 +1,12 @@
 """A model and a batch in, numbers out; nothing of the model changes."""
 
 from keras_norms.diagnostics import theorems
+from keras_norms.diagnostics.blindness import (
+    Blindness,
+    SecondOrder,
+    blindness,
+    second_order,
+)
 from keras_norms.diagnostics.covariate_shift import CovariateShift, covariate_shift
 from keras_norms.diagnostics.gradient_noise import GradientNoise, gradient_noise
 from keras_norms.diagnostics.gradients import (
@@ -23,6 +29,7 @@ from keras_norms.diagnostics.probes import (
 )
 
 __all__ = [
+    "Blindness",
     "CovariateShift",
     "CovariateShiftProbe",
     "GradientNoise",
@@ -32,7 +39,9 @@ __all__ = [
     "LipschitzTerms",
     "LossAndGradient",
     "Objective",
+    "SecondOrder",
     "Trace",
+    "blindness",
     "covariate_shift",
     "gradient_noise",
     "hessian_eigenvalues",
@@ -40,6 +49,7 @@ __all__ = [
     "hessian_vector_product",
     "landscape",
     "lipschitz_terms",
+    "second_order",
     "theorems",
     "value_and_grad",
 ]

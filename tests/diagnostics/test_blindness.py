@@ -6,7 +6,8 @@ import pytest
 from keras import layers
 
 from keras_norms import CBN, WS, LpNorm
-from keras_norms.diagnostics import blindness as probe
+from keras_norms import diagnostics as probe
+from keras_norms.diagnostics.blindness import TERMS
 from tests.diagnostics import networks
 
 FEATURES = 4
@@ -305,7 +306,7 @@ def test_table():
         build(LpNorm(name="norm")), inputs().astype("float32"), LABELS
     )
     header, mixed, one_label = str(found).splitlines()
-    assert header.split() == ["layer", "kind", "batch", *probe.TERMS, "shared"]
+    assert header.split() == ["layer", "kind", "batch", *TERMS, "shared"]
     assert mixed.split()[:4] == ["norm", "LpNorm", "mixed", "(12)"]
     assert one_label.split()[:5] == ["norm", "LpNorm", "one", "label", "(5)"]
     assert float(mixed.split()[6]) == pytest.approx(found.changes[0, 0, 2], rel=0.05)
