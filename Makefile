@@ -1,11 +1,15 @@
 # make demo      the main job: CBN against BatchNormalization on real images
 # make test      the tests, on TensorFlow and JAX
-# make test-all  the same, and PyTorch and the TPU compiler
+# make test-all  the same, and PyTorch, the TPU compiler, all recipes on JAX
 # make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
 
 PYTHON ?= python3
 PYTEST ?= JAX_PLATFORMS=cpu .venv/bin/python -m pytest -q -n auto --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+# Whole trainings, written in terms of Keras only: on JAX in test-all.
+TRAININGS := tests/benchmarks $(addprefix tests/recipes/test_, $(addsuffix .py, \
+	cbn_ablation cbn_assumptions cbn_gradient_variance cbn_grid cbn_max_lr cbn_rho \
+	blindness_classifier blindness_layers landscape covariate_shift noisy_shift))
 
 .PHONY: demo test test-all test-extra lint format install
 .DELETE_ON_ERROR:
@@ -16,13 +20,14 @@ demo: install
 
 test: lint
 	KERAS_BACKEND=tensorflow $(PYTEST)
-	KERAS_BACKEND=jax $(PYTEST)
+	KERAS_BACKEND=jax $(PYTEST) $(TRAININGS:%=--ignore=%)
 
 test-all: test test-extra
 
 test-extra: .venv/installed-extra
 	KERAS_BACKEND=torch $(PYTEST)
 	KERAS_BACKEND=jax $(PYTEST) -m tpu
+	KERAS_BACKEND=jax $(PYTEST) $(TRAININGS)
 
 lint: install
 	.venv/bin/ruff check .
