@@ -160,9 +160,9 @@ class Recorder(keras.callbacks.Callback):
         }
 
     def _save(self, file):
-        arrays = {f"model/{v.path}": _array(v) for v in self.model.variables}
+        arrays = {f"model/{v.path}": numpy_copy(v) for v in self.model.variables}
         for i, variable in enumerate(self.model.optimizer.variables):
-            arrays[f"optimizer/{i}"] = _array(variable)
+            arrays[f"optimizer/{i}"] = numpy_copy(variable)
         arrays |= {f"best/{path}": array for path, array in self.best.items()}
         np.savez(file, epoch=self.epoch, **arrays)
 
@@ -184,7 +184,7 @@ class Recorder(keras.callbacks.Callback):
 
     def _wait(self):
         # The step counter is there when the step that made it is done.
-        _array(self.model.optimizer.iterations)
+        numpy_copy(self.model.optimizer.iterations)
 
     def on_epoch_end(self, epoch, logs=None):
         self.epoch = epoch + 1
@@ -202,10 +202,10 @@ class Recorder(keras.callbacks.Callback):
             self.model.stop_training = True
             return
         if logs["val_accuracy"] > highest:
-            self.best = {v.path: _array(v) for v in self.model.variables}
+            self.best = {v.path: numpy_copy(v) for v in self.model.variables}
         write(self.run.checkpoint, self._save)
 
 
-def _array(variable):
-    # A copy: NumPy may otherwise look into memory that the next step overwrites.
+def numpy_copy(variable):
+    """The value of a Keras variable, which the next step does not overwrite."""
     return np.array(keras.ops.convert_to_numpy(variable))

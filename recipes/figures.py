@@ -9,7 +9,8 @@ from recipes import experiment
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# A norm has one colour in all pictures.
+# A norm has one colour in all pictures. Where two of one colour meet, the first here
+# has it.
 COLOUR_OF = {
     "bn": "#D55E00",
     "cbn": "#0072B2",
@@ -18,6 +19,13 @@ COLOUR_OF = {
     "cbn_batch": "#E69F00",
     "cbn_fixed": "#56B4E9",
     "none": "#000000",
+    "noisy_bn": "#CC79A7",
+    "lp1": "#0072B2",
+    "lp2": "#009E73",
+    "lpinf": "#E69F00",
+    "layer": "#009E73",
+    "group": "#56B4E9",
+    "rms": "#E69F00",
 }
 NAME_OF = {
     "bn": "BN",
@@ -27,15 +35,26 @@ NAME_OF = {
     "cbn_batch": "CBN without AMAT",
     "cbn_fixed": "CBN, eta = 0.9",
     "none": "no normalization",
+    "noisy_bn": "NoisyBN",
+    "lp1": "l1 norm",
+    "lp2": "l2 norm",
+    "lpinf": "l∞ norm",
+    "layer": "LN",
+    "group": "GN",
+    "rms": "RMS",
 }
 
 
 def colours(labels):
     """A dict from each label to its colour: a norm's own, or the next free one."""
-    taken = {COLOUR_OF.get(name) for name in labels}
-    free = [colour for colour in COLOURS if colour not in taken] or list(COLOURS)
+    owner_of = {}
+    for name, colour in COLOUR_OF.items():
+        if name in labels:
+            owner_of.setdefault(colour, name)
+    free = [colour for colour in COLOURS if colour not in owner_of] or list(COLOURS)
     free = iter(free * len(labels))
-    return {name: COLOUR_OF.get(name) or next(free) for name in labels}
+    own = {name: colour for colour, name in owner_of.items()}
+    return {name: own.get(name) or next(free) for name in labels}
 
 
 def shades(labels):
@@ -73,7 +92,7 @@ def curves(path, panels, rows, title, colour_of=None):
             the axes, such as `{"yscale": "log"}`.
         colour_of: Dict from a label to its colour; `colours` of the labels if `None`.
     """
-    figure, axes = _axes(len(rows), len(panels), title, sharey="row")
+    figure, axes = subplots(len(rows), len(panels), title, sharey="row")
     labels = list(dict.fromkeys(label for runs in panels.values() for label in runs))
     colour_of = colour_of or colours(labels)
     for column, (name, runs_of) in enumerate(panels.items()):
@@ -85,8 +104,8 @@ def curves(path, panels, rows, title, colour_of=None):
         _epochs(axes[-1, column])
     for row, (_, label, _) in enumerate(rows):
         axes[row, 0].set_ylabel(label)
-    _legend(figure, axes)
-    _save(figure, path)
+    legend(figure, axes)
+    save(figure, path)
 
 
 def against(path, panels, xlabel, ylabel, title, base, **settings):
@@ -102,7 +121,7 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
         base: Of the logarithm.
         **settings: Of all axes, such as `ylim`.
     """
-    figure, axes = _axes(1, len(panels), title, sharey=True)
+    figure, axes = subplots(1, len(panels), title, sharey=True)
     labels = list(
         dict.fromkeys(label for values in panels.values() for label in values)
     )
@@ -124,8 +143,8 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
             axis.set_xticklabels([f"{value:g}" for value in ticks])
         axis.set(title=name, xlabel=xlabel, **settings)
     axes[0, 0].set_ylabel(ylabel)
-    _legend(figure, axes)
-    _save(figure, path)
+    legend(figure, axes)
+    save(figure, path)
 
 
 def gradient_norms(path, panels, title):
@@ -136,7 +155,7 @@ def gradient_norms(path, panels, title):
         panels: Dict from a learning rate to what `training_curves` takes.
     """
     columns = list(next(iter(panels.values())))
-    figure, axes = _axes(len(panels), len(columns), title, sharey="row")
+    figure, axes = subplots(len(panels), len(columns), title, sharey="row")
     norms = [
         norm for panel in panels.values() for runs in panel.values() for norm in runs
     ]
@@ -150,8 +169,8 @@ def gradient_norms(path, panels, title):
     for column, name in enumerate(columns):
         axes[0, column].set_title(name)
         _epochs(axes[-1, column])
-    _legend(figure, axes)
-    _save(figure, path)
+    legend(figure, axes)
+    save(figure, path)
 
 
 def distributions(path, panels, interval, ylabel, title, ylim):
@@ -166,7 +185,7 @@ def distributions(path, panels, interval, ylabel, title, ylim):
         ylim: Two numbers, what is drawn of the axis of the values.
     """
     columns = list(next(iter(panels.values())))
-    figure, axes = _axes(len(panels), len(columns), title, sharey=True)
+    figure, axes = subplots(len(panels), len(columns), title, sharey=True)
     bands = ((0, 100, 0.15), (10, 90, 0.25), (25, 75, 0.4))
     for row, (name, panel) in zip(axes, panels.items()):
         for axis, values in zip(row, panel.values()):
@@ -186,8 +205,8 @@ def distributions(path, panels, interval, ylabel, title, ylim):
     for column, name in enumerate(columns):
         axes[0, column].set(title=name, ylim=ylim)
         _epochs(axes[-1, column])
-    _legend(figure, axes)
-    _save(figure, path)
+    legend(figure, axes)
+    save(figure, path)
 
 
 def steps(path, panels, ticks, title):
@@ -201,7 +220,7 @@ def steps(path, panels, ticks, title):
         ticks: The names of the variants.
     """
     labels = list(next(iter(panels.values())))
-    figure, axes = _axes(len(labels), len(panels), title, sharey=False)
+    figure, axes = subplots(len(labels), len(panels), title, sharey=False)
     for column, (name, values_of) in enumerate(panels.items()):
         for row, label in enumerate(labels):
             axis = axes[row, column]
@@ -219,10 +238,11 @@ def steps(path, panels, ticks, title):
         axes[-1, column].set_xlabel("row")
     for row, label in enumerate(labels):
         axes[row, 0].set_ylabel(label)
-    _save(figure, path)
+    save(figure, path)
 
 
-def _axes(rows, columns, title, sharey):
+def subplots(rows, columns, title, sharey):
+    """A figure and its axes, an array `(rows, columns)`, of a size that fits them."""
     size = (1.4 + 2.5 * columns, 1.2 + 2.1 * rows)
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
@@ -237,7 +257,8 @@ def _epochs(axis):
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _legend(figure, axes):
+def legend(figure, axes):
+    """Puts one legend, of the labels of all axes, beside them."""
     found = {}
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels()):
@@ -245,7 +266,8 @@ def _legend(figure, axes):
     figure.legend(found.values(), found.keys(), loc="outside right upper")
 
 
-def _save(figure, path):
+def save(figure, path):
+    """Writes the figure, whole or not at all."""
     experiment.write(path, lambda temporary: figure.savefig(temporary, dpi=120))
 
 

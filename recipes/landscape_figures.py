@@ -4,23 +4,9 @@ import matplotlib
 import numpy as np
 
 from recipes import figures
-from recipes.figures import _axes, _legend, _save
 
 REFERENCE = "none"
-COLOUR_OF = {
-    "none": "#999999",
-    "bn": figures.COLOUR_OF["bn"],
-    "noisy_bn": "#CC79A7",
-    "lp1": "#0072B2",
-    "lp2": "#009E73",
-    "lpinf": "#E69F00",
-}
-NAME_OF = figures.NAME_OF | {
-    "noisy_bn": "NoisyBN",
-    "lp1": "l1 norm",
-    "lp2": "l2 norm",
-    "lpinf": "l∞ norm",
-}
+COLOUR_OF = figures.COLOUR_OF | {"none": "#999999"}  # the others' background
 
 
 def training(path, metrics, rows, title):
@@ -33,15 +19,15 @@ def training(path, metrics, rows, title):
             settings of the axes.
         title: Of the picture.
     """
-    figure, axes = _axes(1, len(rows), title, sharey=False)
+    figure, axes = figures.subplots(1, len(rows), title, sharey=False)
     figure.set_size_inches(4.2 + 2.8 * len(rows), 3.4)
     for axis, (key, label, settings) in zip(axes[0], rows):
         for norm, lines in metrics.items():
             if any(line.get(key) is not None for line in lines):
                 axis.plot(*_series(lines, key), **_style(norm))
         axis.set(xlabel="step", ylabel=label, **settings)
-    _legend(figure, axes)
-    _save(figure, path)
+    figures.legend(figure, axes)
+    figures.save(figure, path)
 
 
 def bands(path, metrics, columns, title):
@@ -53,7 +39,7 @@ def bands(path, metrics, columns, title):
             edge, the label with the unit, and a dict of settings of the axes.
     """
     others = [norm for norm in metrics if norm != REFERENCE] or list(metrics)
-    figure, axes = _axes(len(others), len(columns), title, sharey="col")
+    figure, axes = figures.subplots(len(others), len(columns), title, sharey="col")
     for row, other in zip(axes, others):
         shown = [norm for norm in (REFERENCE, other) if norm in metrics]
         for axis, (keys, label, settings) in zip(row, columns):
@@ -62,8 +48,8 @@ def bands(path, metrics, columns, title):
             axis.set(ylabel=label, **settings)
     for axis in axes[-1]:
         axis.set_xlabel("step")
-    _legend(figure, axes)
-    _save(figure, path)
+    figures.legend(figure, axes)
+    figures.save(figure, path)
 
 
 def _band(axis, lines, keys, norm):
@@ -86,7 +72,7 @@ def predictiveness(path, metrics, title, thirds=3):
             `gradient_distances`.
         thirds: Integer, training is cut in so many parts, with a panel of means each.
     """
-    figure, axes = _axes(1, thirds, title, sharey=True)
+    figure, axes = figures.subplots(1, thirds, title, sharey=True)
     for norm, lines in metrics.items():
         for part, axis in enumerate(axes[0]):
             low, high = (len(lines) * i // thirds for i in (part, part + 1))
@@ -100,8 +86,8 @@ def predictiveness(path, metrics, title, thirds=3):
             first, last = some[0]["step"], some[-1]["step"]
             axis.set(title=f"steps {first} to {last}", xlabel="step length s")
     axes[0, 0].set(ylabel="|grad L(W - s g) - g|", yscale="log")
-    _legend(figure, axes)
-    _save(figure, path)
+    figures.legend(figure, axes)
+    figures.save(figure, path)
 
 
 def by_layer(path, metrics, layers, columns, title):
@@ -112,7 +98,7 @@ def by_layer(path, metrics, layers, columns, title):
         layers: List of names.
         columns: List of a key, its label with the unit, and a dict of settings.
     """
-    figure, axes = _axes(len(layers), len(columns), title, sharey="col")
+    figure, axes = figures.subplots(len(layers), len(columns), title, sharey="col")
     for row, layer in zip(axes, layers):
         for axis, (key, label, settings) in zip(row, columns):
             for norm, lines in metrics.items():
@@ -122,8 +108,8 @@ def by_layer(path, metrics, layers, columns, title):
         row[0].set_ylabel(layer)
     for axis in axes[-1]:
         axis.set_xlabel("step")
-    _legend(figure, axes)
-    _save(figure, path)
+    figures.legend(figure, axes)
+    figures.save(figure, path)
 
 
 def histograms(path, metrics, layers, title, shown=8):
@@ -135,7 +121,7 @@ def histograms(path, metrics, layers, title, shown=8):
         layers: List of names.
         shown: Integer, so many moments of training.
     """
-    figure, axes = _axes(len(layers), len(metrics), title, sharey=True)
+    figure, axes = figures.subplots(len(layers), len(metrics), title, sharey=True)
     colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, shown))
     for column, (norm, lines) in enumerate(metrics.items()):
         places = np.linspace(0, len(lines) - 1, min(shown, len(lines))).astype(int)
@@ -144,11 +130,11 @@ def histograms(path, metrics, layers, title, shown=8):
             _ridges(axis, [lines[i] for i in places], layer, colours)
             axis.set_yticks([])
             axis.grid(False)
-        axes[0, column].set_title(NAME_OF.get(norm, norm))
+        axes[0, column].set_title(figures.NAME_OF.get(norm, norm))
         axes[-1, column].set_xlabel("activation")
     for row, layer in enumerate(layers):
         axes[row, 0].set_ylabel(f"{layer}\nlater steps below")
-    _save(figure, path)
+    figures.save(figure, path)
 
 
 def _ridges(axis, lines, layer, colours):
@@ -167,7 +153,7 @@ def _ridges(axis, lines, layer, colours):
 def _style(norm):
     return {
         "color": COLOUR_OF.get(norm, "#000000"),
-        "label": NAME_OF.get(norm, norm),
+        "label": figures.NAME_OF.get(norm, norm),
     }
 
 

@@ -132,9 +132,11 @@ class _Recorder(keras.callbacks.Callback):
                 variable.assign(file[f"optimizer/{i}"])
 
     def _save(self, file):
-        arrays = {f"model/{v.path}": experiment._array(v) for v in self.model.variables}
+        arrays = {
+            f"model/{v.path}": experiment.numpy_copy(v) for v in self.model.variables
+        }
         for i, variable in enumerate(self.model.optimizer.variables):
-            arrays[f"optimizer/{i}"] = experiment._array(variable)
+            arrays[f"optimizer/{i}"] = experiment.numpy_copy(variable)
         np.savez(file, epoch=self.epoch, **arrays)
 
     def on_epoch_begin(self, epoch, logs=None):

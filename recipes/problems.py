@@ -72,7 +72,7 @@ def _enlarged(images):
 
 
 def _dln(config):
-    with models._dtype_policy(config["dtype"]):
+    with models.dtype_policy(config["dtype"]):
         model = dln.dln(norms.get(config["norm"]), depth=config["depth"])
         loss = dln.SumOfSquares(dtype=config["dtype"])
     held = keras.backend.standardize_dtype(model.trainable_variables[0].value.dtype)

@@ -49,7 +49,7 @@ def build(
     check(model, activation)
     if isinstance(norm, str):
         norm = norms.get(norm, rho, omega)
-    with _dtype_policy(dtype):
+    with dtype_policy(dtype):
         if model in NAMED:
             return NAMED[model](input_shape, num_classes, norm, activation)
         depth = int(model.removeprefix("resnet"))
@@ -57,7 +57,8 @@ def build(
 
 
 @contextlib.contextmanager
-def _dtype_policy(dtype):
+def dtype_policy(dtype):
+    """Layers that are made here have the dtype policy `dtype`, if not `None`."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(before if dtype is None else dtype)
     try:

@@ -8,8 +8,9 @@ def test_a_norm_has_one_colour_everywhere():
     second = figures.colours(["lp1", "bn", "group", "cbn"])
     assert first["bn"] == second["bn"] and first["cbn"] == second["cbn"]
     assert len(set(second.values())) == 4
-    many = figures.colours([*figures.COLOUR_OF, "lp1", "lp2"])
-    assert many["bn"] == first["bn"] and len(many) == 9
+    many = figures.colours([*reversed(figures.COLOUR_OF), "wn", "ws"])
+    assert many["bn"] == first["bn"] and many["cbn"] == first["cbn"]
+    assert len(many) == len(figures.COLOUR_OF) + 2
 
 
 def test_shades_have_an_order():
