@@ -162,7 +162,15 @@ class _Recorder(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def train(kind, config, measure, runs_dir="runs", data_dir=None, download=False):
+def train(
+    kind,
+    config,
+    measure,
+    at_end=None,
+    runs_dir="runs",
+    data_dir=None,
+    download=False,
+):
     """Trains a network, or goes on with that, or returns what came out before.
 
     Args:
@@ -172,6 +180,9 @@ def train(kind, config, measure, runs_dir="runs", data_dir=None, download=False)
             step. It is called with the weights that step 0, `every`, 2 `every` ...
             starts from, returns a dict for the line of metrics.jsonl, and must not
             change the model.
+        at_end: Callable `at_end(problem, config)`, or `None`. It is called with the
+            `recipes.problems.Problem` of the trained model, unless that diverged, and
+            returns a dict of more results.
         runs_dir: The run is recorded in `<runs_dir>/<name>/`.
         data_dir, download: Arguments of `recipes.data.load`.
 
@@ -204,24 +215,26 @@ def train(kind, config, measure, runs_dir="runs", data_dir=None, download=False)
         )
     last = run.metrics[-1]
     scores = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
+    diverged = last["train_loss"] is None
     run.finish(
         {
             "name": name,
-            "diverged": last["train_loss"] is None,
+            "diverged": diverged,
             **{key: last[key] for key in scores if key in last},
+            **(at_end(found, config) if at_end and not diverged else {}),
         }
     )
     return run.results, run.metrics
 
 
-def train_all(kind, settings, norm_names, measure, **places):
+def train_all(kind, settings, norm_names, measure, **others):
     """Trains the network with each norm.
 
     Args:
         kind, measure: See `train`.
         settings: Dict of settings that all runs share, see `complete`.
         norm_names: List of names of `recipes.models.norms`.
-        **places: Other arguments of `train`.
+        **others: Other arguments of `train`.
 
     Returns:
         Two dicts, from a norm to its results, and to its lines of metrics.
@@ -230,7 +243,7 @@ def train_all(kind, settings, norm_names, measure, **places):
     for norm in (progress := tqdm(norm_names, unit="run")):
         progress.set_postfix_str(norm)
         config = {**settings, "norm": norm}
-        results[norm], metrics[norm] = train(kind, config, measure, **places)
+        results[norm], metrics[norm] = train(kind, config, measure, **others)
     return results, metrics
 
 

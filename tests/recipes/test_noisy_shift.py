@@ -1,3 +1,4 @@
+import functools
 import json
 
 import keras
@@ -5,7 +6,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-from recipes import models, noisy_shift, probed
+from keras_norms import recalibrate
+from recipes import models, noisy_shift, probed, problems
 from recipes.models import norms
 from tests.recipes import dln_reference, tiny
 
@@ -96,8 +98,35 @@ def test_classifier(tmp_path, monkeypatch):
 
     monkeypatch.setattr(models, "build", build)
     settings = {"train_size": 96, "batch_size": 32, "width": 1, "steps": 4, "every": 2}
-    directory = noisy_shift.noisy_shift(settings, ["none", "bn"], ["conv"], tmp_path)
+    names = ["none", "bn", "noisy_bn"]
+    directory = noisy_shift.noisy_shift(settings, names, ["conv"], tmp_path)
     rows = json.loads((directory / "results.json").read_text())["rows"]
-    assert [row["norm"] for row in rows] == ["none", "bn"]
+    assert [row["norm"] for row in rows] == names
     assert all(0 <= row["test_accuracy"] <= 1 for row in rows)
+    recalibrated = ["recalibrated_test_accuracy" in row for row in rows]
+    assert recalibrated == [False, False, True]
     assert (directory / "table.md").read_text().count("| conv | bn |") == 1
+
+
+def test_recalibrated_is_inference_with_statistics_without_noise():
+    keras.utils.set_random_seed(0)
+    build = functools.partial(tiny.build, None, (6, 6, 1), 3, activation="relu")
+    noisy, plain = build(norm=norms.get("noisy_bn")), build(norm=norms.get("bn"))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(noisy_shift.RECALIBRATION_STEPS, 32, 6, 6, 1)) + 1
+    x = x.astype("float32")
+    for bare, full in zip(plain.trainable_weights, noisy.trainable_weights):
+        value = rng.normal(1, 0.5, full.shape)
+        full.assign(value)
+        bare.assign(value)
+    recalibrate(plain, x.reshape(-1, 6, 6, 1), verbose=0)
+    y = plain.predict(x[0], verbose=0).argmax(-1)
+    assert len(set(y)) > 1
+
+    before = noisy.get_weights()
+    problem = problems.Problem(noisy, lambda step: (x[step], None), (x[0], y))
+    found = noisy_shift.recalibrated(problem, {"norm": "noisy_bn"})
+    assert found == {"recalibrated_test_accuracy": 1.0}
+    for old, new in zip(before, noisy.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert noisy_shift.recalibrated(problem, {"norm": "bn"}) == {}
