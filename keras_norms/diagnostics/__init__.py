@@ -1,6 +1,7 @@
 """A model and a batch in, numbers out; nothing of the model changes."""
 
 from keras_norms.diagnostics import theorems
+from keras_norms.diagnostics.attack import bim
 from keras_norms.diagnostics.blindness import (
     Blindness,
     SecondOrder,
@@ -8,6 +9,12 @@ from keras_norms.diagnostics.blindness import (
     second_order,
 )
 from keras_norms.diagnostics.covariate_shift import CovariateShift, covariate_shift
+from keras_norms.diagnostics.geometry import (
+    Decomposition,
+    EffectiveWeight,
+    decompose,
+    effective_weights,
+)
 from keras_norms.diagnostics.gradient_noise import GradientNoise, gradient_noise
 from keras_norms.diagnostics.gradients import (
     LossAndGradient,
@@ -27,11 +34,17 @@ from keras_norms.diagnostics.probes import (
     GradientNoiseProbe,
     LandscapeProbe,
 )
+from keras_norms.diagnostics.robustness import Robustness, robustness
+from keras_norms.diagnostics.scale_invariance import WeightGeometry, weight_geometry
+from keras_norms.diagnostics.weight_growth import BatchStatistics, WeightGrowth
 
 __all__ = [
+    "BatchStatistics",
     "Blindness",
     "CovariateShift",
     "CovariateShiftProbe",
+    "Decomposition",
+    "EffectiveWeight",
     "GradientNoise",
     "GradientNoiseProbe",
     "Landscape",
@@ -39,17 +52,25 @@ __all__ = [
     "LipschitzTerms",
     "LossAndGradient",
     "Objective",
+    "Robustness",
     "SecondOrder",
     "Trace",
+    "WeightGeometry",
+    "WeightGrowth",
+    "bim",
     "blindness",
     "covariate_shift",
+    "decompose",
+    "effective_weights",
     "gradient_noise",
     "hessian_eigenvalues",
     "hessian_trace",
     "hessian_vector_product",
     "landscape",
     "lipschitz_terms",
+    "robustness",
     "second_order",
     "theorems",
     "value_and_grad",
+    "weight_geometry",
 ]

@@ -1,0 +1,272 @@
+"""The basic iterative method: inputs that a classifier is wrong about."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_norms.diagnostics.differentiation import (
+    compiler,
+    differentiate,
+    drawing_from,
+    randomness,
+)
+from keras_norms.diagnostics.gradients import _batch, _check_model
+from keras_norms.diagnostics.model_loss import ModelLoss
+from keras_norms.layers import arguments
+
+NORMS = ("inf", 2)
+
+
+def bim(
+    model,
+    x,
+    y,
+    loss=None,
+    *,
+    epsilon=8 / 255,
+    norm="inf",
+    steps=10,
+    step_size=None,
+    bounds=(0.0, 1.0),
+    batch_size=128,
+    verbose="auto",
+):
+    """The basic iterative method: inputs near `x` whose loss is large.
+
+    ```
+    x_0     = x
+    x_{t+1} = clip(project(x_t + step_size * d_t))
+    d_t     = sign(g)          for norm "inf"
+            = g / |g|_2        for norm 2
+    ```
+
+    with `g` the gradient of a sample's loss at `x_t`, `project` to the ball of radius
+    `epsilon` around `x`, and `clip` to `bounds`. It is white-box, untargeted and
+    deterministic. Layers run in inference mode, so that no sample depends on another.
+    Nothing of the model changes.
+
+    Args:
+        model: A built `keras.Model` with one input, and an output of shape `(samples,
+            classes)`: rather logits than probabilities, with which a loss saturates.
+        x: Array of floats, `(samples, ...)`.
+        y: Labels: integers, `(samples,)` or `(samples, 1)`, or numbers, `(samples,
+            classes)`.
+        loss: What `model.compile` takes as `loss`, or `None`: the compiled one.
+        epsilon: Non-negative float, the radius of the ball in units of `x`.
+        norm: `"inf"` or 2.
+        steps: Positive integer.
+        step_size: Positive float; `epsilon / steps` if `None`.
+        bounds: `(low, high)`, the range of `x`: numbers, or arrays that broadcast to a
+            sample. `None` if there is none.
+        batch_size: Positive integer. The result does not depend on it.
+        verbose: 0 for no output, `"auto"` or 1 for a progress bar, 2 for a line.
+
+    Returns:
+        Array of the shape and dtype of `x`, up to rounding within the ball.
+
+    Raises:
+        ValueError: If an argument is out of its range, if `x` is empty, is not of
+            floats or not within `bounds`, if labels or outputs have another shape, or
+            if the loss has no gradient at any sample of the first batch, as with a
+            model that begins with an `Embedding`.
+
+    Reference:
+
+    - Kurakin, Goodfellow and Bengio, Adversarial Examples in the Physical World, 2016,
+      Section 2.2. https://arxiv.org/abs/1607.02533
+    """
+    attack = Attack(model, x, y, loss, epsilon, norm, steps, step_size, bounds)
+    batches = attack.batches(batch_size, verbose)
+    return np.concatenate([attack.run(batch)[0][: batch.size] for batch in batches])
+
+
+class Samples(NamedTuple):
+    """A batch of the size of all others."""
+
+    x: np.ndarray
+    y: np.ndarray
+    size: int  # of the samples, which others may follow
+
+
+class Attack:
+    """The attack on a model, and the accuracy of what it makes."""
+
+    def __init__(self, model, x, y, loss, epsilon, norm, steps, step_size, bounds):
+        _check_model(model, loss)
+        self._x, self._y = _arrays(x, y)
+        self.samples = len(self._x)
+        self._epsilon = arguments.number("epsilon", epsilon, at_least=0)
+        self._norm = arguments.choice("norm", norm, NORMS)
+        self._steps = _positive("steps", steps)
+        if step_size is None:
+            step_size = self._epsilon / self._steps
+        else:
+            arguments.number("step_size", step_size, above=0)
+        self._step_size = step_size
+        self._bounds = _bounds(bounds, self._x)
+        self._model = model
+        if keras.backend.backend() == "jax":
+            model.jax_state_sync()  # In `fit`, the trainer holds the state.
+        self._pure = ModelLoss(model, loss, None, "input", training=False)
+        self._weights = [v.value for v in self._pure.parameters]
+        self._state = [v.value for v in self._pure.state]
+        self._randomness = randomness()
+        compiled = compiler(model)
+        self._has_gradient = False  # at any sample so far
+        self._slope, self._outputs = compiled(self._slope_of), compiled(self._call)
+
+    def batches(self, batch_size, verbose):
+        """All samples, in batches of one size, so that nothing is compiled again."""
+        size = min(_positive("batch_size", batch_size), self.samples)
+        arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
+        starts = range(0, self.samples, size)
+        progress = keras.utils.Progbar(
+            len(starts), verbose=1 if verbose == "auto" else verbose, unit_name="batch"
+        )
+        for done, first in enumerate(starts):
+            places = np.arange(first, first + size) % self.samples
+            yield Samples(
+                self._x[places], self._y[places], min(size, self.samples - first)
+            )
+            progress.update(done + 1)
+
+    def run(self, batch):
+        """The attacked inputs, and for each sample whether there was no gradient."""
+        z = batch.x
+        slope, without_gradient = self._direction(z, batch.y)
+        self._has_gradient |= not np.all(without_gradient)
+        if not self._has_gradient:
+            raise ValueError(
+                "Argument `model` must have a loss with a gradient with respect to its "
+                "inputs, which no sample of this batch has: the model reads them as "
+                "integers, as an Embedding does, or its loss is saturated, which is "
+                f"less so with logits. Received: model '{self._model.name}'"
+            )
+        for step in range(self._steps if self._epsilon else 0):
+            if step:
+                slope, _ = self._direction(z, batch.y)
+            moved = self._project(z + self._step_size * slope - batch.x)
+            z = self.clip(batch, batch.x + moved)
+        return z, without_gradient
+
+    def clip(self, batch, z):
+        """`z` within the bounds, in the dtype of inputs."""
+        return np.clip(z, *self._bounds).astype(batch.x.dtype)
+
+    def hits(self, batch, z):
+        """How many samples are classified as they should be."""
+        x, _ = _batch(self._model, z, None)
+        with drawing_from(self._randomness):
+            outputs = self._outputs(self._weights, self._state, x)
+        outputs = np.asarray(ops.convert_to_numpy(outputs)).astype("float64")
+        if outputs.ndim != 2 or outputs.shape[1] < 2:
+            raise ValueError(
+                "Argument `model` must have an output of shape (samples, classes), of "
+                f"at least two classes. Received: outputs of shape {outputs.shape}"
+            )
+        right = np.argmax(outputs, 1) == _labels(batch.y, outputs.shape[1])
+        right &= np.all(np.isfinite(outputs), 1)
+        return np.count_nonzero(right[: batch.size])
+
+    def _direction(self, z, y):
+        """The direction of each sample's step, float64, and where there is none."""
+        x, y = _batch(self._model, z, y)
+        self._pure.build(x, y)
+        with drawing_from(self._randomness):
+            slope = self._slope(self._weights, self._state, x, y)
+        slope = np.asarray(ops.convert_to_numpy(slope)).astype("float64")
+        slope = np.where(np.isfinite(slope), slope, 0)
+        axes = tuple(range(1, slope.ndim))
+        largest = np.abs(slope).max(axes, keepdims=True)
+        without = np.ravel(largest == 0)
+        if self._norm == "inf":
+            return np.sign(slope), without
+        # By the largest first: squares of small numbers vanish.
+        slope = slope / np.where(largest > 0, largest, 1)
+        return slope / np.maximum(_length(slope), 1), without
+
+    def _project(self, moved):
+        if self._norm == "inf":
+            return np.clip(moved, -self._epsilon, self._epsilon)
+        length = _length(moved)
+        return moved * (self._epsilon / np.maximum(length, self._epsilon))
+
+    def _slope_of(self, weights, state, x, y):
+        def loss(values):
+            mean = self._pure(weights, state, values[0], y)
+            # The sum over samples: that of one is not smaller in larger batches.
+            return mean * ops.cast(ops.shape(x)[0], mean.dtype)
+
+        return differentiate(loss, [x])[1][0]
+
+    def _call(self, weights, state, x):
+        with self._pure._scope(weights, state):
+            return self._pure._forward(x)
+
+
+def _length(v):
+    return np.sqrt(np.square(v).sum(tuple(range(1, v.ndim)), keepdims=True))
+
+
+def _labels(y, classes):
+    if y.ndim == 2 and y.shape[1] == classes:
+        return np.argmax(y, 1)
+    if y.size == len(y) and np.issubdtype(y.dtype, np.integer):
+        return y.reshape(-1)
+    raise ValueError(
+        "Argument `y` must be integers of shape (samples,), or of shape (samples, "
+        f"classes), with {classes} classes. Received: {y.dtype} of shape {y.shape}"
+    )
+
+
+def _arrays(x, y):
+    if isinstance(x, (dict, list, tuple)):
+        raise ValueError(
+            "Argument `x` must be one array, for a model with one input. "
+            f"Received: x of class {type(x).__name__}"
+        )
+    x, y = (
+        np.asarray(ops.convert_to_numpy(a) if ops.is_tensor(a) else a) for a in (x, y)
+    )
+    if not x.ndim or not x.size:
+        raise ValueError(
+            "Argument `x` must hold at least one sample. "
+            f"Received: x of shape {x.shape}"
+        )
+    if not np.issubdtype(x.dtype, np.floating):
+        raise ValueError(
+            "Argument `x` must be of floats, for integers have no gradient. "
+            f"Received: x of dtype {x.dtype}"
+        )
+    if not y.ndim or len(y) != len(x):
+        raise ValueError(
+            "Argument `y` must hold a label for each sample. "
+            f"Received: y of shape {y.shape} for x of shape {x.shape}"
+        )
+    return x, y
+
+
+def _bounds(bounds, x):
+    if bounds is None:
+        return -np.inf, np.inf
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise ValueError(
+            f"Argument `bounds` must be a pair (low, high). Received: bounds={bounds}"
+        )
+    low, high = (np.asarray(bound, x.dtype) for bound in bounds)
+    if not np.all(low < high) or np.any(x < low) or np.any(x > high):
+        raise ValueError(
+            "Argument `bounds` must be the range of `x`, low and high. Received: "
+            f"bounds={bounds} for x from {x.min()} to {x.max()}"
+        )
+    return low, high
+
+
+def _positive(name, value):
+    if arguments.integer(name, value) < 1:
+        raise ValueError(
+            f"Argument `{name}` must be positive. Received: {name}={value}"
+        )
+    return value

@@ -1,0 +1,208 @@
+"""Vectors as points on spheres, and the linear maps that batch normalization makes."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from keras_norms.diagnostics.gradients import _check_batch
+from keras_norms.diagnostics.recorder import record
+from keras_norms.layers import arguments
+from keras_norms.layers.kernels import check_layer, kernels_of
+from keras_norms.layers.weight_normalization import NormalizesKernel
+
+
+class Decomposition(NamedTuple):
+    """What `decompose` returns, float64.
+
+    Attributes:
+        gamma: Array of the shape of `v` without `axes`, the standard deviation.
+        beta: Array of that shape, the mean.
+        direction: Array of the shape of `v`, `N(v)`; zero where a vector is constant.
+    """
+
+    gamma: np.ndarray
+    beta: np.ndarray
+    direction: np.ndarray
+
+
+def decompose(v, axes=-1):
+    """Split vectors `v = gamma * N(v) + beta`, with `N(v) = (v - mean(v)) / std(v)`.
+
+    `N(v)` lies on the sphere of radius `sqrt(n)` and is orthogonal to `(1, ..., 1)`, so
+    that `|v|^2 = n * (gamma^2 + beta^2)`. It is computed in float64; for tensors, with
+    a gradient, there is `keras_norms.ops.spheres.decompose`.
+
+    Args:
+        v: Array of real numbers, or a tensor.
+        axes: Integer or tuple of integers, the axes of a vector.
+
+    Returns:
+        A `Decomposition`.
+
+    Raises:
+        ValueError: If `v` has no elements.
+
+    Reference:
+
+    - Sun et al., New Interpretations of Normalization Methods in Deep Learning, AAAI
+      2020, Lemma 1 and Eq. 3. https://doi.org/10.1609/aaai.v34i04.6046
+    """
+    v = float64(v)
+    if not v.size:
+        raise ValueError(
+            f"Argument `v` must have elements. Received: v of shape {v.shape}"
+        )
+    axes = tuple(axis % v.ndim for axis in np.atleast_1d(axes))
+    # Less its first element, a constant vector is exactly zero.
+    first = v[tuple(slice(0, 1) if i in axes else slice(None) for i in range(v.ndim))]
+    shifted = v - first
+    mean = shifted.mean(axes, keepdims=True)
+    centred = shifted - mean
+    gamma = centred.std(axes, keepdims=True)
+    direction = centred / np.where(gamma > 0, gamma, 1)
+    return Decomposition(
+        np.squeeze(gamma, axes), np.squeeze(first + mean, axes), direction
+    )
+
+
+class EffectiveWeight(NamedTuple):
+    """A linear layer and the batch normalization after it, as one linear layer.
+
+    Attributes:
+        layer: String, the name of the linear layer.
+        kernel: Float64 array of the shape of its kernel, `W'`.
+        bias: Float64 array `(units,)`, `b'`.
+    """
+
+    layer: str
+    kernel: np.ndarray
+    bias: np.ndarray
+
+
+def effective_weights(model, x, *, training=True):
+    """The linear maps that linear layers and batch normalization after them make.
+
+    For each `BatchNormalization` that reads the output of a linear layer, `W` a unit of
+    its kernel:
+
+    ```
+    W' = gamma W / sqrt(W Sigma W^T + epsilon)      b' = beta - W' mean
+    ```
+
+    with `mean` and `Sigma` the mean and covariance of what the linear layer reads in
+    this batch, patches for a convolution, so that `BN(W x) = W' x + b'` over the batch.
+    `W Sigma W^T` is the variance of the output of the linear layer, and is taken from
+    there. Nothing of the model changes.
+
+    Args:
+        model: A built `keras.Model` of any kind.
+        x: A batch of inputs.
+        training: Boolean. If `False`, `moving_mean` and `moving_variance` take the
+            place of the statistics of the batch.
+
+    Returns:
+        A dict from the name of each such `BatchNormalization` to an `EffectiveWeight`.
+        For a linear layer in `WS`, `CWN` or `WN`, `W` is the normalised kernel.
+
+    Raises:
+        ValueError: If the model is not built, the batch is empty, or no
+            `BatchNormalization` reads the output of a `Dense`, `Conv` or
+            `DepthwiseConv` layer that has no activation function.
+
+    Reference:
+
+    - Sun et al., AAAI 2020, Eq. 12. See `decompose`.
+    """
+    _check_built(model)
+    _check_batch(x)
+    arguments.boolean("training", training)
+    layers = model._flatten_layers(include_self=False)
+    linear = {id(layer): layer for layer in layers if _is_linear(layer)}
+    wrappers = {
+        id(each.layer): each for each in layers if isinstance(each, NormalizesKernel)
+    }
+    norms = [x for x in layers if isinstance(x, keras.layers.BatchNormalization)]
+    makers, found = {}, {}
+    for call in record(model, [*linear.values(), *norms], x, training):
+        if id(call.layer) in linear:
+            makers[id(call.output)] = call
+        elif id(call.input) in makers:
+            layer = makers[id(call.input)].layer
+            found[call.layer.name] = _effective(
+                call, layer, wrappers.get(id(layer)), training
+            )
+    if not found:
+        raise ValueError(
+            "Argument `model` must have a BatchNormalization that reads the output of "
+            "a Dense, Conv or DepthwiseConv layer without activation function. "
+            f"Received: model '{model.name}'"
+        )
+    return found
+
+
+def _effective(call, layer, wrapper, training):
+    """The `EffectiveWeight` of a linear layer, and the call of the norm after it."""
+    norm, (kernel,) = call.layer, kernels_of(layer)
+    weight = getattr(layer, kernel.name)
+    if wrapper is not None:
+        weight = wrapper.normalized_kernels()[kernel.name]
+    weight = float64(weight)
+    if training and norm.trainable:
+        mean, variance = moments(call.input, norm.axis)
+    else:
+        mean, variance = float64(norm.moving_mean), float64(norm.moving_variance)
+    gamma, beta = affine(norm, len(mean))
+    scale = gamma / np.sqrt(variance + norm.epsilon)
+    bias = 0.0 if layer.bias is None else float64(layer.bias)
+    units = np.expand_dims(
+        scale.reshape(kernel.unit_shape(weight.shape)), kernel.fan_in
+    )
+    return EffectiveWeight(layer.name, weight * units, beta - scale * (mean - bias))
+
+
+def has_kernels(layer):
+    """Whether it is a built layer with kernels whose units are known."""
+    try:
+        check_layer(layer)
+    except ValueError:
+        return False
+    return layer.built
+
+
+def _is_linear(layer):
+    """Whether the output is a linear map, by one kernel, of the input to each unit."""
+    return (
+        has_kernels(layer)
+        and not isinstance(layer, keras.layers.EinsumDense)
+        and len(kernels_of(layer)) == 1
+        and layer.activation is keras.activations.linear
+    )
+
+
+def _check_built(model):
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ValueError(
+            "Argument `model` must be a keras.Model that is built: call it on data. "
+            f"Received: model={model}"
+        )
+
+
+def moments(x, axis):
+    """Mean and variance of each channel, float64."""
+    x = np.moveaxis(float64(x), axis, -1)
+    x = x.reshape(-1, x.shape[-1])
+    return x.mean(0), x.var(0)
+
+
+def affine(norm, channels):
+    """`gamma` and `beta` of a norm, float64; ones or zeros where it has none."""
+    gamma, beta = getattr(norm, "gamma", None), getattr(norm, "beta", None)
+    return (
+        np.ones(channels) if gamma is None else float64(gamma),
+        np.zeros(channels) if beta is None else float64(beta),
+    )
+
+
+def float64(x):
+    return np.array(keras.ops.convert_to_numpy(x)).astype("float64")

@@ -1,0 +1,217 @@
+"""Callbacks that follow the norm of weights, and batch normalization's parameters."""
+
+import keras
+import numpy as np
+
+from keras_norms.diagnostics.geometry import affine, float64, moments
+from keras_norms.diagnostics.probes import Probe
+from keras_norms.diagnostics.recorder import record
+from keras_norms.layers.channel_normalization import ChannelNormalization
+
+
+class WeightGrowth(Probe):
+    """Follows the norm of kernels through training (Lemma 3, Figure 3).
+
+    With `W` a kernel before a step and `D` what the step adds to it, its numbers are
+
+    ```
+    <layer>_norm      |W|
+    <layer>_step      |D|
+    <layer>_growth    |W + D|^2 - |W|^2 = 2 <W, D> + |D|^2
+    <layer>_cosine    <W, D> / (|W| |D|)
+    ```
+
+    For plain gradient descent `D` is `-learning_rate * gradient`. If the loss does not
+    depend on the scale of `W`, the cosine is then 0 and the growth
+    `learning_rate^2 |gradient|^2`, the square of the step, whatever the batch. Weight
+    decay and momentum make the cosine another.
+
+    It needs no batch. A step is one execution: with `steps_per_execution=N` it is that
+    of N batches. Every weight of rank 2 or more counts as a kernel.
+
+    Args:
+        layers: List of layers or their names, of which all kernels are followed, those
+            of layers inside too. `None`: all kernels of the model.
+        every, log_dir: See `LandscapeProbe`; `every` is 1 by default.
+
+    Raises:
+        ValueError: When training begins, if a layer is not in the model or has no
+            trainable kernel.
+
+    Example:
+
+    >>> growth = WeightGrowth()
+    >>> model.fit(x, y, callbacks=[growth])
+    >>> growth.history["conv2d_norm"]  # over growth.history["step"]
+
+    Reference:
+
+    - Sun et al., New Interpretations of Normalization Methods in Deep Learning, AAAI
+      2020, Lemma 3 and Figure 3. https://doi.org/10.1609/aaai.v34i04.6046
+    """
+
+    prefix = "weight"
+
+    def __init__(self, layers=None, every=1, log_dir=None):
+        super().__init__(every, log_dir)
+        self._layers = layers
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self._kernels = kernels_by_name(self.model, self._layers)
+
+    def before_step(self):
+        self.model  # noqa: B018 (brings the state from JAX)
+        self._before = {name: float64(v) for name, v in self._kernels.items()}
+
+    def after_step(self):
+        self.model  # noqa: B018
+        numbers = {}
+        for name, variable in self._kernels.items():
+            before, after = self._before[name], float64(variable)
+            step = after - before
+            norm, length = np.linalg.norm(before), np.linalg.norm(step)
+            product = np.sum(before * step)
+            moves = norm * length > 0
+            numbers[f"{name}_norm"] = norm
+            numbers[f"{name}_step"] = length
+            numbers[f"{name}_growth"] = 2 * product + length**2
+            numbers[f"{name}_cosine"] = product / (norm * length) if moves else np.nan
+        self._before = None
+        self.record(numbers)
+
+
+def kernels_by_name(model, layers=None):
+    """The kernels of layers, each by the name of its layer, or its path if not unique.
+
+    Args:
+        model: A built model.
+        layers: See `WeightGrowth`.
+
+    Returns:
+        A dict from names to variables.
+    """
+    every = model._flatten_layers(include_self=False)
+    owners = {
+        id(variable): layer
+        for layer in every
+        for variable in layer._trainable_variables
+        if len(variable.shape) > 1
+    }
+    holders = [model] if layers is None else _find(model, every, layers)
+    chosen = {}
+    for holder in holders:
+        found = {id(v): v for v in holder.trainable_variables if id(v) in owners}
+        if not found:
+            raise ValueError(
+                "Argument `layers` must name layers with a trainable kernel. "
+                f"Received: layer '{holder.name}'"
+            )
+        chosen |= found
+    names = [owners[key].name for key in chosen]
+    return {
+        name if names.count(name) == 1 else variable.path: variable
+        for name, variable in zip(names, chosen.values())
+    }
+
+
+def _find(model, every, layers):
+    """The layers that are meant; a name may be that of a wrapper and what is inside."""
+    found = []
+    for layer in layers:
+        meant = [each for each in every if each is layer or each.name == layer]
+        if not meant:
+            raise ValueError(
+                f"Argument `layers` must hold layers of model '{model.name}', or their "
+                f"names. Received: {layer!r}. The model has "
+                f"{[each.name for each in every]}"
+            )
+        found += meant
+    return found
+
+
+class BatchStatistics(Probe):
+    """Follows how near `gamma` and `beta` are to what they stand for (Figure 2).
+
+    With `mu` and `sigma^2` the mean and variance of what a batch normalization reads,
+    Sun et al. take `gamma^2` for an approximation of `sigma^2`, and `beta` for one of
+    `mu`. The numbers are means over channels,
+
+    ```
+    <layer>_variance_distance    |gamma^2 - sigma^2|
+    <layer>_mean_distance        |beta - mu|
+    ```
+
+    Args:
+        batch: A batch of inputs `x`, for which the layers run in training mode, or a
+            function of the step that returns one. `None`: the moving statistics of the
+            layer are `mu` and `sigma^2`, which costs nothing.
+        layers: List of layers or their names. `None`: every `BatchNormalization` of the
+            model; with a batch also `CBN`, `NoisyBN` and `LpNorm` layers.
+        every, log_dir: See `LandscapeProbe`.
+
+    Attributes:
+        channels: Dict from `<layer>_variance_distance` and `<layer>_mean_distance` to
+            lists of arrays `(channels,)`, one for each step in `history`.
+
+    Raises:
+        ValueError: When training begins, if a layer is not in the model, is not of
+            these kinds, or if there is none; when it is measured, if the model does not
+            call a layer.
+
+    Reference:
+
+    - Sun et al., AAAI 2020, Section 3.1 and Figure 2. See `WeightGrowth`.
+    """
+
+    prefix = "statistics"
+
+    def __init__(self, batch=None, layers=None, every=200, log_dir=None):
+        super().__init__(every, log_dir)
+        self._batch = batch if callable(batch) else lambda step: batch
+        self._has_batch = batch is not None
+        self._layers = layers
+        self.channels = {}
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        every = self.model._flatten_layers(include_self=False)
+        kinds = (keras.layers.BatchNormalization,)
+        if self._has_batch:
+            kinds = (*kinds, ChannelNormalization)
+        found = (
+            every if self._layers is None else _find(self.model, every, self._layers)
+        )
+        self._norms = [layer for layer in found if isinstance(layer, kinds)]
+        if not self._norms or (self._layers and len(self._norms) < len(found)):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(
+                f"Argument `layers` must name layers of class {names}"
+                f"{'' if self._has_batch else ' where there is no `batch`'}. "
+                f"Received: layers={self._layers} of model '{self.model.name}'"
+            )
+
+    def measure(self):
+        model = self.model
+        if self._has_batch:
+            calls = record(model, self._norms, self._batch(self._step), training=True)
+            found = {call.layer: moments(call.input, call.layer.axis) for call in calls}
+        else:
+            found = {
+                norm: (float64(norm.moving_mean), float64(norm.moving_variance))
+                for norm in self._norms
+            }
+        numbers = {}
+        for norm in self._norms:
+            if norm not in found:
+                raise ValueError(f"The model does not call layer '{norm.name}'.")
+            mean, variance = found[norm]
+            gamma, beta = affine(norm, len(mean))
+            values = {
+                f"{norm.name}_variance_distance": np.abs(gamma**2 - variance),
+                f"{norm.name}_mean_distance": np.abs(beta - mean),
+            }
+            for key, value in values.items():
+                self.channels.setdefault(key, []).append(value)
+                numbers[key] = value.mean()
+        return numbers
