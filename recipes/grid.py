@@ -15,10 +15,11 @@ from tqdm import tqdm
 from keras_norms import AMAT
 from recipes import compare, data, experiment, models, optimizers
 from recipes.models import norms
-from recipes.train import TEST_BATCH_SIZE, complete, run_name
+from recipes.train import TEST_BATCH_SIZE, complete, rho, run_name
 from recipes.workers import each
 
 ACTIVATIONS = ("sigmoid", "tanh", "relu", "selu", "swish")
+SCORES = ("loss", "accuracy", "val_loss", "val_accuracy")  # in every line, renamed
 
 
 class _Run(experiment.Run):
@@ -29,15 +30,16 @@ class _Run(experiment.Run):
 
 
 class _Recorder(experiment.Recorder):
-    """Adds `measure(model)` to the line of each epoch."""
+    """Adds `measure(model)`, and what callbacks log, to the line of each epoch."""
 
     measure = None
 
     def on_epoch_end(self, epoch, logs=None):
-        if self.measure is not None and np.isfinite(logs["loss"]):
-            self.run.measured = self.measure(self.model)
-        else:
-            self.run.measured = {}
+        self.run.measured = {}
+        if np.isfinite(logs["loss"]):
+            if self.measure is not None:
+                self.run.measured |= self.measure(self.model)
+            self.run.measured |= {k: v for k, v in logs.items() if k not in SCORES}
         super().on_epoch_end(epoch, logs)
 
 
@@ -46,6 +48,7 @@ def train(
     kind="grid",
     measure=None,
     optimizer=optimizers.SGD,
+    callbacks=None,
     runs_dir="runs",
     data_dir=None,
     download=False,
@@ -60,6 +63,8 @@ def train(
             nothing. It must not change the model. An epoch with a loss that is not
             finite is not measured.
         optimizer: Class of the optimizer, with the arguments of `optimizers.SGD`.
+        callbacks: Callable of the `ImageData` and the config that returns a list of
+            callbacks. What they put into the `logs` of an epoch goes into its line.
         runs_dir: Where the run is recorded.
         data_dir, download: Arguments of `recipes.data.load`.
 
@@ -74,14 +79,17 @@ def train(
     run = _Run(pathlib.Path(runs_dir) / name, config)
     if run.results is not None:
         return run.results, run.metrics
-    images = data.load(config["dataset"], data_dir, config["train_size"], download)
+    sizes = config["train_size"], config["validation_size"]
+    images = data.load(config["dataset"], data_dir, sizes[0], download, sizes[1])
     batches = training_batches(images, config)
-    norm = norms.get(config["norm"], config["rho"], config["omega"])
+    norm = norms.get(config["norm"], rho(config), config["omega"])
     model = _compiled(config, images, norm, optimizer, batches.steps)
     recorder = _Recorder(run, model)
     if measure is not None:
         recorder.measure = lambda model: measure(model, images, config)
     batches.first_epoch = recorder.epoch
+    others = [AMAT()] if norm.amat else []
+    others += callbacks(images, config) if callbacks is not None else []
     if recorder.epoch < config["epochs"]:
         model.fit(
             batches,
@@ -91,7 +99,7 @@ def train(
             shuffle=False,  # `batches` are
             validation_data=(images.x_test, images.y_test),
             validation_batch_size=TEST_BATCH_SIZE,
-            callbacks=[AMAT(), recorder] if norm.amat else [recorder],
+            callbacks=[*others, recorder],
             verbose=0,
         )
     seconds = [line["seconds_per_step"] for line in run.metrics]
@@ -119,7 +127,7 @@ def _compiled(config, images, norm, optimizer, steps):
     than a small training, so the next of them gets the network of the last, with the
     weights of a new one.
     """
-    key = {k: v for k, v in config.items() if k not in ("seed", "rho")}
+    key = {k: v for k, v in config.items() if k not in ("seed", "rho", "stage_rho")}
     key |= {"optimizer": optimizer, "shape": images.x_train.shape}
     again = _last.get("key") == key
     if not again:
