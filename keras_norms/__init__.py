@@ -7,7 +7,7 @@ from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.layers.weight_normalization import CWN, WN, WS
-from keras_norms.surgery import convert, fold, recalibrate
+from keras_norms.surgery import convert, fold, prune, recalibrate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "convert",
     "diagnostics",
     "fold",
+    "prune",
     "recalibrate",
 ]

@@ -1,0 +1,286 @@
+"""Which channels of a graph stand and fall together.
+
+A channel that goes has to go from every tensor it is in: from both sides of a sum,
+from the normalisation after a convolution, from every position of a flattened image.
+Each channel of each tensor has a number here, and numbers that must go together have
+the same root (union-find).
+"""
+
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import layers, tree
+
+from keras_norms.surgery import affine as affine_lib
+from keras_norms.surgery import fuse, linear
+
+_MERGES = (
+    layers.Add,
+    layers.Subtract,
+    layers.Multiply,
+    layers.Average,
+    layers.Maximum,
+    layers.Minimum,
+)
+_MERGE_OPERATIONS = {
+    *("Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Maximum", "Minimum"),
+}
+_UNARY_OPERATIONS = {
+    *("Absolute", "Negative", "Square", "Sqrt", "Exp", "Sigmoid", "Silu", "Tanh"),
+    *("Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Gelu", "Softplus", "Softsign"),
+    *("HardSigmoid", "HardSilu", "HardTanh", "Mish", "Clip"),
+}
+_ACTIVATIONS = tuple(
+    getattr(keras.activations, name)
+    for name in (
+        *("celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid"),
+        *("hard_silu", "hard_tanh", "leaky_relu", "linear", "log_sigmoid", "mish"),
+        *("relu", "relu6", "selu", "sigmoid", "silu", "soft_shrink", "softplus"),
+        *("softsign", "squareplus", "tanh", "tanh_shrink", "threshold"),
+    )
+    if hasattr(keras.activations, name)
+)
+_ACTIVATION_LAYERS = (layers.ReLU, layers.LeakyReLU, layers.ELU)
+_IN_PLACE = fuse.ZERO_PADDING + fuse._CROPPING + fuse._UP + fuse._MAX + fuse._AVERAGE
+_GLOBAL = fuse._GLOBAL_MAX + fuse._GLOBAL_AVERAGE
+_READERS = linear.CONV + linear.TRANSPOSED + linear.SEPARABLE + linear.DENSE
+
+
+class Labels(NamedTuple):
+    """The axis of the channels of a tensor, and the number of each of them."""
+
+    axis: int
+    ids: Any
+
+
+class Channels:
+    """The channels of a graph, nested graphs included.
+
+    Attributes:
+        readers: Dictionary from layers that mix channels, by their kernels, to the
+            `Labels` of what they read.
+        makers: From these to the `Labels` of what they make.
+        passers: From layers that have weights or a shape for each channel, and keep
+            channels apart, to the `Labels` of what they read and of what they make.
+        names: From makers to the name of the layer, with that of its model if nested.
+    """
+
+    def __init__(self, graph):
+        self.readers, self.makers, self.passers, self.names = {}, {}, {}, {}
+        self._parents = []
+        self._fixed = []
+        self._labels = {}
+        self._top = graph
+        inputs = [self._new(v, v.rank - 1) for v in tree.flatten(graph.inputs)]
+        for labels in inputs + self._visit(graph, inputs):
+            self._fix(labels)
+        self._roots = np.array(
+            [self._find(i) for i in range(len(self._parents))], dtype=int
+        )
+        self._root_is_fixed = np.zeros(len(self._roots), bool)
+        self._root_is_fixed[self._roots[np.flatnonzero(self._fixed)]] = True
+
+    def roots(self, ids):
+        """What stands for each channel and all that go with it."""
+        return self._roots[ids]
+
+    def is_fixed(self, roots):
+        """Whether these have to stay."""
+        return self._root_is_fixed[roots]
+
+    # Numbers
+
+    def _new(self, value, axis):
+        size = value.shape[axis] if value.rank > 1 else None
+        if size is None:
+            return None
+        first = len(self._parents)
+        self._parents.extend(range(first, first + size))
+        self._fixed.extend([False] * size)
+        return Labels(axis, np.arange(first, first + size))
+
+    def _find(self, i):
+        while self._parents[i] != i:
+            self._parents[i] = self._parents[self._parents[i]]
+            i = self._parents[i]
+        return i
+
+    def _join(self, labels, other):
+        """Let channels at the same place go together."""
+        if labels is None or other is None or labels.axis != other.axis:
+            self._fix(labels)
+            self._fix(other)
+            return
+        for i, j in zip(labels.ids, other.ids, strict=True):
+            i, j = self._find(i), self._find(j)
+            self._parents[max(i, j)] = min(i, j)
+
+    def _fix(self, labels):
+        if labels is not None:
+            for i in labels.ids:
+                self._fixed[i] = True
+
+    def _set(self, value, labels):
+        if id(value) in self._labels:
+            # A nested model is called once more.
+            self._join(self._labels[id(value)], labels)
+        else:
+            self._labels[id(value)] = labels
+
+    # Calls
+
+    def _visit(self, graph, arguments):
+        """Go through all calls. Returns the labels of the outputs."""
+        for value, labels in zip(tree.flatten(graph.inputs), arguments):
+            self._set(value, labels)
+        for node in graph.nodes:
+            if issubclass(node.unit.cls, layers.InputLayer):
+                labels = self._labels.get(id(node.output))
+                if graph is not self._top and labels is not None:
+                    self.passers[node.unit] = labels, labels
+                continue
+            read = [self._labels.get(id(v)) for v in node.inputs]
+            if node.unit.graph is not None:
+                made = self._visit(node.unit.graph, read)
+            else:
+                made = self._call(node, read)
+            if made is None:
+                # Nothing is known of it, so all that it reads and makes has to stay.
+                made = [self._new(v, v.rank - 1) for v in node.outputs]
+                for labels in read + made:
+                    self._fix(labels)
+            for value, labels in zip(node.outputs, made):
+                self._set(value, labels)
+        return [self._labels.get(id(v)) for v in tree.flatten(graph.outputs)]
+
+    def _call(self, node, read):
+        """The labels of what a call makes, or `None` where channels may be mixed."""
+        unit = node.unit
+        if node.output is None or node.kwargs.get("training"):
+            return None
+        if unit.cls in _READERS and linear.is_foldable(unit):
+            made = self._mixing(node, *read) if len(read) == 1 else None
+        elif any(labels is None for labels in read) or not read:
+            return None
+        elif unit.cls in _MERGES or _is_operation(unit, _MERGE_OPERATIONS):
+            made = self._merge(node, read)
+        elif unit.cls is layers.Concatenate:
+            made = self._concatenate(node, read)
+        elif _is_operation(unit, _UNARY_OPERATIONS):
+            made = read[0] if len(node.inputs) == 1 else None
+        elif unit.layer is None or node.options or len(read) > 1:
+            return None
+        else:
+            made = self._one_by_one(node, read[0])
+        return None if made is None else [made]
+
+    def _mixing(self, node, labels):
+        """A layer that makes channels of its own out of all that it reads."""
+        unit, value = node.unit, node.output
+        if node.options or unit.config.get("groups", 1) != 1:
+            return None
+        axis = linear.channel_axis(unit, node.input.rank)
+        if labels is None or labels.axis != axis:
+            self._fix(labels)
+        elif unit in self.readers:
+            self._join(self.readers[unit], labels)
+        else:
+            self.readers[unit] = labels
+        if unit not in self.makers:
+            self.makers[unit] = self._new(value, linear.channel_axis(unit, value.rank))
+            nested = node.graph is not self._top
+            prefix = f"{node.graph.model.name}/" if nested else ""
+            self.names[unit] = prefix + unit.name
+            if unit.layer.activation not in _ACTIVATIONS:
+                self._fix(self.makers[unit])
+        return self.makers[unit]
+
+    def _merge(self, node, read):
+        leaves = tree.flatten((node.args, node.options))
+        others = [v for v in leaves if not any(v is i for i in node.inputs)]
+        if any(v is not None and np.ndim(v) for v in others):
+            return None
+        value, first = node.output, read[0]
+        fits = all(
+            v.rank == value.rank and v.shape[first.axis] == value.shape[first.axis]
+            for v in node.inputs
+        )
+        if not fits or any(labels.axis != first.axis for labels in read):
+            return None
+        for labels in read[1:]:
+            self._join(first, labels)
+        return first
+
+    def _concatenate(self, node, read):
+        if any(labels.axis != read[0].axis for labels in read):
+            return None
+        axis = node.unit.config["axis"] % node.output.rank
+        if axis == read[0].axis:
+            return Labels(axis, np.concatenate([labels.ids for labels in read]))
+        for labels in read[1:]:
+            self._join(read[0], labels)
+        return read[0]
+
+    def _one_by_one(self, node, labels):
+        """A layer of one input that treats each channel on its own."""
+        unit, axis, rank = node.unit, labels.axis, node.input.rank
+        cls, config, layer = unit.cls, unit.config, unit.layer
+        if cls in fuse.NOISE + _ACTIVATION_LAYERS:
+            return labels
+        if cls is layers.Activation:
+            return labels if layer.activation in _ACTIVATIONS else None
+        if cls is layers.Rescaling:
+            return (
+                labels if np.ndim(layer.scale) == np.ndim(layer.offset) == 0 else None
+            )
+        first = config.get("data_format") == "channels_first"
+        is_channel_axis = axis == (1 if first else rank - 1)
+        if cls in _IN_PLACE:
+            return labels if is_channel_axis else None
+        if cls in _GLOBAL:
+            if not is_channel_axis:
+                return None
+            return Labels(axis if config["keepdims"] else 1, labels.ids)
+        if cls in linear.DEPTHWISE and linear.is_foldable(unit):
+            if not is_channel_axis or layer.activation not in _ACTIVATIONS:
+                return None
+            ids = np.repeat(labels.ids, config["depth_multiplier"])
+            return self._passed(unit, labels, Labels(axis, ids))
+        if affine_lib.is_norm(unit) or linear.diagonal_axis(unit, rank) is not None:
+            if affine_lib.axis_of(unit, rank) != axis:
+                return None
+            return self._passed(unit, labels, labels)
+        if cls is layers.PReLU:
+            return self._passed(unit, labels, labels)
+        if cls in (layers.Flatten, layers.Reshape, layers.Permute):
+            return self._reshaped(node, labels)
+        return None
+
+    def _passed(self, unit, read, made):
+        self.passers.setdefault(unit, (read, made))
+        return made
+
+    def _reshaped(self, node, labels):
+        """Channels after a change of shape, if they still have an axis of their own."""
+        unit, shape = node.unit, node.input.shape[1:]
+        if None in shape or None in node.output.shape[1:]:
+            return None
+        own = [-1 if i == labels.axis - 1 else 1 for i in range(len(shape))]
+        ids = np.broadcast_to(labels.ids.reshape(own), shape)
+        if unit.cls is layers.Permute:
+            ids = np.transpose(ids, np.subtract(unit.config["dims"], 1))
+        elif unit.config.get("data_format") == "channels_first" and ids.ndim > 1:
+            ids = np.moveaxis(ids, 0, -1)
+        ids = ids.reshape(node.output.shape[1:])
+        for axis in range(ids.ndim):
+            along = np.moveaxis(ids, axis, -1).reshape(-1, ids.shape[axis])
+            if np.all(along == along[0]):
+                made = Labels(axis + 1, along[0])
+                return self._passed(unit, labels, made)
+        return None
+
+
+def _is_operation(unit, names):
+    """Whether it is a function of `keras.ops`, such as what `x + y` makes."""
+    return unit.layer is None and unit.cls.__name__ in names

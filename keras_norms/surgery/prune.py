@@ -1,0 +1,353 @@
+"""prune: the same function with fewer channels, up to an error that is stated."""
+
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import tree
+from keras.src.trainers.data_adapters import data_adapter_utils, get_data_adapter
+
+from keras_norms.layers.fused_cbn import FusedCBN
+from keras_norms.surgery import linear, resize
+from keras_norms.surgery.channels import Channels
+from keras_norms.surgery.fused import split
+from keras_norms.surgery.graph import Graph, numpy
+from keras_norms.surgery.recalibrate import _batches
+from keras_norms.surgery.substitutes import Choice, Site
+
+
+class Pruned(NamedTuple):
+    """What `prune` returns.
+
+    Attributes:
+        model: The smaller model.
+        removed: Dictionary from the name of each convolution and Dense layer that makes
+            fewer channels to the numbers of those that are gone, a sorted integer
+            vector. A layer of a nested model is called `model/layer`.
+        channels: How many channels the convolutions (but depthwise ones) and Dense
+            layers make, before and after: two integers.
+        parameters: How many weights there are, before and after.
+        macs: Multiply-accumulates of convolutions and Dense layers for one sample,
+            before and after; `None` where the model takes more than one size.
+        error: Root of the mean square of the change of the outputs over that of the
+            outputs themselves, over `data` and all outputs.
+        largest: Largest change of an output, over the largest output.
+    """
+
+    model: Any
+    removed: dict
+    channels: tuple
+    parameters: tuple
+    macs: Any
+    error: float
+    largest: float
+
+    @property
+    def share(self):
+        """The share of all channels that is gone, from 0 to 1."""
+        return 1 - self.channels[1] / self.channels[0]
+
+    def __str__(self):
+        lines = [
+            f"{name}: {before:,} -> {after:,} ({after / before - 1:+.1%})"
+            for name, (before, after) in (
+                ("channels", self.channels),
+                ("parameters", self.parameters),
+                ("multiply-accumulates", self.macs or (0, 0)),
+            )
+            if before
+        ]
+        lines.append(
+            f"outputs change by {self.error:.1e} (root mean square) and at most by "
+            f"{self.largest:.1e} of the largest"
+        )
+        lines += [f"  {name}: {len(gone)} gone" for name, gone in self.removed.items()]
+        return "\n".join(lines)
+
+
+def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
+    """Make a copy with fewer channels, which computes the same up to a stated error.
+
+    At training a normalised channel differs from all others by gamma and beta alone:
+    they are its standard deviation and its mean. A channel of small gamma is close to a
+    constant; two channels of about the same gamma and beta whose values correlate are
+    one channel twice. Both are measured on `data`, at inference, where the next
+    convolutions and Dense layers read the channel: after the activation, which may have
+    taken all deviation out, and after sums.
+
+    * **Constants**: a channel whose standard deviation is at most `gamma` there goes,
+      and its mean times the kernels that read it goes into their biases, or where a
+      norm follows, into the mean that this takes away.
+    * **Merging**: where x_c is alpha x_d + offset with a correlation of at least
+      `similarity`, c goes, and d does its work: alpha times the kernel rows of c are
+      added to those of d, and the offset goes into the biases.
+
+    The defaults, 0 and 1, remove only what is the same on `data` up to rounding:
+    channels that are constant, such as dead ReLUs, and duplicates. What is constant or
+    the same on `data` need not be so elsewhere: give data as the network will see.
+
+    A convolution with `padding="same"` reads zeros outside of the image, not the
+    constant, so that a constant in its bias is right only where the kernel is inside.
+    This error counts as if the channel deviated by its mean, as often as the kernel
+    reads padding: with `gamma=0` only channels of mean 0 become constants there, as
+    dead ReLUs do. Of several constants that are not 0, one stays and does the work of
+    the others, which is exact at the border too.
+
+    Channels pass norms (BatchNormalization, CBN, NoisyBN, LpNorm), activations,
+    depthwise convolutions, pooling, padding, cropping, upsampling, Flatten, Reshape and
+    Permute. Sums, products and concatenations along another axis bind channels
+    together: those go from all or from none. A shared layer has the same channels in
+    all calls. Inputs and outputs of the model stay, and what is read or made by layers
+    of other kinds: grouped convolutions, softmax, LayerNormalization,
+    GroupNormalization, recurrent layers, attention, layers in wrappers such as
+    `TimeDistributed` and WS (see `fold`), EinsumDense, and subclasses. Each layer keeps
+    one channel at least.
+
+    Args:
+        model: A built Functional or Sequential model, nested or with shared layers. It
+            is not changed. A `FusedCBN` comes back as a CBN and its layers.
+        data: Inputs to measure on, as in `recalibrate`. A few hundred to thousand are
+            enough; they are kept in memory.
+        gamma: Float >= 0, or `None` for no constants. Standard deviations up to it
+            count as none. In units of the layer that is read; after BatchNormalization,
+            which makes deviations of gamma, and with networks whose gamma starts at 1,
+            0.01 is little and 0.3 is much.
+        similarity: Float from 0 (exclusive) to 1, the smallest correlation, or `None`
+            for no merging.
+        steps: Optional integer, how many batches of `data` to use. Needed where it is
+            endless.
+        batch_size: Integer, for arrays.
+
+    Returns:
+        A `Pruned`: the new model, of the same name, with the names of all layers and
+        compiled in the same way; which channels are gone; and the error on `data`. The
+        moving statistics and all other weights are those of `model`. The error grows
+        with each layer that loses channels that did vary: `recalibrate` the result on
+        training data then, or train it on.
+
+    Raises:
+        ValueError: If the model is subclassed or not built, if it has no channel that
+            could go, or if an argument is out of its range.
+
+    Example:
+
+    >>> pruned = prune(model, images, gamma=0.05, similarity=0.98)
+    >>> print(pruned)
+    >>> recalibrate(pruned.model, images).save("smaller.keras")
+
+    Reference: Sun, Cao, Liang, Huang, Chen and Li, New Interpretations of Normalization
+    Methods in Deep Learning, AAAI 2020, Section 2.2, which leaves it as future work.
+    https://arxiv.org/abs/2006.09104. Removing by gamma alone: Liu et al., Learning
+    Efficient Convolutional Networks through Network Slimming, ICCV 2017.
+    https://arxiv.org/abs/1708.06519
+    """
+    _check(gamma, similarity, steps, batch_size)
+    graph = Graph(model)
+    if any(unit.cls is FusedCBN for unit in graph.all_units()):
+        split(graph)
+        model = graph.make()
+        graph = Graph(model)
+    channels = Channels(graph)
+    makers = {u: made for u, made in channels.makers.items() if made is not None}
+    sites = [
+        Site(unit, labels, channels.roots(labels.ids))
+        for unit, labels in channels.readers.items()
+    ]
+    roots = [channels.roots(made.ids) for made in makers.values()]
+    read = {int(r) for site in sites for group in site.groups for r in group.roots}
+    if not any(
+        r in read and not channels.is_fixed(r) for made in roots for r in made.tolist()
+    ):
+        raise ValueError(
+            "Argument `model` must have a channel that could go: one that a layer with "
+            "a kernel makes and another one reads, with nothing between that mixes "
+            f" channels. Received: model '{model.name}'"
+        )
+    batches = _collect(model, data, steps, batch_size)
+    outputs = _measure(model, sites, batches)
+    choice = Choice(sites, roots, channels.is_fixed, gamma, similarity)
+    before = _count(graph, model)
+    for site in sites:
+        _substitute(site, choice)
+    removed = _resize(channels, makers, choice)
+    pruned = graph.make()
+    after = _count(Graph(pruned), pruned)
+    made = sum(len(r) for r in roots)
+    gone = sum(len(numbers) for numbers in removed.values())
+    return Pruned(
+        pruned,
+        removed,
+        (made, made - gone),
+        *zip(before, after),
+        *_errors(pruned, batches, outputs),
+    )
+
+
+def _check(gamma, similarity, steps, batch_size):
+    for name, value, top in (("gamma", gamma, np.inf), ("similarity", similarity, 1)):
+        if value is None:
+            continue
+        number = isinstance(value, int | float | np.number)
+        fits = number and not isinstance(value, bool) and 0 <= value <= top
+        if not fits or (name == "similarity" and value == 0) or value == np.inf:
+            allowed = "0 or more" if name == "gamma" else "above 0 and at most 1"
+            raise ValueError(
+                f"Argument `{name}` must be a number, {allowed}, or None. "
+                f"Received: {name}={value!r}"
+            )
+    if gamma is None and similarity is None:
+        raise ValueError(
+            "Arguments `gamma` and `similarity` must not both be None. Received: "
+            "gamma=None, similarity=None"
+        )
+    for name, value in (("steps", steps), ("batch_size", batch_size)):
+        if value is None and name == "steps":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"Argument `{name}` must be a positive integer. "
+                f"Received: {name}={value!r}"
+            )
+
+
+# Measuring
+
+
+def _collect(model, data, steps, batch_size):
+    """The batches of `data`, inputs only."""
+    adapter = get_data_adapter(_batches(model, data), batch_size=batch_size)
+    batches = []
+    for batch in adapter.get_numpy_iterator():
+        if steps is not None and len(batches) == steps:
+            break
+        x, _, _ = data_adapter_utils.unpack_x_y_sample_weight(batch)
+        batches.append(x)
+    if not batches:
+        raise ValueError("Argument `data` must not be empty. Received: no batch")
+    return batches
+
+
+def _measure(model, sites, batches):
+    """Record what layers read. Returns the outputs of the model, batch by batch."""
+    calls = {site.unit.layer: site for site in sites}
+
+    def recorded(layer, site):
+        original = layer.call
+
+        def call(inputs, *args, **kwargs):
+            site.record(numpy(inputs))
+            return original(inputs, *args, **kwargs)
+
+        return call
+
+    for layer, site in calls.items():
+        # Past Keras, which would look for weights in the attribute.
+        object.__setattr__(layer, "call", recorded(layer, site))
+    try:
+        outputs = [_outputs(model, x) for x in batches]
+    finally:
+        for layer in calls:
+            object.__delattr__(layer, "call")
+    for site in sites:
+        for group in site.groups:
+            group.finish()
+    return outputs
+
+
+def _outputs(model, x):
+    x = tree.map_structure(keras.ops.convert_to_tensor, x)
+    made = tree.flatten(model(x, training=False))
+    return [np.asarray(numpy(y), "float64") for y in made]
+
+
+def _errors(model, batches, outputs):
+    """The root mean square and the largest error, relative to the outputs."""
+    changes, sizes, change, size = 0.0, 0.0, 0.0, 0.0
+    for x, olds in zip(batches, outputs):
+        for new, old in zip(_outputs(model, x), olds):
+            changes += np.sum(np.square(new - old))
+            sizes += np.sum(np.square(old))
+            change = max(change, np.max(np.abs(new - old), initial=0))
+            size = max(size, np.max(np.abs(old), initial=0))
+    if size == 0:
+        return float(np.sqrt(changes)), float(change)
+    return float(np.sqrt(changes / sizes)), float(change / size)
+
+
+# Changing
+
+
+def _substitute(site, choice):
+    """Let a layer do without what goes."""
+    unit = site.unit
+    size = sum(group.features.size for group in site.groups)
+    constants = np.zeros(size)
+    targets, sources, scales = [], [], []
+    for group in site.groups:
+        for row, (other, alpha, offset) in choice.substitutes(group).items():
+            features = group.features[row]
+            constants[features] = offset
+            if other is not None:
+                targets.extend(group.features[other])
+                sources.extend(features)
+                scales.extend([alpha] * len(features))
+    resize.absorb_constants(unit, constants)
+    if targets:
+        resize.add_inputs(unit, targets, sources, np.array(scales))
+
+
+def _resize(channels, makers, choice):
+    """Take channels out of all layers. Returns what is gone, by maker."""
+    gone = np.array(list(choice.removed), dtype=int)
+
+    def stays(labels):
+        return ~np.isin(channels.roots(labels.ids), gone)
+
+    for unit, labels in channels.readers.items():
+        if not np.all(stays(labels)):
+            resize.keep_inputs(unit, stays(labels))
+    for unit, (read, made) in channels.passers.items():
+        if not np.all(stays(made)):
+            resize.keep_channels(unit, read.axis, stays(read), made.axis, stays(made))
+    removed = {}
+    for unit, labels in makers.items():
+        keep = stays(labels)
+        if not np.all(keep):
+            resize.keep_outputs(unit, keep)
+            removed[channels.names[unit]] = np.flatnonzero(~keep)
+    return removed
+
+
+# Counting
+
+
+def _count(graph, model):
+    return model.count_params(), _macs(graph)
+
+
+def _macs(graph):
+    """Multiply-accumulates of all calls, or `None` where sizes are not known."""
+    total = 0
+    for node in graph.nodes:
+        unit = node.unit
+        if unit.graph is not None:
+            macs = _macs(unit.graph)
+        elif issubclass(unit.cls, linear.PLAIN) and unit.cls not in linear.EINSUM:
+            macs = _macs_of(node)
+        else:
+            continue
+        if macs is None:
+            return None
+        total += macs
+    return total
+
+
+def _macs_of(node):
+    unit = node.unit
+    value = node.input if unit.cls in linear.TRANSPOSED else node.output
+    positions = list(value.shape[1:])
+    del positions[linear.channel_axis(unit, value.rank) - 1]
+    if None in positions:
+        return None
+    kernels = [v for v in unit.layer.weights if v.name.endswith("kernel")]
+    return int(np.prod(positions)) * sum(int(np.prod(v.shape)) for v in kernels)

@@ -1,0 +1,277 @@
+"""What can stand for a channel that goes: a constant, or a multiple of another one.
+
+Measured where the channel is read. A layer with a kernel reads x_c; without it,
+
+    x_c ~ alpha x_d + offset
+
+alpha goes into the kernel rows of channel d, the offset times the kernel into the bias.
+Zero padding does not have the offset, so that there the bias says too much, by the
+offset: the mean square of that counts too, as often as the kernel reads padding.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_norms.surgery import linear
+
+# Relative to the mean square of a channel: what float32 leaves of equal channels.
+_ROUNDING = 1e-11
+_ROWS = 1 << 16
+
+
+class Substitute(NamedTuple):
+    """`alpha x_target + offset` for a channel; the offset is one number a feature."""
+
+    target: Any
+    alpha: float
+    offset: Any
+
+
+class Group:
+    """Channels that a layer reads, each at the same number of features.
+
+    Args:
+        roots: Vector (n,), the numbers of the channels.
+        features: Array (n, p), where in the input each of them is.
+        can_merge: Whether kernel rows of one channel can take those of another.
+    """
+
+    def __init__(self, roots, features, can_merge):
+        self.roots, self.features, self.can_merge = roots, features, can_merge
+        n, p = features.shape
+        self.padding = 0.0
+        self._count = 0
+        self._sums = np.zeros((n, p))
+        self._products = np.zeros((n, n))
+
+    def record(self, x):
+        """Add rows of inputs, an array (rows, features)."""
+        n, p = self.features.shape
+        for start in range(0, len(x), _ROWS):
+            rows = x[start : start + _ROWS, self.features.ravel()].astype("float64")
+            rows = rows.reshape(-1, n, p)
+            self._sums += rows.sum(0)
+            rows = np.moveaxis(rows, 1, -1).reshape(-1, n)
+            self._products += rows.T @ rows
+        self._count += len(x)
+
+    def finish(self):
+        """Take means. Before, nothing but `record` can be called."""
+        p = self.features.shape[1]
+        self.means = self._sums / self._count
+        self._squares = self._products / (self._count * p)
+        self._mean_squares = self.means @ self.means.T / p
+        self._covariances = self._squares - self._mean_squares
+        self.noise = _ROUNDING * np.diag(self._squares)
+        variances = np.maximum(np.diag(self._covariances), 0)
+        self.variances = np.where(variances <= self.noise, 0, variances)
+
+    def constant_errors(self):
+        """The mean square of what the best constant leaves, a vector over channels."""
+        squares = np.diag(self._mean_squares)
+        return self.variances + self._of_padding(squares)
+
+    def merge_errors(self):
+        """What a multiple of channel d leaves of channel c, an array (c, d)."""
+        return self._fits()[0]
+
+    def substitute(self, row, other=None):
+        """The `Substitute` of a channel: a constant, or made from row `other`."""
+        if other is None:
+            return Substitute(None, 0.0, self.means[row])
+        _, alpha, with_offset = self._fits(np.array([row]), np.array([other]))
+        alpha = float(alpha[0, 0])
+        offset = self.means[row] - alpha * self.means[other]
+        return Substitute(other, alpha, offset * with_offset[0, 0])
+
+    def _of_padding(self, squares):
+        if not self.padding:
+            return np.zeros_like(squares)
+        with np.errstate(invalid="ignore"):
+            errors = self.padding * squares
+        return np.where(squares == 0, 0, errors)
+
+    def _fits(self, rows=None, others=None):
+        """Errors, factors, and whether there is an offset, of least squares."""
+        everything = np.arange(len(self.roots))
+        rows = everything if rows is None else rows
+        others = everything if others is None else others
+        pairs = np.ix_(rows, others)
+        squares, means = np.diag(self._squares), np.diag(self._mean_squares)
+
+        def fit(products, own, their):
+            alpha = _divide(products, np.broadcast_to(their, products.shape))
+            return alpha, np.maximum(own[:, None] - alpha * products, 0)
+
+        covariances = self._covariances[pairs]
+        alpha, errors = fit(covariances, self.variances[rows], self.variances[others])
+        offsets = means[rows][:, None] + np.square(alpha) * means[others]
+        offsets = offsets - 2 * alpha * self._mean_squares[pairs]
+        noise = self.noise[rows][:, None]
+        offsets = np.where(offsets <= noise, 0, offsets)
+        errors = errors + self._of_padding(offsets)
+        # Through the origin nothing is wrong at the border.
+        plain_alpha, plain = fit(self._squares[pairs], squares[rows], squares[others])
+        with_offset = (errors <= plain + noise) & (offsets > 0)
+        errors = np.where(with_offset, errors, np.minimum(plain, errors))
+        alpha = np.where(with_offset, alpha, plain_alpha)
+        return errors, alpha, with_offset
+
+
+class Site:
+    """The input of one layer with a kernel, over all calls of it.
+
+    Args:
+        unit: The layer.
+        labels: `Labels` of its input.
+        roots: What stands for each of its channels.
+    """
+
+    def __init__(self, unit, labels, roots):
+        self.unit, self.axis = unit, labels.axis
+        self.groups = []
+        can_merge = unit.cls not in linear.SEPARABLE
+        by_root = {}
+        for feature, root in enumerate(roots):
+            by_root.setdefault(int(root), []).append(feature)
+        for p in sorted({len(features) for features in by_root.values()}):
+            chosen = {r: f for r, f in by_root.items() if len(f) == p}
+            self.groups.append(
+                Group(
+                    np.array(list(chosen)), np.array(list(chosen.values())), can_merge
+                )
+            )
+
+    def record(self, x):
+        """Add the input of one call, a NumPy array."""
+        padding = _padding(self.unit, x.shape)
+        x = np.moveaxis(x, self.axis, -1)
+        for group in self.groups:
+            group.padding = max(group.padding, padding)
+            group.record(x.reshape(-1, x.shape[-1]))
+
+
+def _padding(unit, shape):
+    """How often a kernel reads padding, for each time that it reads a position.
+
+    Infinite for a transposed convolution with a border: there a constant does not give
+    the same everywhere whatever is done at the border.
+    """
+    if not linear.sees_border(unit):
+        return 0.0
+    if unit.cls in linear.TRANSPOSED:
+        return np.inf
+    config = unit.config
+    positions = shape[2:] if config["data_format"] == "channels_first" else shape[1:-1]
+    inside, everything = 1, 1
+    for n, size, stride, dilation in zip(
+        positions,
+        *(np.ravel(config[k]) for k in ("kernel_size", "strides", "dilation_rate")),
+    ):
+        span = dilation * (size - 1)
+        made = -(-n // stride)
+        before = span
+        if config["padding"] != "causal":
+            before = max((made - 1) * stride + span + 1 - n, 0) // 2
+        taps = np.arange(made)[:, None] * stride + np.arange(size) * dilation - before
+        inside *= np.sum((taps >= 0) & (taps < n))
+        everything *= taps.size
+    return everything / inside - 1
+
+
+def _divide(a, b):
+    return np.divide(a, b, out=np.zeros(np.broadcast(a, b).shape), where=b > 0)
+
+
+class Choice:
+    """Which channels go, and what stands for each of them.
+
+    Args:
+        sites: List of `Site`, finished.
+        makers: List of vectors of the roots of what each layer makes.
+        is_fixed: Whether a root has to stay, a function of an array.
+        gamma, similarity: See `prune`.
+
+    Attributes:
+        removed: Dictionary from the root of a channel that goes to that of the channel
+            that stands for it, or `None` for a constant.
+    """
+
+    def __init__(self, sites, makers, is_fixed, gamma, similarity):
+        self.removed = {}
+        self._where = {}
+        for site in sites:
+            for group in site.groups:
+                for row, root in enumerate(group.roots):
+                    self._where.setdefault(int(root), []).append((group, row))
+        families = {}
+        for root, places in self._where.items():
+            family = tuple(id(group) for group, _ in places)
+            families.setdefault(family, []).append(root)
+        candidates = []
+        for roots in families.values():
+            candidates += self._candidates(np.array(roots), is_fixed, gamma, similarity)
+        self._choose(candidates, makers)
+
+    def _candidates(self, roots, is_fixed, gamma, similarity):
+        """Tuples to sort: error, spread, -number, the root that goes, what stands."""
+        places = [self._where[root] for root in roots]
+        n = len(roots)
+        constant, merged = np.zeros(n), np.zeros((n, n))
+        may_be, may_merge = np.full(n, gamma is not None), np.ones((n, n), bool)
+        may_merge &= ~np.eye(n, dtype=bool) & (similarity is not None)
+        spread = np.zeros(n)
+        for place in range(len(places[0])):
+            group = places[0][place][0]
+            rows = np.array([p[place][1] for p in places])
+            pairs = np.ix_(rows, rows)
+            variances, noise = group.variances[rows], group.noise[rows]
+            spread = np.maximum(spread, variances)
+            if gamma is not None:
+                errors = group.constant_errors()[rows]
+                constant = np.maximum(constant, errors)
+                may_be &= errors <= gamma**2 + noise
+            if similarity is not None:
+                errors = group.merge_errors()[pairs]
+                merged = np.maximum(merged, errors)
+                allowed = (1 - similarity**2) * variances + noise
+                may_merge &= group.can_merge & (errors <= allowed[:, None])
+        free = ~is_fixed(roots)
+        found = [
+            (constant[c], spread[c], -c, int(roots[c]), None)
+            for c in np.flatnonzero(may_be & free)
+        ]
+        return found + [
+            (merged[c, d], spread[c], -c, int(roots[c]), int(roots[d]))
+            for c, d in np.argwhere(may_merge & free[:, None])
+        ]
+
+    def _choose(self, candidates, makers):
+        """Take the smallest errors first. What stands for a channel stays."""
+        left = [len(np.unique(roots)) for roots in makers]
+        made_by = {}
+        for maker, roots in enumerate(makers):
+            for root in np.unique(roots):
+                made_by.setdefault(int(root), []).append(maker)
+        needed = set()
+        for *_, root, target in sorted(candidates, key=lambda found: found[:3]):
+            makes = made_by.get(root, [])
+            if root in self.removed or root in needed or target in self.removed:
+                continue
+            if any(left[maker] == 1 for maker in makes):
+                continue  # A layer keeps one channel.
+            self.removed[root] = target
+            if target is not None:
+                needed.add(target)
+            for maker in makes:
+                left[maker] -= 1
+
+    def substitutes(self, group):
+        """The rows of a group that go, each with its `Substitute`."""
+        rows = {int(root): row for row, root in enumerate(group.roots)}
+        return {
+            row: group.substitute(row, rows.get(self.removed[root]))
+            for root, row in rows.items()
+            if root in self.removed
+        }
