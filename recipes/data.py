@@ -47,12 +47,14 @@ def source(config, data_dir=None, download=False):
     """
     if config["dataset"] in STREAMED:
         return imagenet.Stream(config, data_dir, download)
-    images = load(config["dataset"], data_dir, config["train_size"], download)
-    return Arrays(images, config)
+    sizes = config["train_size"], config["validation_size"]
+    return Arrays(
+        load(config["dataset"], data_dir, sizes[0], download, sizes[1]), config
+    )
 
 
 @functools.lru_cache(maxsize=1)  # the next run in this process reads the same images
-def load(dataset, data_dir=None, train_size=None, download=False):
+def load(dataset, data_dir=None, train_size=None, download=False, validation_size=None):
     """Loads a data set, each channel with mean 0 and deviation 1 over training images.
 
     Args:
@@ -64,6 +66,8 @@ def load(dataset, data_dir=None, train_size=None, download=False):
         train_size: Use this many training images only, the first ones of a fixed
             permutation. All where None.
         download: Whether tensorflow_datasets may download what it does not find.
+        validation_size: Hold out this many of these training images, in the place of
+            the test images, which then nobody sees: for choosing settings.
 
     Returns:
         An `ImageData`.
@@ -89,6 +93,17 @@ def load(dataset, data_dir=None, train_size=None, download=False):
                 f"training images of {dataset}. Received: train_size={train_size}"
             )
         chosen = np.random.default_rng(0).permutation(len(x_train))[:train_size]
+        x_train, y_train = x_train[chosen], y_train[chosen]
+    if validation_size is not None:
+        if not 1 <= validation_size < len(x_train):
+            raise ValueError(
+                f"Argument `validation_size` must be between 1 and {len(x_train) - 1}, "
+                "less than the training images. "
+                f"Received: validation_size={validation_size}"
+            )
+        order = np.random.default_rng(1).permutation(len(x_train))
+        held_out, chosen = order[:validation_size], order[validation_size:]
+        x_test, y_test = x_train[held_out], y_train[held_out]
         x_train, y_train = x_train[chosen], y_train[chosen]
     mean = x_train.mean((0, 1, 2), dtype="float64").astype("float32")
     deviation = x_train.std((0, 1, 2), dtype="float64").astype("float32")

@@ -11,6 +11,10 @@ on the device, where batches are drawn, shifted and mirrored.
     population.keep([scores["test_accuracy"].argmax()])
     population.train(110)
 
+A trial can also take the place of another one (`replace`), which changes no program:
+each counts its own epochs. On many devices, such as a slice of TPUs, each has some of
+the trials, and nothing is exchanged.
+
 A trial has the initial weights that `recipes.train` gives its seed, and takes the same
 steps, but its batches come from JAX's random numbers: in another order than those of
 `recipes.train`, and shifted otherwise.
@@ -34,8 +38,10 @@ from recipes.trial import CURRENT, Trial, followers
 if keras.backend.backend() == "jax":
     import jax
     import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-OWN = ("seed", "rho", "omega", "learning_rate")  # what a trial may have for itself
+# What a trial may have for itself.
+OWN = ("seed", "rho", "stage_rho", "omega", "learning_rate")
 
 
 class Population:
@@ -58,16 +64,18 @@ class Population:
             `AMAT` callback.
         schedule: Callable, `schedule(learning_rate, total_steps)` returns a
             `keras.optimizers.schedules.LearningRateSchedule`.
+        devices: List of JAX devices, of which each gets as many trials. `None`: one.
 
     Attributes:
         trials: List with the dict of each trial that is left.
-        epoch: Number of epochs behind us.
+        epochs: Integers `(trials,)`, the epochs behind each.
         steps: Number of steps in an epoch.
         seconds: Of the last call of `train`, without compilation; `None` before.
 
     Raises:
         ValueError: If the backend is not JAX, if there is no trial, if a learning rate
-            is not positive, or if a batch is larger than the training data.
+            is not positive, if a batch is larger than the training data, or if the
+            devices cannot have the same number of trials.
     """
 
     def __init__(
@@ -83,20 +91,24 @@ class Population:
         augment=False,
         amat=True,
         schedule=optimizers.piecewise_schedule,
+        devices=None,
     ):
         _check(trials, len(images.x_train), batch_size)
         self.trials = [dict(trial) for trial in trials]
-        self.epoch = 0
+        self.epochs = np.zeros(len(trials), int)
         self.steps = len(images.x_train) // batch_size
         self.seconds = None
         self._build = build
         self._images_per_epoch = self.steps * batch_size
-        self._train_data = jnp.asarray(images.x_train), jnp.asarray(images.y_train)
-        self._test_data = jnp.asarray(images.x_test), jnp.asarray(images.y_test)
+        self._amat = amat
+        mesh = Mesh(np.array(devices or jax.devices()[:1]), ("trial",))
+        self._by_trial = NamedSharding(mesh, PartitionSpec("trial"))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._train_data, self._test_data = jax.device_put(
+            ((images.x_train, images.y_train), (images.x_test, images.y_test)),
+            everywhere,
+        )
         self._programs = {}
-
-        built = [self._seeded(trial) for trial in self.trials]
-        omegas = [[f.omega for f in followers(m)] if amat else [] for m in built]
         self._trial = Trial(
             self._seeded(self.trials[0]),
             batch_size,
@@ -107,18 +119,37 @@ class Population:
             amat,
             functools.partial(schedule, total_steps=epochs * self.steps),
         )
-        states = [self._trial.start(model) for model in built]
-        self._state = jax.tree.map(lambda *rows: jnp.stack(rows), *states)
-        rates = [trial["learning_rate"] for trial in self.trials]
-        self._settings = {
-            "seed": jnp.array([trial["seed"] for trial in self.trials], "uint32"),
-            "learning_rate": jnp.array(rates, "float32"),
-            "omega": jnp.array(omegas, "float32"),
-        }
+        rows = [self._start(trial) for trial in self.trials]
+        self._place(jax.tree.map(lambda *rows: np.stack(rows), *rows))
 
     def _seeded(self, trial):
         keras.utils.set_random_seed(trial["seed"])
         return self._build(trial)
+
+    def _start(self, trial):
+        """The state of a trial before its first step, and its settings."""
+        model = self._seeded(trial)
+        omegas = [layer.omega for layer in followers(model)] if self._amat else []
+        return self._trial.start(model), {
+            "seed": np.array(trial["seed"], "uint32"),
+            "learning_rate": np.array(trial["learning_rate"], "float32"),
+            "omega": np.array(omegas, "float32"),
+        }
+
+    def _place(self, rows):
+        """Divides what all trials have among the devices."""
+        count, devices = len(self.trials), self._by_trial.num_devices
+        if count % devices:
+            raise ValueError(
+                "Argument `devices` must have a length that divides the number of "
+                f"trials, {count}. Received: {devices} devices"
+            )
+        self._state, self._settings = jax.device_put(rows, self._by_trial)
+
+    @property
+    def epoch(self):
+        """The number of epochs behind us: of the oldest trial, or of all of them."""
+        return int(self.epochs.max())
 
     @property
     def diverged(self):
@@ -155,15 +186,16 @@ class Population:
         self._images = epochs * self._images_per_epoch * len(self.trials)
         for _ in range(epochs):
             current = {key: self._state[key] for key in CURRENT}
-            arguments = current, self._settings, self.epoch, self._train_data
-            axes = (0, 0, None, None)
+            epochs = jax.device_put(self.epochs.astype("uint32"), self._by_trial)
+            arguments = current, self._settings, epochs, self._train_data
+            axes = (0, 0, 0, None)
             program = self._compiled(self._trial.train_epoch, axes, arguments)
             start = time.perf_counter()
             current, scores = jax.block_until_ready(program(*arguments))
             self.seconds += time.perf_counter() - start
             self._state |= current
             self._state["diverged"] |= ~jnp.isfinite(scores["train_loss"])
-            self.epoch += 1
+            self.epochs += 1
         return jax.tree.map(np.asarray, scores)
 
     def evaluate(self):
@@ -186,7 +218,11 @@ class Population:
         """
         name = function.__name__
         if name not in self._programs:
-            program = jax.jit(jax.vmap(function, axes), donate_argnums=0)
+            program = jax.jit(
+                jax.vmap(function, axes),
+                donate_argnums=0,
+                out_shardings=self._by_trial,
+            )
             self._programs[name] = program.lower(*arguments).compile()
         return self._programs[name]
 
@@ -205,10 +241,34 @@ class Population:
             )
         self.trials = [self.trials[index] for index in indices]
         rows = np.array(indices)
-        self._state, self._settings = jax.tree.map(
-            lambda array: array[rows], (self._state, self._settings)
+        self.epochs = self.epochs[rows]
+        self._place(
+            jax.tree.map(lambda array: array[rows], (self._state, self._settings))
         )
         self._programs = {}
+
+    def replace(self, index, trial):
+        """Puts a new trial, before its first epoch, in the place of another one.
+
+        Args:
+            index: Integer, the place in `trials`.
+            trial: Dict, as in the argument `trials`. Its network must be one of those
+                that `build` may return.
+        """
+        _check([trial])
+        new = self._start(trial)
+        self.trials[index] = dict(trial)
+        self.epochs[index] = 0
+        self._put([index], jax.tree.map(lambda array: array[None], new))
+
+    def _put(self, indices, rows):
+        both = self._state, self._settings
+        if len(rows) == 1:
+            both = both[:1]
+        rows = jax.tree.map(
+            lambda array, new: array.at[np.array(indices)].set(new), both, tuple(rows)
+        )
+        self._place(rows if len(rows) == 2 else (*rows, self._settings))
 
     def model(self, index, best=False):
         """Builds the model of one trial.
@@ -229,37 +289,49 @@ class Population:
             variable.assign(np.asarray(value[index]))
         return model
 
-    def save(self, path):
-        """Writes the state of all trials into an .npz file, whole or not at all."""
-        arrays = [_storable(array) for array in jax.tree.leaves(self._state)]
-        about = {"epoch": self.epoch, "trials": json.dumps(self.trials)}
+    def save(self, path, indices=None):
+        """Writes the state of trials into an .npz file, whole or not at all.
+
+        Args:
+            path: Of the file.
+            indices: Integers, the places of these trials; all if `None`.
+        """
+        rows = np.arange(len(self.trials)) if indices is None else np.array(indices)
+        arrays = [_storable(array[rows]) for array in jax.tree.leaves(self._state)]
+        about = {
+            "epochs": self.epochs[rows],
+            "trials": json.dumps([self.trials[row] for row in rows]),
+        }
         experiment.write(path, lambda file: np.savez(file, *arrays, **about))
 
-    def restore(self, path):
+    def restore(self, path, indices=None):
         """Continues where `save` was called.
 
         Args:
             path: Of a file that a population of the same network wrote. It may hold
-                more trials than this one.
+                more trials than those that continue.
+            indices: Integers, the places of these trials; all if `None`.
 
         Raises:
-            ValueError: If it lacks a trial of this population.
+            ValueError: If it lacks one of them.
         """
+        indices = range(len(self.trials)) if indices is None else indices
+        trials = [self.trials[index] for index in indices]
         stored = trials_in(path)
-        if missing := [trial for trial in self.trials if trial not in stored]:
+        if missing := [trial for trial in trials if trial not in stored]:
             raise ValueError(
                 "Argument `path` must be a file with all trials of the population. "
                 f"Received: path={str(path)!r}, which lacks {missing}"
             )
-        rows = np.array([stored.index(trial) for trial in self.trials])
+        rows = np.array([stored.index(trial) for trial in trials])
         with np.load(path) as file:
             leaves, structure = jax.tree.flatten(self._state)
             leaves = [
                 jnp.asarray(file[f"arr_{i}"][rows], leaf.dtype)
                 for i, leaf in enumerate(leaves)
             ]
-            self._state = jax.tree.unflatten(structure, leaves)
-            self.epoch = int(file["epoch"])
+            self._put(indices, [jax.tree.unflatten(structure, leaves)])
+            self.epochs[list(indices)] = file["epochs"][rows]
 
 
 def trials_in(path):
@@ -268,12 +340,13 @@ def trials_in(path):
         return json.loads(str(file["trials"]))
 
 
-def of(configs, images):
+def of(configs, images, devices=None):
     """The population of runs that differ in no more than `OWN`.
 
     Args:
         configs: List of dicts, each as `recipes.train.complete` returns it.
         images: A `recipes.data.ImageData`.
+        devices: See `Population`.
 
     Returns:
         A `Population`. Its trials are dicts with the keys `OWN`.
@@ -293,7 +366,7 @@ def of(configs, images):
             images.num_classes,
             shared["norm"],
             shared["activation"],
-            trial["rho"],
+            norms.stage_rho(trial["rho"], trial["stage_rho"]),
             trial["omega"],
             shared["dtype"],
         )
@@ -302,6 +375,7 @@ def of(configs, images):
         build,
         [{key: config[key] for key in OWN} for config in configs],
         images,
+        devices=devices,
         amat=norms.get(shared["norm"]).amat,
         **{
             key: shared[key]
@@ -319,7 +393,7 @@ def check_backend():
         )
 
 
-def _check(trials, count, batch_size):
+def _check(trials, count=1, batch_size=1):
     check_backend()
     if not trials:
         raise ValueError(f"Argument `trials` must have one. Received: trials={trials}")

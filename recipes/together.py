@@ -52,7 +52,8 @@ def train(
     missing = [run for run in runs if run.results is None]
     if missing:
         config = configs[0]
-        images = data.load(config["dataset"], data_dir, config["train_size"], download)
+        sizes = config["train_size"], config["validation_size"]
+        images = data.load(config["dataset"], data_dir, sizes[0], download, sizes[1])
         _train(missing, images, saved_models_dir)
     return [run.results for run in runs]
 

@@ -24,6 +24,7 @@ Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization
 Beyond, TPAMI 2023, Section 6.1. https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
+import contextlib
 import pathlib
 
 import keras
@@ -41,6 +42,7 @@ DEFAULTS = {
     "norm": "cbn",
     "activation": "sigmoid",
     "rho": 1.0,
+    "stage_rho": None,
     "omega": 10.0,
     "epochs": 120,
     "seed": 0,
@@ -49,6 +51,7 @@ DEFAULTS = {
     "momentum": 0.9,
     "weight_decay": 5e-4,
     "train_size": None,
+    "validation_size": None,
     "augment": False,
     "image_size": None,
     "dtype": None,
@@ -83,8 +86,13 @@ def complete(config):
     config = defaults | config | {"backend": keras.backend.backend()}
     models.check(config["model"], config["activation"])
     _check(config)
-    norms.get(config["norm"], config["rho"], config["omega"])
+    norms.get(config["norm"], rho(config), config["omega"])
     return config
+
+
+def rho(config):
+    """The rho of a run, of each stage where they differ, as `models.build` takes it."""
+    return norms.stage_rho(config["rho"], config["stage_rho"])
 
 
 def _check(config):
@@ -104,6 +112,11 @@ def _check(config):
             "Argument `image_size` must be positive, and None but for "
             f"{', '.join(data.STREAMED)}. Received: image_size={size} with "
             f"dataset={config['dataset']!r}"
+        )
+    if config["validation_size"] and config["dataset"] in data.STREAMED:
+        raise ValueError(
+            f"Argument `validation_size` must be None for {', '.join(data.STREAMED)}. "
+            f"Received: validation_size={config['validation_size']}"
         )
 
 
@@ -142,6 +155,8 @@ def train(
     data_dir=None,
     download=False,
     verbose="auto",
+    until=None,
+    strategy=None,
 ):
     """Trains a network, or goes on with that, or returns what came out before.
 
@@ -150,9 +165,12 @@ def train(
         name: Name of the run; `run_name(config)` where None.
         runs_dir: The run is recorded in `<runs_dir>/<name>/`.
         saved_models_dir: The network as it was after the epoch of the highest test
-            accuracy goes to `<saved_models_dir>/<name>.keras`.
+            accuracy goes to `<saved_models_dir>/<name>.keras`, or nowhere if `None`.
         data_dir, download: Arguments of `recipes.data.source`.
         verbose: As in `keras.Model.fit`.
+        until: Integer, stop after this epoch of the whole training; the same call with
+            a later one goes on. The results are then those so far.
+        strategy: `None`, or a `recipes.strategies.Strategy` for many devices.
 
     Returns:
         Dict with the name of the run, its last epoch (`epochs`, and if the loss became
@@ -170,30 +188,18 @@ def train(
     keras.backend.clear_session()
     keras.utils.set_random_seed(config["seed"])
     source = data.source(config, data_dir, download)
-    model = models.build(
-        config["model"],
-        source.image_shape,
-        source.num_classes,
-        norm=config["norm"],
-        activation=config["activation"],
-        rho=config["rho"],
-        omega=config["omega"],
-        dtype=config["dtype"],
-    )
-    model.compile(
-        optimizers.SGD(
-            schedule(config, source.steps), config["momentum"], config["weight_decay"]
-        ),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    if strategy is not None:
+        source = strategy.distribute(source, config)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = _compiled(config, source)
     recorder = experiment.Recorder(run, model)
-    if recorder.epoch < config["epochs"]:
+    last = min(until or config["epochs"], config["epochs"])
+    if recorder.epoch < last:
         amat = norms.get(config["norm"]).amat
         model.fit(
             source.batches(recorder.epoch),
             steps_per_epoch=source.steps,
-            epochs=config["epochs"],
+            epochs=last,
             initial_epoch=recorder.epoch,
             shuffle=False,  # the batches are
             validation_data=source.test,
@@ -201,12 +207,36 @@ def train(
             callbacks=[AMAT(), recorder] if amat else [recorder],
             verbose=verbose,
         )
+    if recorder.epoch < config["epochs"] and not recorder.diverged:
+        return results(run, name)
 
     if recorder.best is not None:
         for variable in model.variables:
             variable.assign(recorder.best[variable.path])
     best = model if recorder.best is not None else None
     return finish(run, name, best, saved_models_dir)
+
+
+def _compiled(config, source):
+    model = models.build(
+        config["model"],
+        source.image_shape,
+        source.num_classes,
+        norm=config["norm"],
+        activation=config["activation"],
+        rho=rho(config),
+        omega=config["omega"],
+        dtype=config["dtype"],
+    )
+    norms.check_stages(config["stage_rho"], model)
+    model.compile(
+        optimizers.SGD(
+            schedule(config, source.steps), config["momentum"], config["weight_decay"]
+        ),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
 
 
 def schedule(config, steps):
@@ -230,18 +260,24 @@ def finish(run, name, best_model, saved_models_dir, **more):
         The results, see `train`.
     """
     saved_model = None
-    if best_model is not None:
+    if best_model is not None and saved_models_dir is not None:
         saved_model = pathlib.Path(saved_models_dir) / f"{name}.keras"
         # A new model has no optimizer, so that reading it needs keras_norms only.
         bare = keras.Model(best_model.inputs, best_model.outputs, name=best_model.name)
         experiment.write(saved_model, bare.save)
+    run.finish(results(run, name, saved_model=saved_model and str(saved_model), **more))
+    return run.results
+
+
+def results(run, name, saved_model=None, **more):
+    """What came out of a run, see `train`."""
     metrics = run.metrics
     finite = [line for line in metrics if line["train_loss"] is not None]
     best = max(finite, key=lambda line: line["test_accuracy"], default={})
     seconds = [line["seconds_per_step"] for line in metrics]
     seconds = [value for value in seconds if value is not None]
     scores = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
-    results = {
+    return {
         "name": name,
         "epochs": len(metrics),
         "diverged": metrics[-1]["train_loss"] is None,
@@ -249,11 +285,9 @@ def finish(run, name, best_model, saved_models_dir, **more):
         "best_test_accuracy": best.get("test_accuracy"),
         "best_epoch": best.get("epoch"),
         "seconds_per_step": float(np.median(seconds)) if seconds else None,
-        "saved_model": saved_model and str(saved_model),
+        "saved_model": saved_model,
         **more,
     }
-    run.finish(results)
-    return results
 
 
 def define_shared_flags():
@@ -308,5 +342,12 @@ if __name__ == "__main__":
     flags.DEFINE_enum("norm", DEFAULTS["norm"], sorted(norms.NORMS), "")
     flags.DEFINE_string("activation", DEFAULTS["activation"], "As Keras calls it.")
     flags.DEFINE_integer("seed", DEFAULTS["seed"], "Of weights, order, augmentation.")
+    flags.DEFINE_string("stage_rho", None, "CBN's rho of stages: stage1=0.5,stage2=2.")
+    flags.DEFINE_integer(
+        "validation_size",
+        None,
+        "Test on so many held-out training images.",
+        lower_bound=1,
+    )
     flags.DEFINE_string("name", None, "Name of the run, made of the settings if None.")
     app.run(main)

@@ -25,6 +25,7 @@ layer. Kernels are those of all convolutions. Another normalisation is one more 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import keras
@@ -103,11 +104,18 @@ def scaled_cwn(layer, name):
 
 
 def cbn(placement="before", kind=CBN, amat=True, **arguments):
-    """Returns a function of rho and omega that makes the `Norm` of such layers."""
+    """Returns a function of rho and omega that makes the `Norm` of such layers.
+
+    Its rho is a number, or a dict from a stage to its number and from None to that of
+    all other stages.
+    """
 
     def make(rho=1.0, omega=10.0):
         def layer(channels, name):
-            return kind(rho=rho, omega=omega, name=name, **arguments)
+            own = rho
+            if isinstance(rho, dict):
+                own = rho.get(stage(name), rho[None])
+            return kind(rho=own, omega=omega, name=name, **arguments)
 
         layer(1, "checked")  # refuses bad arguments now
         return Norm(layer, placement, amat=amat)
@@ -157,8 +165,53 @@ NORMS = {
 }
 
 
+def stage(name):
+    """The stage of a network that a layer belongs to, by the name of the layer."""
+    found = re.match(r"(stage|conv|block)\d+", name)
+    return found[0] if found else name.split("_")[0]
+
+
+def stage_rho(rho, text):
+    """The rho of each stage, as `get` takes it.
+
+    Args:
+        rho: Float, of the stages that `text` does not name.
+        text: Such as `"stage1=0.5,stage2=2"`, or `None`.
+    """
+    if text is None:
+        return rho
+    rho_of = {None: rho}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            rho_of[name] = float(value)
+        except ValueError:
+            rho_of[name] = 0.0
+        if not (name and rho_of[name] > 0):
+            raise ValueError(
+                "Argument `stage_rho` must be like 'stage1=0.5,stage2=2', of positive "
+                f"numbers. Received: stage_rho={text!r}"
+            )
+    return rho_of
+
+
+def check_stages(text, model):
+    """Raises a ValueError if `stage_rho` names a stage that the model has no CBN in."""
+    layers = model._flatten_layers()
+    stages = {stage(layer.name) for layer in layers if isinstance(layer, CBN)}
+    named = stage_rho(1.0, text)
+    if isinstance(named, dict) and named.keys() - stages - {None}:
+        raise ValueError(
+            f"Argument `stage_rho` must name stages with CBN layers: {sorted(stages)}. "
+            f"Received: stage_rho={text!r}"
+        )
+
+
 def get(name, rho=1.0, omega=10.0):
-    """Returns the `Norm` called `name`; `rho` and `omega` are those of CBN layers."""
+    """Returns the `Norm` called `name`; `rho` and `omega` are those of CBN layers.
+
+    `rho` may be that of each stage, see `stage_rho`.
+    """
     if name not in NORMS:
         raise ValueError(
             f"Argument `norm` must be one of {sorted(NORMS)}. Received: norm={name!r}"
