@@ -1,0 +1,102 @@
+"""Small trained models of every layer, in files that every later version must load.
+
+    KERAS_BACKEND=tensorflow python -m tests.golden
+
+and the same with jax and torch write `saved_models/golden/<version>-<backend>/`: a
+model `<name>.keras` and `<name>.npz` with inputs, the model's outputs at inference, and
+those in training mode where these are not random. Files that are there stay as they
+are: a golden file is written once.
+"""
+
+import pathlib
+
+import keras
+import numpy as np
+from keras import layers
+
+import keras_norms
+from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+
+DIRECTORY = pathlib.Path(__file__).parent.parent / "saved_models" / "golden"
+RANDOM = ("noisy_bn",)  # in training mode
+
+
+def _before(norm):
+    return [norm, layers.Conv2D(4, 3, padding="same")]
+
+
+def _after(norm):
+    return [layers.Conv2D(4, 3, padding="same", use_bias=False), norm]
+
+
+def _weights(wrapper, **arguments):
+    return [
+        wrapper(layers.Conv2D(4, 3, padding="same"), **arguments),
+        wrapper(layers.DepthwiseConv2D(3, depth_multiplier=2), **arguments),
+    ]
+
+
+MODELS = {
+    "cbn": lambda: _before(CBN(rho=2.0, omega=3.0)),
+    "cbn_coupled": lambda: _before(CBN(decouple=False, mean_gradient="ratio")),
+    "cbn_plain": lambda: _before(CBN(center=False, scale=False)),
+    "fused_cbn": lambda: [FusedCBN(layers.Conv2D(4, 3, padding="same"))],
+    "noisy_bn": lambda: _after(NoisyBN(seed=1)),
+    "lp_norm_1": lambda: _after(LpNorm(p=1)),
+    "lp_norm_3_centered": lambda: _after(LpNorm(p=3, norm_of="centered")),
+    "lp_norm_inf": lambda: _after(LpNorm(p=float("inf"))),
+    "ws": lambda: _weights(WS, gain=True),
+    "cwn": lambda: _weights(CWN, scale=2.0, gain=True),
+    "wn": lambda: _weights(WN),
+}
+
+
+def build(name):
+    """Builds and trains a model for a few steps, so that no weight is as it began."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((6, 6, 3)),
+            *MODELS[name](),
+            layers.Activation("tanh"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(3),
+        ],
+        name=name,
+    )
+    rng = np.random.default_rng(0)
+    x = rng.normal(1, 2, (32, 6, 6, 3)).astype("float32")
+    y = rng.integers(0, 3, 32)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.2, momentum=0.9), loss)
+    callbacks = [AMAT()] if "cbn" in name else []
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+    return model
+
+
+def outputs(model, x):
+    """Outputs at inference, and in training mode, where these are not random."""
+    found = {"inference": keras.ops.convert_to_numpy(model(x, training=False))}
+    if model.name not in RANDOM:
+        for layer in model._flatten_layers():
+            if isinstance(layer, CBN):
+                layer.set_learning_rate(0.5)
+        found["training"] = keras.ops.convert_to_numpy(model(x, training=True))
+    return found
+
+
+def main():
+    version = f"{keras_norms.__version__}-{keras.backend.backend()}"
+    directory = DIRECTORY / version
+    directory.mkdir(parents=True, exist_ok=True)
+    x = np.random.default_rng(1).normal(size=(8, 6, 6, 3)).astype("float32")
+    for name in MODELS:
+        path = directory / f"{name}.keras"
+        if not path.exists():
+            build(name).save(path)
+            model = keras.models.load_model(path)
+            np.savez(path.with_suffix(".npz"), x=x, **outputs(model, x))
+
+
+if __name__ == "__main__":
+    main()
