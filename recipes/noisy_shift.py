@@ -22,12 +22,13 @@ on 2 cores of an Intel Xeon that much other work shared:
 
                  first step of 90 %    accuracy at the end    step to step, last layer:
                  training accuracy     training    test       change of mean / deviation
-    none                180             100.0 %    96.1 %             0.056
-    bn                   20             100.0 %    96.9 %             0.000013
-    noisy_bn             20              99.8 %    57.8 %             0.30
+    none                  -             88.1 %    93.3 %             0.16
+    bn                   20            100.0 %    98.3 %             0.000012
+    noisy_bn             20             99.9 %    49.4 %             0.30
 
-NoisyBN trains as fast as BN, as claimed. Its test accuracy is low (inference is without
-the noise). BN's moments are much more stable than those without it, not marginally.
+NoisyBN trains as fast as BN, as claimed. Inference is without the noise, but the moving
+statistics are not: taken again without it (`keras_norms.recalibrate`), the test
+accuracy is 98.3 %. BN's moments are much more stable than those without it.
 
 Reference: Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
 Optimization?, NeurIPS 2018. https://arxiv.org/abs/1805.11604
