@@ -138,13 +138,18 @@ class Population:
 
     def _place(self, rows):
         """Divides what all trials have among the devices."""
-        count, devices = len(self.trials), self._by_trial.num_devices
-        if count % devices:
+        count = len(self.trials)
+        if count % self.devices:
             raise ValueError(
                 "Argument `devices` must have a length that divides the number of "
-                f"trials, {count}. Received: {devices} devices"
+                f"trials, {count}. Received: {self.devices} devices"
             )
         self._state, self._settings = jax.device_put(rows, self._by_trial)
+
+    @property
+    def devices(self):
+        """The number of devices."""
+        return self._by_trial.num_devices
 
     @property
     def epoch(self):
@@ -382,6 +387,13 @@ def of(configs, images, devices=None):
             for key in ("epochs", "batch_size", "momentum", "weight_decay", "augment")
         },
     )
+
+
+def devices_for(count):
+    """As many JAX devices as can have the same number of `count` trials."""
+    devices = jax.devices()
+    most = max(n for n in range(1, len(devices) + 1) if count % n == 0)
+    return devices[:most]
 
 
 def check_backend():

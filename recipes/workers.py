@@ -52,9 +52,9 @@ def each(function, configs, count=None, **arguments):
             yield place, function(config, **arguments)
         return
     with concurrent.futures.ProcessPoolExecutor(
-        count, multiprocessing.get_context("spawn"), initializer=_start
+        count, multiprocessing.get_context("spawn"), initializer=end_with_parent
     ) as pool:
-        with _environment(ENVIRONMENT):  # which the workers inherit
+        with environment(ENVIRONMENT):  # which the workers inherit
             futures = {
                 pool.submit(function, config, **arguments): place
                 for place, config in enumerate(configs)
@@ -68,7 +68,8 @@ def each(function, configs, count=None, **arguments):
 
 
 @contextlib.contextmanager
-def _environment(variables):
+def environment(variables):
+    """Sets environment variables, for processes that start in this context."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -78,7 +79,8 @@ def _environment(variables):
         os.environ.update(before)
 
 
-def _start():
+def end_with_parent():
+    """Lets a process that `multiprocessing` started end when its parent does."""
     # Ctrl-C ends a worker at once, and so does the end of the process that started it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()

@@ -1,0 +1,1 @@
+"""Jobs that find CBN's rho and omega, with KerasTuner."""

@@ -1,0 +1,197 @@
+"""KerasTuner's oracles, which a killed search can go on with, no trial lost.
+
+KerasTuner 1.4.8 writes its files in place, saves an ended trial as one that still runs,
+and forgets the state of a grid. Here files are written whole; a trial that ended never
+runs again; one that did not end goes on, at the same tuner if that asks again, else at
+any other when nothing else is left; and the order of a grid is found again.
+
+A trial that diverged counts in Bayesian optimisation and in Hyperband as the worst one
+so far. KerasTuner leaves it out, so that it would be suggested again.
+"""
+
+import contextlib
+import functools
+import pathlib
+
+import keras_tuner
+import numpy as np
+from keras_tuner.oracles import (
+    BayesianOptimizationOracle,
+    GridSearchOracle,
+    HyperbandOracle,
+    RandomSearchOracle,
+)
+
+from recipes import experiment
+
+OBJECTIVE = keras_tuner.Objective("accuracy", "max")
+ENDED = ("COMPLETED", "FAILED")
+
+
+class Durable:
+    """Mixin in front of a `keras_tuner.Oracle`.
+
+    Attributes:
+        on_end: `None`, or a function of each trial that ended.
+    """
+
+    on_end = None
+
+    def __init__(self, **kwargs):
+        super().__init__(
+            objective=OBJECTIVE, max_consecutive_failed_trials=None, **kwargs
+        )
+        self.verbose = 0
+        self._owners = {}
+        self._unended = {}  # after a restart: from a trial's id to its tuner's, or None
+
+    def populate_space(self, trial_id):
+        response = super().populate_space(trial_id)
+        if values := response.get("values"):
+            response["values"] = {key: _rounded(value) for key, value in values.items()}
+        return response
+
+    @keras_tuner.synchronized
+    def create_trial(self, tuner_id):
+        mine = [key for key, owner in self._unended.items() if owner == tuner_id]
+        if mine and tuner_id not in self.ongoing_trials:
+            return self._go_on(mine[0], tuner_id)
+        trial = super().create_trial(tuner_id)
+        if trial.status != "RUNNING" and self._unended:
+            return self._go_on(next(iter(self._unended)), tuner_id)
+        return trial
+
+    def _go_on(self, trial_id, tuner_id):
+        del self._unended[trial_id]
+        self._retry_queue = [trial_id]
+        return super().create_trial(tuner_id)
+
+    @keras_tuner.synchronized
+    def end_trial(self, trial):
+        if trial.trial_id in self.end_order:
+            return
+        self._unended.pop(trial.trial_id, None)
+        # What came back over the network may have been rounded.
+        trial.hyperparameters = self.trials[trial.trial_id].hyperparameters
+        super().end_trial(trial)
+        self.save()  # which KerasTuner does while the trial still counts as ongoing
+        if self.on_end is not None:
+            self.on_end(self.trials[trial.trial_id])
+
+    def save(self):
+        experiment.write_json(self._get_oracle_fname(), self.get_state())
+
+    def _save_trial(self, trial):
+        directory = pathlib.Path(self._get_trial_dir(trial.trial_id))
+        experiment.write_json(directory / "trial.json", trial.get_state())
+
+    def set_state(self, state):
+        super().set_state(state)
+        self._owners = {key: owner for owner, key in state["ongoing_trials"].items()}
+
+    def reload(self):
+        super().reload()
+        self._retry_queue = []
+        # A trial that is in its own file only has never begun, and is made once more.
+        self.trials = {key: self.trials[key] for key in self.start_order}
+        for key, trial in self.trials.items():
+            if trial.status not in ENDED:
+                trial.metrics = type(trial.metrics)()
+                self._unended[key] = self._owners.get(key)
+            elif key not in self.end_order:
+                self.end_order.append(key)
+
+
+class RandomSearch(Durable, RandomSearchOracle):
+    """Independent trials."""
+
+
+class GridSearch(Durable, GridSearchOracle):
+    """Every combination, the last hyperparameter first."""
+
+    def reload(self):
+        super().reload()
+
+        def compare(a, b):
+            return self._compare(
+                *(self.trials[k].hyperparameters.values for k in (a, b))
+            )
+
+        for key in sorted(self.trials, key=functools.cmp_to_key(compare)):
+            self._ordered_ids.insert(key)
+        self._populate_next = list(self.start_order)
+
+
+class BayesianOptimization(Durable, BayesianOptimizationOracle):
+    """Upper confidence bounds of a Gaussian process."""
+
+    def populate_space(self, trial_id):
+        # So that a search that was interrupted asks for what it would have asked for.
+        self._random_state = np.random.RandomState([self.seed, len(self.trials)])
+        return super().populate_space(trial_id)
+
+    def _vectorize_trials(self):
+        x, y = super()._vectorize_trials()
+        space = self._nonfixed_space()
+        failed = [
+            [hp.value_to_prob(trial.hyperparameters.values[hp.name]) for hp in space]
+            for trial in self.trials.values()
+            if trial.status == "FAILED"
+        ]
+        if failed:
+            x = np.concatenate([x, failed])
+            y = np.concatenate([y, np.full(len(failed), y.max())])
+        return x, y
+
+
+class Hyperband(Durable, HyperbandOracle):
+    """Successive halving, from trials of few epochs to those of many."""
+
+    def populate_space(self, trial_id):
+        with self._failed_as_worst():
+            return super().populate_space(trial_id)
+
+    @contextlib.contextmanager
+    def _failed_as_worst(self):
+        failed = [trial for trial in self.trials.values() if trial.status == "FAILED"]
+        for trial in failed:
+            trial.status, trial.score = "COMPLETED", -np.inf
+        try:
+            yield
+        finally:
+            for trial in failed:
+                trial.status, trial.score = "FAILED", None
+
+
+ALGORITHMS = {
+    "random": RandomSearch,
+    "grid": GridSearch,
+    "bayesian": BayesianOptimization,
+    "hyperband": Hyperband,
+}
+
+
+def make(algorithm, hyperparameters, trials, epochs, seed):
+    """Makes an oracle.
+
+    Args:
+        algorithm: A name in `ALGORITHMS`.
+        hyperparameters: The `keras_tuner.HyperParameters` of the space.
+        trials: Integer, how many at most; `None` for all of a grid or of Hyperband.
+        epochs: Integer, of a whole training; Hyperband divides it.
+        seed: Positive integer.
+
+    Returns:
+        A `keras_tuner.Oracle` with the attribute `on_end` of `Durable`.
+    """
+    kwargs = {"hyperparameters": hyperparameters, "seed": seed}
+    kwargs |= {"tune_new_entries": False, "allow_new_entries": False}
+    if algorithm == "hyperband":
+        oracle = Hyperband(max_epochs=epochs, **kwargs)
+        oracle.max_trials = trials
+        return oracle
+    return ALGORITHMS[algorithm](max_trials=trials, **kwargs)
+
+
+def _rounded(value):
+    return float(f"{value:.4g}") if isinstance(value, float) else value

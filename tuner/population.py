@@ -1,0 +1,261 @@
+"""Trials side by side in one compiled program, on JAX, which stay or go by halving.
+
+The program has a fixed number of places. A trial takes one place for each of its seeds,
+and all places train an epoch at a time. At the rungs, such as epochs 2, 4 and 8 of 15,
+a trial that is not among the better half of all that were there ends, and the oracle's
+next trial takes its places: the program stays full and is compiled once. At the end of
+a search, when no trial comes any more, it is compiled again for those that are left.
+
+With KerasTuner's Hyperband, the oracle decides alone who goes on, and a trial that goes
+on takes up the weights it ended with.
+
+Reference: Li et al., A System for Massively Parallel Hyperparameter Tuning, MLSys 2020,
+Algorithm 2, in the form that stops trials. https://arxiv.org/abs/1810.05934
+"""
+
+import json
+import math
+import time
+
+import keras_tuner
+
+from recipes import data, experiment, population, together, train
+from tuner import trials
+
+IDLE_SECONDS = 1.0  # until the oracle is asked again while others train
+
+
+class Tuner(trials.Tuner):
+    """Runs trials in a `recipes.population.Population`.
+
+    Args:
+        size: Integer, how many networks train at once.
+        halving: Integer, of how many trials one stays at a rung. 1: there is no rung.
+        **kwargs: Other arguments of `tuner.trials.Tuner`.
+    """
+
+    def __init__(self, oracle, directory, settings, seeds, size, halving, **kwargs):
+        super().__init__(oracle, directory, settings, seeds, **kwargs)
+        self._population = None
+        self._slots = [_Slot(number) for number in range(max(size // seeds, 1))]
+        rungs = rung_epochs(settings["epochs"], halving, len(self._slots))
+        self._halving = halving
+        self._rungs_path = directory / f"rungs-{self.tuner_id}.json"
+        # From an epoch to a dict from a trial to its score and whether it stayed.
+        self._rungs = {str(epoch): {} for epoch in rungs}
+        if self._rungs_path.exists():
+            self._rungs = json.loads(self._rungs_path.read_text())
+
+    def search(self):
+        saved = time.monotonic()
+        while True:
+            entered = self._enter()
+            if entered:
+                self._prepare(entered)
+            else:
+                self._shrink()
+            running = [slot for slot in self._slots if slot.trial is not None]
+            if not running:
+                if all(slot.closed for slot in self._slots):
+                    return
+                time.sleep(0 if entered else IDLE_SECONDS)
+                continue
+            scores = self._population.train() | self._population.evaluate()
+            self._log(running, scores)
+            self._decide(running)
+            if time.monotonic() - saved >= together.CHECKPOINT_SECONDS:
+                for slot in self._slots:
+                    self._save(slot)
+                saved = time.monotonic()
+
+    def _enter(self):
+        """Asks the oracle for trials, and returns the slots that got one."""
+        entered = []
+        for slot in self._slots:
+            while slot.trial is None and not slot.closed:
+                trial = self.oracle.create_trial(f"{self.tuner_id}-{slot.number}")
+                if trial.status != "RUNNING":
+                    slot.closed = trial.status == "STOPPED"
+                    break
+                configs, slot.until = self.configs(trial)
+                configs = [together.describe(config) for config in configs]
+                slot.trial, slot.configs = trial, configs
+                slot.runs = [
+                    experiment.Run(self.runs_dir / train.run_name(config), config)
+                    for config in configs
+                ]
+                if all(run.results is not None for run in slot.runs):
+                    self._end(slot)  # the search was killed just then
+                else:
+                    entered.append(slot)
+        return entered
+
+    def _prepare(self, entered):
+        """Puts what `_enter` returned into the population."""
+        first = self._population is None
+        if first:
+            self._population = self._make(entered)
+        for slot in entered:
+            rows = self._rows(slot)
+            if not first:
+                for row, config in zip(rows, slot.configs, strict=True):
+                    self._population.replace(row, _own(config))
+            checkpoint = slot.runs[0].checkpoint
+            if checkpoint.exists():
+                self._population.restore(checkpoint, rows)
+            epochs = int(self._population.epochs[rows[0]])
+            for run in slot.runs:
+                run.keep(epochs)
+            if epochs >= slot.until:
+                self._end(slot)  # the search was killed just then
+
+    def _make(self, entered):
+        settings = self.settings
+        images = data.load(
+            settings["dataset"],
+            train_size=settings["train_size"],
+            validation_size=settings["validation_size"],
+            **self.places,
+        )
+        # A place that is empty as yet has some network too.
+        configs = [
+            config
+            for slot in self._slots
+            for config in (slot.configs if slot.trial else entered[0].configs)
+        ]
+        return population.of(configs, images, population.devices_for(len(configs)))
+
+    def _shrink(self):
+        """Leaves out empty places, once half of them are and no trial will come."""
+        used = [slot for slot in self._slots if slot.trial or not slot.closed]
+        if not used or self._population is None or 2 * len(used) > len(self._slots):
+            return
+        empty = [slot for slot in self._slots if slot not in used]
+        while len(used) * self.seeds % self._population.devices:
+            used.append(empty.pop())
+        if len(used) < len(self._slots):
+            self._population.keep([row for slot in used for row in self._rows(slot)])
+            self._slots = used
+
+    def _rows(self, slot):
+        first = self._slots.index(slot) * self.seeds
+        return list(range(first, first + self.seeds))
+
+    def _log(self, running, scores):
+        pop = self._population
+        for slot in running:
+            for run, row in zip(slot.runs, self._rows(slot), strict=True):
+                run.log(
+                    epoch=int(pop.epochs[row]),
+                    **{key: float(values[row]) for key, values in scores.items()},
+                    seconds_per_step=pop.seconds / pop.steps / len(pop.trials),
+                )
+
+    def _decide(self, running):
+        diverged = self._population.diverged
+        waiting = []
+        for slot in running:
+            rows = self._rows(slot)
+            epoch = int(self._population.epochs[rows[0]])
+            if diverged[rows].any() or epoch >= slot.until:
+                self._end(slot)
+            elif str(epoch) in self._rungs:
+                waiting.append((slot, self._rungs[str(epoch)]))
+        # All that come to a rung at the same time are there before any is judged.
+        new = [pair for pair in waiting if pair[0].trial.trial_id not in pair[1]]
+        for slot, rung in new:
+            rung[slot.trial.trial_id] = [_score(slot), None]
+        for slot, rung in new:
+            entry = rung[slot.trial.trial_id]
+            scores = [score for score, _ in rung.values()]
+            entry[1] = stays(
+                list(rung).index(slot.trial.trial_id), scores, self._halving
+            )
+        if new:
+            experiment.write_json(self._rungs_path, self._rungs)
+        for slot, rung in waiting:
+            if not rung[slot.trial.trial_id][1]:
+                self._end(slot)
+
+    def _save(self, slot):
+        if slot.trial is not None:
+            self._population.save(slot.runs[0].checkpoint, self._rows(slot))
+
+    def _end(self, slot):
+        """Tells the oracle what came out of the trial in a slot, which becomes free."""
+        trial = slot.trial
+        outcomes = slot.outcomes()
+        if slot.until < self.settings["epochs"]:
+            self._save(slot)  # Hyperband may go on with it
+        else:
+            for run, outcome in zip(slot.runs, outcomes, strict=True):
+                if run.results is None:
+                    run.finish(outcome)
+        try:
+            trials.refuse_diverged(outcomes)
+        except keras_tuner.errors.FailedTrialError as error:
+            trial.status, trial.message = "FAILED", str(error)
+        else:
+            self.oracle.update_trial(trial.trial_id, trials.metrics(outcomes))
+            trial.status = "COMPLETED"
+        slot.trial = None
+        self.oracle.end_trial(trial)
+
+
+class _Slot:
+    """Places for the seeds of one trial.
+
+    Attributes:
+        number: Integer, which with the tuner's id makes the id that the oracle knows.
+        closed: Whether the oracle has no trial for it any more.
+        trial: The `keras_tuner` trial in it, or `None`; with it `configs`, the settings
+            of each seed, `runs`, where they are recorded, and `until`, an epoch.
+    """
+
+    def __init__(self, number):
+        self.number = number
+        self.closed = False
+        self.trial = None
+
+    def outcomes(self):
+        return [
+            run.results or train.results(run, run.directory.name) for run in self.runs
+        ]
+
+
+def _score(slot):
+    return trials.metrics(slot.outcomes())["accuracy"]
+
+
+def _own(config):
+    return {key: config[key] for key in population.OWN}
+
+
+def rung_epochs(epochs, halving, count):
+    """The epochs at which trials are compared: `epochs` divided by powers of `halving`.
+
+    Args:
+        epochs: Integer, of a whole training.
+        halving: Integer, 1 for none.
+        count: Integer, of the trials at once, which are not divided further than to 1.
+
+    Returns:
+        List of integers, at least 1 and less than `epochs`.
+    """
+    found, factor = set(), halving
+    while 1 < factor <= min(count, epochs):
+        found.add(math.ceil(epochs / factor))
+        factor *= halving
+    return sorted(found - {epochs})
+
+
+def stays(place, scores, halving):
+    """Whether a trial is among the best at a rung; of equal ones the first are better.
+
+    Args:
+        place: Integer, of the trial in `scores`.
+        scores: List of floats, of all trials that were at the rung so far.
+        halving: Integer, 1 of so many stays, and at least one.
+    """
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    return order.index(place) < math.ceil(len(scores) / halving)

@@ -1,0 +1,266 @@
+"""What a search found: tuner_results.json, a table, and pictures."""
+
+import keras
+import numpy as np
+from matplotlib.ticker import NullLocator
+
+from recipes import experiment, figures, grid, train
+from recipes.data import stem
+from tuner import spaces, trials
+
+COLOUR = figures.COLOUR_OF["cbn"]
+
+
+def results(oracle, settings, seeds):
+    """The outcome of a search so far.
+
+    Args:
+        oracle: One of `tuner.oracles`.
+        settings: Dict of the settings of `recipes.train` that all trials share.
+        seeds: Integer, of each trial.
+
+    Returns:
+        Dict of `trials`, a list in the order of their start, each a dict of `trial`,
+        its `status`, its `values`, the `accuracies` of its seeds, their `accuracy`, a
+        dict of `mean` and `std` (over n) or `None`, and `epochs`; the counts `finished`
+        and `failed`; and `best`, one of the trials or `None`.
+    """
+    rows = [_row(oracle.trials[key], seeds) for key in oracle.start_order]
+    finished = [row for row in rows if row["accuracy"] is not None]
+    return {
+        "measured_on": "validation" if settings["validation_size"] else "test",
+        "finished": len(finished),
+        "failed": sum(row["status"] == "FAILED" for row in rows),
+        # Of those that trained longest: halving ends the others early.
+        "best": max(
+            finished, key=lambda r: (r["epochs"], r["accuracy"]["mean"]), default=None
+        ),
+        "trials": rows,
+    }
+
+
+def _row(trial, seeds):
+    values = trial.hyperparameters.values
+    accuracies, epochs = None, None
+    if trial.status == "COMPLETED":
+        keys = [f"accuracy_{seed}" for seed in range(seeds)]
+        accuracies = [trial.metrics.get_last_value(key) for key in keys]
+        accuracies = [float(value) for value in accuracies]
+        epochs = int(trial.metrics.get_last_value("epochs"))
+    return {
+        "trial": trial.trial_id,
+        "status": trial.status,
+        "values": {key: value for key, value in values.items() if "/" not in key},
+        "accuracies": accuracies,
+        "accuracy": accuracies
+        and {"mean": float(np.mean(accuracies)), "std": float(np.std(accuracies))},
+        "epochs": epochs,
+    }
+
+
+def command(settings, values, data_dir=None):
+    """The command that trains the network of these hyperparameters on all images."""
+    config = settings | trials.changes(values) | {"validation_size": None}
+    usual = train.complete({"dataset": config["dataset"]})
+    flags = [
+        f"--{key}={value:g}" if isinstance(value, float) else f"--{key}={value}"
+        for key, value in config.items()
+        if key in ("dataset", *train.NAMED)
+        or (key != "backend" and value is not None and value != usual[key])
+    ]
+    if data_dir:
+        flags.append(f"--data_dir={data_dir}")
+    backend = keras.backend.backend()
+    prefix = "" if backend == "tensorflow" else f"KERAS_BACKEND={backend} "
+    return f"{prefix}python -m recipes.train {' '.join(flags)}"
+
+
+def table(found, names):
+    """Returns the trials as Markdown, the best ones first.
+
+    Args:
+        found: What `results` returned.
+        names: List of the hyperparameters.
+    """
+
+    def order(row):
+        score = row["accuracy"]
+        return (-row["epochs"], -score["mean"]) if score else (0, 0)
+
+    lines = [
+        [
+            row["trial"],
+            *(f"{row['values'][name]:.4g}" for name in names),
+            _percent(row),
+            row["epochs"] or "",
+        ]
+        for row in sorted(found["trials"], key=order)
+    ]
+    header = ["trial", *names, f"{found['measured_on']} accuracy, %", "epochs"]
+    return grid.markdown(header, lines)
+
+
+def _percent(row):
+    if row["accuracy"] is None:
+        return "diverged" if row["status"] == "FAILED" else "not finished"
+    mean, std = (100 * row["accuracy"][key] for key in ("mean", "std"))
+    return f"{mean:.2f} ± {std:.2f}" if len(row["accuracies"]) > 1 else f"{mean:.2f}"
+
+
+def progress(row, done, total, best):
+    """A line for a trial that ended."""
+    values = " ".join(f"{key}={value:.4g}" for key, value in row["values"].items())
+    so_far = f", best {100 * best:.2f} %" if best is not None else ""
+    of = f"{done}/{total}" if total else f"{done}"
+    unit = " %" if row["accuracy"] else ""
+    return f"trial {of}: {values}: {_percent(row)}{unit}{so_far}"
+
+
+def write(directory, found, settings, names, data_dir=None):
+    """Writes tuner_results.json, table.md and the pictures.
+
+    Args:
+        directory: `pathlib.Path` of the search.
+        found: What `results` returned.
+        settings: Dict of the settings of `recipes.train` that all trials share.
+        names: List of the hyperparameters.
+        data_dir: Of `recipes.train`, for the command.
+
+    Returns:
+        The text of the end: the table, and the best setting as a command.
+    """
+    best = found["best"]
+    line = command(settings, best["values"], data_dir) if best else None
+    experiment.write_json(
+        directory / "tuner_results.json",
+        {"settings": settings, "hyperparameters": names, "command": line, **found},
+    )
+    text = table(found, names)
+    experiment.write(directory / "table.md", lambda path: path.write_text(text))
+    if best:
+        title = f"{stem(settings['dataset'])}, {settings['model']}, "
+        title += f"{settings['norm']}, {settings['activation']}"
+        ylabel = f"{found['measured_on']} accuracy (%)"
+        rows = [row for row in found["trials"] if row["accuracy"]]
+        _over(directory / "accuracy.png", rows, names, ylabel, title)
+        _parallel(directory / "parallel.png", rows, names, ylabel, title)
+        _best_so_far(directory / "best_so_far.png", found["trials"], ylabel, title)
+        text += f"\nBest setting:\n\n    {line}\n"
+    return f"{text}\nEverything is in {directory}\n"
+
+
+def _mean(row):
+    return 100 * row["accuracy"]["mean"]
+
+
+def _log(name):
+    return spaces.RANGES["rho" if name.startswith("rho_") else name].log
+
+
+def _over(path, rows, names, ylabel, title):
+    """Accuracy over each hyperparameter, and over the first two of them at once."""
+    pair = names[:2] if len(names) > 1 else []
+    figure, axes = figures.subplots(1, len(names) + bool(pair), title, sharey=False)
+    figure.set_size_inches(1.4 + 3.2 * axes.size, 3.6)
+    for axis in axes.flat:
+        axis.sharex(axis)
+    means = [_mean(row) for row in rows]
+    spans = [
+        [mean - 100 * min(row["accuracies"]) for mean, row in zip(means, rows)],
+        [100 * max(row["accuracies"]) - mean for mean, row in zip(means, rows)],
+    ]
+    epochs = max(row["epochs"] for row in rows)
+    for axis, name in zip(axes[0], names):
+        x = [row["values"][name] for row in rows]
+        axis.errorbar(x, means, spans, fmt="none", ecolor=COLOUR, capsize=2, alpha=0.5)
+        for whole in (True, False):
+            chosen = [
+                i for i, row in enumerate(rows) if (row["epochs"] == epochs) == whole
+            ]
+            axis.plot(
+                [x[i] for i in chosen],
+                [means[i] for i in chosen],
+                "o",
+                ms=5,
+                color=COLOUR,
+                mfc=COLOUR if whole else "white",
+                label="all epochs" if whole else "ended early",
+            )
+        axis.set(xlabel=name, ylabel=ylabel)
+        _scale(axis, name)
+    if min(row["epochs"] for row in rows) < epochs:
+        axes[0, 0].legend()
+    if pair:
+        axis = axes[0, -1]
+        x, y = ([row["values"][name] for row in rows] for name in pair)
+        points = axis.scatter(x, y, c=means, cmap="viridis", s=60, edgecolors="black")
+        figure.colorbar(points, ax=axis, label=ylabel)
+        axis.set(xlabel=pair[0], ylabel=pair[1])
+        _scale(axis, pair[0])
+        if _log(pair[1]):
+            axis.set_yscale("log")
+    figures.save(figure, path)
+
+
+def _scale(axis, name):
+    if not _log(name):
+        return
+    if name.startswith("rho"):
+        axis.set_xscale("log", base=2)
+        ticks = spaces.POWERS
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.xaxis.set_minor_locator(NullLocator())
+    else:
+        axis.set_xscale("log")
+
+
+def _parallel(path, rows, names, ylabel, title):
+    """A line for each trial, across an axis for each hyperparameter."""
+    figure, axes = figures.subplots(1, 1, title, sharey=False)
+    figure.set_size_inches(2.5 + 1.8 * len(names), 4)
+    axis = axes[0, 0]
+    columns = [
+        ([row["values"][name] for row in rows], name, _log(name)) for name in names
+    ]
+    columns.append(([_mean(row) for row in rows], ylabel, False))
+    heights = np.transpose([_heights(values, log) for values, _, log in columns])
+    shade = figures.shades(range(len(rows)))
+    order = sorted(range(len(rows)), key=lambda i: _mean(rows[i]))
+    for rank, i in enumerate(order):
+        width = 2.5 if rank == len(rows) - 1 else 1
+        axis.plot(heights[i], color=shade[rank], lw=width)
+    for place, (values, _, _) in enumerate(columns):
+        axis.axvline(place, color="black", lw=0.8)
+        for value, y in ((min(values), -0.07), (max(values), 1.03)):
+            axis.text(place, y, f"{value:.3g}", ha="center")
+    axis.set_xticks(range(len(columns)), [name for _, name, _ in columns])
+    axis.set(ylim=(-0.12, 1.12), yticks=[])
+    figures.save(figure, path)
+
+
+def _heights(values, log):
+    values = np.log(values) if log else np.array(values)
+    span = values.max() - values.min()
+    return (values - values.min()) / span if span else np.full(len(values), 0.5)
+
+
+def _best_so_far(path, rows, ylabel, title):
+    """Each trial in the order of the search, and the best of those before."""
+    figure, axes = figures.subplots(1, 1, title, sharey=False)
+    figure.set_size_inches(6, 3.6)
+    axis = axes[0, 0]
+    done = [(i, _mean(row)) for i, row in enumerate(rows, 1) if row["accuracy"]]
+    x, means = zip(*done)
+    axis.plot(x, means, "o", color="gray", ms=4, label="trial")
+    axis.step(x, np.maximum.accumulate(means), where="post", color=COLOUR, label="best")
+    for i, row in enumerate(rows, 1):
+        if row["status"] == "FAILED":
+            label = (
+                None
+                if axis.get_legend_handles_labels()[1].count("diverged")
+                else "diverged"
+            )
+            axis.plot(i, min(means), "x", color="#D55E00", label=label)
+    axis.set(xlabel="trial", ylabel=ylabel)
+    axis.legend()
+    figures.save(figure, path)
