@@ -5,6 +5,7 @@ from keras import constraints, initializers, ops, regularizers
 
 from keras_norms.layers import arguments
 from keras_norms.ops.moments import moving_average
+from keras_norms.ops.replicas import check_strategy
 
 
 class ChannelNormalization(keras.layers.Layer):
@@ -50,6 +51,7 @@ class ChannelNormalization(keras.layers.Layer):
 
     def build_affine(self, input_shape):
         """Make `gamma` and `beta`. Returns the number of channels."""
+        check_strategy(self)
         channels = arguments.channels(self, input_shape)
         if self.scale:
             self.gamma = self.add_weight(
@@ -76,13 +78,14 @@ class ChannelNormalization(keras.layers.Layer):
 
     def add_statistic(self, name, shape, initializer):
         # Replicas that normalise each with their own batch keep one common average.
+        # Those that are synchronized compute the same one.
         return self.add_weight(
             name=name,
             shape=shape,
             initializer=initializer,
             trainable=False,
             autocast=False,
-            aggregation="mean",
+            aggregation="none" if self.synchronized else "mean",
         )
 
     def update_statistic(self, statistic, value, count):

@@ -85,7 +85,7 @@ class FollowsLearningRate:
             dtype=dtype,
             trainable=False,
             autocast=False,
-            aggregation="only_first_replica",
+            aggregation="none",  # TensorFlow replicas all compute the same
         )
 
     def learning_rate_of_this_step(self):

@@ -8,6 +8,11 @@ from keras import ops
 
 from keras_norms.ops.custom_gradient import custom_gradient, fused
 from keras_norms.ops.passes import affine, per_channel, reduction_axes
+from keras_norms.ops.replicas import (
+    gather_replicas,
+    number_of_replicas,
+    sum_over_replicas,
+)
 
 
 class Moments(NamedTuple):
@@ -142,45 +147,6 @@ def _masked_moments(x, mask, *, axis, dtype):
         mask, x - per_channel(mean, len(x.shape), axis), ops.zeros_like(x)
     )
     return count, mean, ops.sum(ops.square(centered), axes) / divisor
-
-
-def _replica_context():
-    """TensorFlow's replica context where there are several replicas, else `None`."""
-    if keras.backend.backend() != "tensorflow":
-        return None
-    import tensorflow as tf
-
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
-        return None
-    return context
-
-
-def number_of_replicas():
-    """How many TensorFlow replicas run this step together."""
-    context = _replica_context()
-    return 1 if context is None else context.num_replicas_in_sync
-
-
-def sum_over_replicas(x):
-    """Add `x` of all TensorFlow replicas; `x` itself where there is one.
-
-    JAX needs no such sum: under `keras.distribution` an array is the global one.
-    """
-    context = _replica_context()
-    return x if context is None else context.all_reduce("sum", x)
-
-
-def gather_replicas(x):
-    """Stack `x` of all TensorFlow replicas along a new first axis."""
-    context = _replica_context()
-    if context is None:
-        return x[None]
-    replicas = context.num_replicas_in_sync
-    # Each replica fills its own slot, so that the sum loses nothing.
-    slot = ops.one_hot(context.replica_id_in_sync_group, replicas, dtype=x.dtype)
-    slot = ops.reshape(slot, (replicas,) + (1,) * len(x.shape))
-    return sum_over_replicas(slot * x)
 
 
 def _combine_replicas(local):

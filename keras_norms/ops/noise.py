@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_norms.ops.custom_gradient import fused
 from keras_norms.ops.passes import per_channel
+from keras_norms.ops.replicas import replica_number
 
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio, spreads neighbouring numbers
 
@@ -34,23 +35,27 @@ def scale_and_shift(
         Two tensors of the shape of `x`, constants for the gradient.
     """
     ndim = len(x.shape)
+    # All TensorFlow replicas draw the same for a channel, as for one large batch.
     _, of_channel = _noise(ops.zeros((2, x.shape[axis]), dtype), seed, dtype)
     mean = mean_range * of_channel[0]
     scale = 1 + (scale_range - 1) * (of_channel[1] + 1) / 2
-    normal, uniform = _noise(ops.stop_gradient(x), seed, dtype)
+    normal, uniform = _noise(ops.stop_gradient(x), seed, dtype, replica_number())
     scale = per_channel(scale, ndim, axis) + scale_jitter * normal
     shift = per_channel(mean, ndim, axis) + mean_jitter * uniform
     return ops.stop_gradient(scale), ops.stop_gradient(shift)
 
 
-def _noise(x, seed, dtype):
+def _noise(x, seed, dtype, replica=0):
     """Independent N(0, 1) and U(-1, 1), each a tensor of the shape of `x`."""
     if keras.backend.backend() == "torch":
         shape = ops.shape(x)
         normal = keras.random.normal(shape, dtype=dtype, seed=seed)
         return normal, keras.random.uniform(shape, -1, 1, dtype, seed)
     # Not keras.random, which draws other numbers in XLA than outside on TensorFlow.
-    return hashed_noise(x, seed.next(), dtype=dtype)
+    state = ops.cast(seed.next(), "uint32")
+    replica = ops.cast(replica, "uint32") * ops.cast(_GOLDEN, "uint32")
+    state = ops.stack([state[0], ops.bitwise_xor(state[1], replica)])
+    return hashed_noise(x, state, dtype=dtype)
 
 
 @fused(xla=True)
