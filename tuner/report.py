@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from recipes import experiment, figures, grid, train
@@ -149,6 +150,15 @@ def write(directory, found, settings, names, data_dir=None):
     return f"{text}\nEverything is in {directory}\n"
 
 
+def _figure(columns, width, title):
+    figure = Figure(figsize=(columns * width, 3.8), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    return figure, axes
+
+
 def _mean(row):
     return 100 * row["accuracy"]["mean"]
 
@@ -160,17 +170,14 @@ def _log(name):
 def _over(path, rows, names, ylabel, title):
     """Accuracy over each hyperparameter, and over the first two of them at once."""
     pair = names[:2] if len(names) > 1 else []
-    figure, axes = figures.subplots(1, len(names) + bool(pair), title, sharey=False)
-    figure.set_size_inches(1.4 + 3.2 * axes.size, 3.6)
-    for axis in axes.flat:
-        axis.sharex(axis)
+    figure, axes = _figure(len(names) + bool(pair), 3.4, title)
     means = [_mean(row) for row in rows]
     spans = [
         [mean - 100 * min(row["accuracies"]) for mean, row in zip(means, rows)],
         [100 * max(row["accuracies"]) - mean for mean, row in zip(means, rows)],
     ]
     epochs = max(row["epochs"] for row in rows)
-    for axis, name in zip(axes[0], names):
+    for axis, name in zip(axes, names):
         x = [row["values"][name] for row in rows]
         axis.errorbar(x, means, spans, fmt="none", ecolor=COLOUR, capsize=2, alpha=0.5)
         for whole in (True, False):
@@ -189,9 +196,9 @@ def _over(path, rows, names, ylabel, title):
         axis.set(xlabel=name, ylabel=ylabel)
         _scale(axis, name)
     if min(row["epochs"] for row in rows) < epochs:
-        axes[0, 0].legend()
+        axes[0].legend()
     if pair:
-        axis = axes[0, -1]
+        axis = axes[-1]
         x, y = ([row["values"][name] for row in rows] for name in pair)
         points = axis.scatter(x, y, c=means, cmap="viridis", s=60, edgecolors="black")
         figure.colorbar(points, ax=axis, label=ylabel)
@@ -216,9 +223,7 @@ def _scale(axis, name):
 
 def _parallel(path, rows, names, ylabel, title):
     """A line for each trial, across an axis for each hyperparameter."""
-    figure, axes = figures.subplots(1, 1, title, sharey=False)
-    figure.set_size_inches(2.5 + 1.8 * len(names), 4)
-    axis = axes[0, 0]
+    figure, (axis,) = _figure(1, 2.5 + 1.8 * len(names), title)
     columns = [
         ([row["values"][name] for row in rows], name, _log(name)) for name in names
     ]
@@ -246,21 +251,15 @@ def _heights(values, log):
 
 def _best_so_far(path, rows, ylabel, title):
     """Each trial in the order of the search, and the best of those before."""
-    figure, axes = figures.subplots(1, 1, title, sharey=False)
-    figure.set_size_inches(6, 3.6)
-    axis = axes[0, 0]
+    figure, (axis,) = _figure(1, 6, title)
     done = [(i, _mean(row)) for i, row in enumerate(rows, 1) if row["accuracy"]]
     x, means = zip(*done)
     axis.plot(x, means, "o", color="gray", ms=4, label="trial")
     axis.step(x, np.maximum.accumulate(means), where="post", color=COLOUR, label="best")
-    for i, row in enumerate(rows, 1):
-        if row["status"] == "FAILED":
-            label = (
-                None
-                if axis.get_legend_handles_labels()[1].count("diverged")
-                else "diverged"
-            )
-            axis.plot(i, min(means), "x", color="#D55E00", label=label)
+    failed = [i for i, row in enumerate(rows, 1) if row["status"] == "FAILED"]
+    if failed:
+        low = [min(means)] * len(failed)
+        axis.plot(failed, low, "x", color=figures.COLOURS[0], label="diverged")
     axis.set(xlabel="trial", ylabel=ylabel)
     axis.legend()
     figures.save(figure, path)
