@@ -149,7 +149,8 @@ def _compiled(config, images, norm, optimizer, steps):
             if variable.path in new:  # not what AMAT added, which it sets itself
                 variable.assign(new[variable.path])
         for variable in model.optimizer.variables:
-            variable.assign(np.zeros(variable.shape, variable.dtype))
+            if variable is not model.optimizer._learning_rate:
+                variable.assign(np.zeros(variable.shape, variable.dtype))
         return model
     rate = optimizers.piecewise_schedule(
         config["learning_rate"], steps * config["epochs"]

@@ -148,12 +148,12 @@ class Attack:
             if step:
                 slope, _ = self._direction(z, batch.y)
             moved = self._project(z + self._step_size * slope - batch.x)
-            z = self.clip(batch, batch.x + moved)
+            z = self.clip(batch.x + moved)
         return z, without_gradient
 
-    def clip(self, batch, z):
+    def clip(self, z):
         """`z` within the bounds, in the dtype of inputs."""
-        return np.clip(z, *self._bounds).astype(batch.x.dtype)
+        return np.clip(z, *self._bounds).astype(self._x.dtype)
 
     def hits(self, batch, z):
         """How many samples are classified as they should be."""

@@ -59,10 +59,14 @@ def decompose(v, axes=-1):
     shifted = v - first
     mean = shifted.mean(axes, keepdims=True)
     centred = shifted - mean
-    gamma = centred.std(axes, keepdims=True)
-    direction = centred / np.where(gamma > 0, gamma, 1)
+    # Divided by the largest, so that no square vanishes.
+    size = np.abs(centred).max(axes, keepdims=True)
+    centred = centred / np.where(size > 0, size, 1)
+    deviation = centred.std(axes, keepdims=True)
     return Decomposition(
-        np.squeeze(gamma, axes), np.squeeze(first + mean, axes), direction
+        gamma=np.squeeze(size * deviation, axes),
+        beta=np.squeeze(first + mean, axes),
+        direction=centred / np.where(deviation > 0, deviation, 1),
     )
 
 
@@ -205,4 +209,6 @@ def affine(norm, channels):
 
 
 def float64(x):
-    return np.array(keras.ops.convert_to_numpy(x)).astype("float64")
+    """An array of its own, of an array, a tensor or a variable."""
+    on_backend = keras.ops.is_tensor(x) or isinstance(x, keras.Variable)
+    return np.array(keras.ops.convert_to_numpy(x) if on_backend else x, "float64")

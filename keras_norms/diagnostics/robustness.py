@@ -79,7 +79,10 @@ def robustness(
     attack = Attack(model, x, y, loss, epsilon, norm, steps, step_size, bounds)
     hits, still = np.zeros(3), 0
     for batch in attack.batches(batch_size, verbose):
-        noisy = attack.clip(batch, batch.x + noise * rng.standard_normal(batch.x.shape))
+        disturbance = np.zeros(batch.x.shape)
+        # So that the noise of a sample does not depend on the size of batches.
+        disturbance[: batch.size] = rng.standard_normal(batch.x[: batch.size].shape)
+        noisy = attack.clip(batch.x + noise * disturbance)
         attacked, without_gradient = attack.run(batch)
         hits += [attack.hits(batch, z) for z in (batch.x, noisy, attacked)]
         still += np.count_nonzero(without_gradient[: batch.size])

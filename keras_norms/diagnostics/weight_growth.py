@@ -55,10 +55,15 @@ class WeightGrowth(Probe):
     def __init__(self, layers=None, every=1, log_dir=None):
         super().__init__(every, log_dir)
         self._layers = layers
+        self._kernels = {}
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
         self._kernels = kernels_by_name(self.model, self._layers)
+
+    def on_train_end(self, logs=None):
+        super().on_train_end(logs)
+        self._kernels = {}
 
     def before_step(self):
         self.model  # noqa: B018 (brings the state from JAX)
