@@ -36,7 +36,7 @@ def problem(config, data_dir=None, download=False):
     if config["network"] == "dln":
         return _dln(config)
     images = data.load(config["dataset"], data_dir, config["train_size"], download)
-    images = _enlarged(images)
+    images = enlarged(images)
     batches = data.Batches(
         images.x_train, images.y_train, config["batch_size"], config["seed"]
     )
@@ -44,7 +44,7 @@ def problem(config, data_dir=None, download=False):
         "vgg16", images.x_train.shape[1:], images.num_classes, config["norm"], "relu"
     )
     if config["width"] != 1:
-        model = _scaled(model, config["width"])
+        model = models.scaled(model, config["width"])
     model.compile(
         keras.optimizers.SGD(config["learning_rate"]),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -55,7 +55,7 @@ def problem(config, data_dir=None, download=False):
     return Problem(model, batches.__getitem__, test)
 
 
-def _enlarged(images):
+def enlarged(images):
     """Images of 16x16 and less made 32x32 or larger, each pixel repeated.
 
     VGG-16 halves its map five times. Digits of 8x8 are a single position by the fourth
@@ -89,15 +89,3 @@ def _dln(config):
     model.compile(keras.optimizers.SGD(config["learning_rate"]), loss, **fast)
     batch = dln.regression(config["seed"])
     return Problem(model, lambda step: batch, None)
-
-
-def _scaled(model, width):
-    """The same network, with `width` times as many filters."""
-
-    def clone(layer):
-        settings = layer.get_config()
-        if isinstance(layer, keras.layers.Conv2D):
-            settings["filters"] = max(1, round(width * settings["filters"]))
-        return type(layer).from_config(settings)
-
-    return keras.models.clone_model(model, clone_function=clone)

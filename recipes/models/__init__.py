@@ -5,16 +5,26 @@ import re
 
 import keras
 
+from keras_norms.layers.learning_rate import FollowsLearningRate
 from recipes.models import norms
-from recipes.models.applications import efficientnetb0, resnet50
-from recipes.models.resnet import resnet, resnet18
-from recipes.models.vgg import vgg16
+from recipes.models.applications import (
+    densenet121,
+    densenet169,
+    efficientnetb0,
+    resnet50,
+)
+from recipes.models.resnet import resnet, resnet18, resnet34
+from recipes.models.vgg import vgg11, vgg16
 
 DEPTHS = range(8, 1203, 6)  # of residual networks for small images
 NAMED = {
+    "vgg11": vgg11,
     "vgg16": vgg16,
     "resnet18": resnet18,
+    "resnet34": resnet34,
     "resnet50": resnet50,
+    "densenet121": densenet121,
+    "densenet169": densenet169,
     "efficientnetb0": efficientnetb0,
 }
 NAMES = f"resnet8, resnet20, ..., {', '.join(NAMED)}."
@@ -33,9 +43,10 @@ def build(
     """Builds a network that returns logits.
 
     Args:
-        model: `"resnet20"` (any depth 6n + 2 but 50) or `"vgg16"`, for small images;
-            `"resnet18"`, `"resnet50"` or `"efficientnetb0"`, for those of ImageNet, the
-            last two for 32x32 pixels at least.
+        model: `"resnet20"` (any depth 6n + 2 but 50), `"vgg11"` or `"vgg16"`, for small
+            images; for those of ImageNet `"resnet18"`, `"resnet34"`, and, of 32x32
+            pixels at least, `"resnet50"`, `"densenet121"`, `"densenet169"` or
+            `"efficientnetb0"`.
         input_shape: `(height, width, channels)`.
         num_classes: Size of the output.
         norm: A name in `recipes.models.norms.NORMS`, or a `Norm`.
@@ -65,6 +76,35 @@ def dtype_policy(dtype):
         yield
     finally:
         keras.config.set_dtype_policy(before)
+
+
+def scaled(model, width):
+    """The same network, not trained, with `width` times as many channels.
+
+    Args:
+        model: A `keras.Model` of this package.
+        width: Positive number. Each convolution keeps one filter at least.
+
+    Returns:
+        A `keras.Model`.
+    """
+
+    def clone(layer):
+        config = layer.get_config()
+        inner = config
+        if "layer" in config:  # a wrapper that normalises the kernel of a convolution
+            config["layer"].pop("build_config", None)
+            inner = config["layer"]["config"]
+        for key in ("filters", "groups"):
+            if inner.get(key, 1) > 1:
+                inner[key] = max(1, round(width * inner[key]))
+        return type(layer).from_config(config)
+
+    new = keras.models.clone_model(model, clone_function=clone)
+    for layer, before in zip(new.layers, model.layers, strict=True):
+        if isinstance(layer, FollowsLearningRate):
+            layer.set_learning_rate(keras.ops.convert_to_numpy(before.learning_rate))
+    return new
 
 
 def check(model, activation):

@@ -1,24 +1,31 @@
-"""ResNet-50 and EfficientNet-B0 of keras.applications with any norm and activation.
+"""Networks of keras.applications with any norm and activation.
 
-`keras_norms.convert` finds the places of norms that stand before linear layers, and
-`fold` takes BatchNormalization out where there is to be no norm. What differs from
-keras.applications: all ReLU, or Swish, layers have the given activation, the one inside
-of squeeze-and-excitation too, while its sigmoid gates stay; the output are logits; a
-convolution has a bias unless a norm follows it; EfficientNet does not scale its input,
-which is standardised already. ResNet-50's convolutions start with `he_normal`, as those
-of the other networks do. CBN stands before the convolutions of squeeze-and-excitation
-too, which BatchNormalization does not follow.
+`keras_norms.convert` finds the places of norms that stand before linear layers. What
+differs from keras.applications: all ReLU, or Swish, layers have the given activation,
+the one inside of squeeze-and-excitation too, while its sigmoid gates stay; the output
+are logits; a convolution has a bias unless a norm follows it; EfficientNet does not
+scale its input, which is standardised already. Convolutions of ResNet and DenseNet
+start with `he_normal`, as those of the other networks do. CBN stands before the
+convolutions of squeeze-and-excitation too, which BatchNormalization does not follow.
+DenseNet normalises what is concatenated again in each layer that reads it, before the
+activation; CBN stands after that activation.
 
-Reference: https://arxiv.org/abs/1512.03385 (Table 1), https://arxiv.org/abs/1905.11946
+Reference: https://arxiv.org/abs/1512.03385 (Table 1), https://arxiv.org/abs/1905.11946,
+https://arxiv.org/abs/1608.06993 (Table 1)
 """
 
 import keras
 from keras import layers
 
-from keras_norms import CBN, convert, fold
+from keras_norms import CBN, convert
 
 SMALLEST = 32  # pixels, of keras.applications
 CONVOLUTIONS = (layers.Conv2D, layers.DepthwiseConv2D)
+NORMALISED = (CBN, layers.BatchNormalization)
+BETWEEN = (
+    layers.Concatenate,
+    layers.AveragePooling2D,
+)  # convolution and norm, DenseNet
 
 
 def resnet50(input_shape, num_classes, norm, activation):
@@ -34,36 +41,42 @@ def resnet50(input_shape, num_classes, norm, activation):
         A `keras.Model` from `(batch, height, width, channels)` to
         `(batch, num_classes)`.
     """
-    _check(input_shape)
-    model = keras.applications.ResNet50(
-        weights=None,
-        input_shape=input_shape,
-        classes=num_classes,
-        classifier_activation=None,
-    )
+    model = _original(keras.applications.ResNet50, input_shape, num_classes)
+    return _with(model, norm, activation, "relu", kernel_initializer="he_normal")
+
+
+def densenet121(input_shape, num_classes, norm, activation):
+    """Builds DenseNet-121. For the arguments see `resnet50`."""
+    model = _original(keras.applications.DenseNet121, input_shape, num_classes)
+    return _with(model, norm, activation, "relu", kernel_initializer="he_normal")
+
+
+def densenet169(input_shape, num_classes, norm, activation):
+    """Builds DenseNet-169. For the arguments see `resnet50`."""
+    model = _original(keras.applications.DenseNet169, input_shape, num_classes)
     return _with(model, norm, activation, "relu", kernel_initializer="he_normal")
 
 
 def efficientnetb0(input_shape, num_classes, norm, activation):
     """Builds EfficientNet-B0. For the arguments see `resnet50`."""
-    _check(input_shape)
-    model = keras.applications.EfficientNetB0(
-        weights=None,
-        input_shape=input_shape,
-        classes=num_classes,
-        classifier_activation=None,
-    )
+    model = _original(keras.applications.EfficientNetB0, input_shape, num_classes)
     image = model.get_layer("stem_conv_pad").input
     model = keras.Model(image, model.output, name=model.name)
     return _with(model, norm, activation, "swish")
 
 
-def _check(input_shape):
+def _original(application, input_shape, num_classes):
     if min(input_shape[:2]) < SMALLEST:
         raise ValueError(
             f"Argument `input_shape` must be {SMALLEST}x{SMALLEST} pixels at least. "
             f"Received: input_shape={input_shape}"
         )
+    return application(
+        weights=None,
+        input_shape=input_shape,
+        classes=num_classes,
+        classifier_activation=None,
+    )
 
 
 def _with(model, norm, activation, replaced, **changes):
@@ -84,11 +97,11 @@ def _with(model, norm, activation, replaced, **changes):
     model = keras.models.clone_model(model, clone_function=original)
     if norm.placement == "before":
         model = convert(model, CBN, preserve=False)
-    elif norm.placement is None:
-        model = fold(model)
 
     def normalised(layer):
-        if isinstance(layer, CBN | layers.BatchNormalization):
+        if isinstance(layer, NORMALISED):
+            if norm.layer is None:
+                return None
             return norm.layer(layer.input.shape[-1], name=layer.name)
         new = type(layer).from_config(layer.get_config())
         return norm.convolution(new) if isinstance(layer, CONVOLUTIONS) else new
@@ -100,9 +113,13 @@ def _with(model, norm, activation, replaced, **changes):
 
 def _call(layer, *args, mask=None, **kwargs):
     # Of images there are no masks, which most layers would not take.
-    return layer(*args, **kwargs)
+    return args[0] if layer is None else layer(*args, **kwargs)
 
 
 def _is_normalised(layer):
     readers = [node.operation for node in layer._outbound_nodes]
-    return any(isinstance(reader, layers.BatchNormalization) for reader in readers)
+    return any(
+        isinstance(reader, layers.BatchNormalization)
+        or (isinstance(reader, BETWEEN) and _is_normalised(reader))
+        for reader in readers
+    )

@@ -2,9 +2,10 @@
 
 `resnet` has depth 6n + 2 and is for images of 32x32 and smaller (Section 4.2): a
 convolution of 16 channels, three stages of n blocks with 16, 32 and 64 channels.
-`resnet18` is for images of about 224x224 (Table 1): a 7x7 convolution of 64 channels
-and a 3x3 maximum, each with stride 2, and four stages of two blocks with 64, 128, 256
-and 512 channels. Both end with the mean over the map and one Dense layer. A block is
+`resnet18` and `resnet34` are for images of about 224x224 (Table 1): a 7x7 convolution
+of 64 channels and a 3x3 maximum, each with stride 2, and four stages of 64, 128, 256
+and 512 channels, of two blocks each, or of 3, 4, 6 and 3. All end with the mean over
+the map and one Dense layer. A block is
 
     after:    x_next = act(shortcut + norm(conv2(act(norm(conv1(x))))))
     before:   x_next = act(shortcut + conv2(norm(act(conv1(norm(x))))))
@@ -42,18 +43,27 @@ def resnet(depth, input_shape, num_classes, norm, activation, activate_sum=True)
     make = _Layers(norm, activation, activate_sum)
     inputs = layers.Input(input_shape, name="image")
     x = make.act(make.conv(inputs, 16, 3, 1, "stem"), "stem")
-    x = make.stages(x, (16, 32, 64), (depth - 2) // 6)
+    x = make.stages(x, (16, 32, 64), ((depth - 2) // 6,) * 3)
     return Model(inputs, make.logits(x, num_classes), name=f"resnet{depth}")
 
 
 def resnet18(input_shape, num_classes, norm, activation):
     """Builds the network for images of about 224x224; the arguments are as above."""
+    return _large(18, (2, 2, 2, 2), input_shape, num_classes, norm, activation)
+
+
+def resnet34(input_shape, num_classes, norm, activation):
+    """Builds the deeper network for such images."""
+    return _large(34, (3, 4, 6, 3), input_shape, num_classes, norm, activation)
+
+
+def _large(depth, blocks, input_shape, num_classes, norm, activation):
     make = _Layers(norm, activation)
     inputs = layers.Input(input_shape, name="image")
     x = make.act(make.conv(inputs, 64, 7, 2, "stem"), "stem")
     x = layers.MaxPooling2D(3, 2, padding="same", name="stem_pool")(x)
-    x = make.stages(x, (64, 128, 256, 512), 2)
-    return Model(inputs, make.logits(x, num_classes), name="resnet18")
+    x = make.stages(x, (64, 128, 256, 512), blocks)
+    return Model(inputs, make.logits(x, num_classes), name=f"resnet{depth}")
 
 
 class _Layers:
@@ -92,8 +102,8 @@ class _Layers:
         return add([x, self.act(branch, name)])
 
     def stages(self, x, widths, blocks):
-        for stage, filters in enumerate(widths, start=1):
-            for index in range(blocks):
+        for stage, (filters, count) in enumerate(zip(widths, blocks), start=1):
+            for index in range(count):
                 stride = 2 if stage > 1 and index == 0 else 1
                 x = self.block(x, filters, stride, f"stage{stage}_block{index}")
         return x

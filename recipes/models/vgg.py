@@ -21,6 +21,11 @@ CONVOLUTIONS = {
 }
 
 
+def vgg11(input_shape, num_classes, norm, activation):
+    """Builds VGG-11. For the arguments see `vgg`."""
+    return vgg(11, input_shape, num_classes, norm, activation)
+
+
 def vgg16(input_shape, num_classes, norm, activation):
     """Builds VGG-16. For the arguments see `vgg`."""
     return vgg(16, input_shape, num_classes, norm, activation)

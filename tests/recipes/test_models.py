@@ -17,6 +17,12 @@ def before(layer):
     return layer.input._keras_history.operation
 
 
+def after(layer):
+    """The only layer that reads the output of this one."""
+    (node,) = layer._outbound_nodes
+    return node.operation
+
+
 def of(model, kind):
     return [layer for layer in model.layers if isinstance(layer, kind)]
 
@@ -40,6 +46,13 @@ def test_cbn_stands_before_each_linear_layer_but_the_first(name, convs):
     pools = (keras.layers.MaxPooling2D, keras.layers.GlobalAveragePooling2D)
     for norm in of(model, CBN):
         assert isinstance(before(norm), (keras.layers.Activation, *pools))
+
+
+def test_vgg11():
+    model = build("vgg11", "bn", size=32, channels=3)
+    filters = [layer.filters for layer in of(model, keras.layers.Conv2D)]
+    assert filters == [64, 128, 256, 256, 512, 512, 512, 512]
+    assert len(of(model, keras.layers.MaxPooling2D)) == 5
 
 
 @pytest.mark.parametrize("name,convs", [("resnet20", 21), ("vgg16", 13)])
@@ -188,9 +201,13 @@ def test_groups_have_at_least_four_channels():
 # as PyTorch counts them for the same networks; linear layers; activations.
 IMAGENET = {
     "resnet18": (11_689_512, 21, 17),
+    "resnet34": (21_797_672, 37, 33),
     "resnet50": (25_557_032, 54, 49),
+    "densenet121": (7_978_856, 121, 121),
+    "densenet169": (14_149_480, 169, 169),
     "efficientnetb0": (5_288_548, 82, 49),
 }
+CONVOLUTIONS = (keras.layers.Conv2D, keras.layers.DepthwiseConv2D)
 ALL_LINEAR = (*LINEAR, keras.layers.DepthwiseConv2D)
 PASSED = (
     keras.layers.ZeroPadding2D,
@@ -216,16 +233,26 @@ def test_imagenet_networks_with_bn(name):
     assert functions.count(keras.activations.tanh) == activations
     gates = 16 if name == "efficientnetb0" else 0
     assert functions.count(keras.activations.sigmoid) == gates
-    for layer in of(model, keras.layers.BatchNormalization):
-        assert (layer.momentum, layer.epsilon) == (0.9, 1e-5)
-        assert isinstance(before(layer), ALL_LINEAR) and not before(layer).use_bias
+    found = of(model, keras.layers.BatchNormalization)
+    assert all((layer.momentum, layer.epsilon) == (0.9, 1e-5) for layer in found)
+    convolutions = of(model, CONVOLUTIONS)
+    if name.startswith("densenet"):
+        # Each stands before an activation, and between it and a convolution may be more
+        # that is concatenated.
+        assert len(found) == activations
+        normalised = convolutions
+    else:
+        normalised = [before(layer) for layer in found]
+    assert all(isinstance(layer, CONVOLUTIONS) for layer in normalised)
+    for layer in convolutions:
+        assert layer.use_bias == (layer not in normalised)
     assert isinstance(model.layers[0], keras.layers.InputLayer)
     assert not of(model, (keras.layers.Rescaling, keras.layers.Normalization))
     assert model.output_shape == (None, 1000)
     assert model.layers[-1].activation is keras.activations.linear
 
 
-@pytest.mark.parametrize("name", IMAGENET)
+@pytest.mark.parametrize("name", [name for name in IMAGENET if name != "densenet169"])
 def test_imagenet_networks_with_cbn(name):
     model = imagenet(name, "cbn")
     _, linear, _ = IMAGENET[name]
@@ -241,8 +268,24 @@ def test_imagenet_networks_with_cbn(name):
             continue
         assert isinstance(above, CBN)
         assert float(keras.ops.convert_to_numpy(above.rho)) == 2.0
-    shortcuts = {"resnet18": 3, "resnet50": 4, "efficientnetb0": 0}[name]
+    shortcuts = {"resnet18": 3, "resnet34": 3, "resnet50": 4}.get(name, 0)
     assert len(of(model, CBN)) == linear - 1 - shortcuts
+
+
+def test_densenet_without_a_norm_or_with_layer_normalization():
+    model = imagenet("densenet121", "none")
+    activations = of(model, keras.layers.Activation)
+    assert len(activations) == 121
+    kinds = (*CONVOLUTIONS, keras.layers.Concatenate, keras.layers.AveragePooling2D)
+    kinds += (keras.layers.MaxPooling2D,)
+    assert all(isinstance(before(layer), kinds) for layer in activations)
+    assert not of(model, NORMS)
+    assert all(layer.use_bias for layer in of(model, keras.layers.Conv2D))
+    model = imagenet("densenet121", "layer")
+    found = of(model, keras.layers.GroupNormalization)
+    assert len(found) == 121 and {layer.groups for layer in found} == {1}
+    assert all(isinstance(after(layer), keras.layers.Activation) for layer in found)
+    assert not any(layer.use_bias for layer in of(model, keras.layers.Conv2D))
 
 
 @pytest.mark.parametrize("norm,wrapper", [("none", None), ("ws+gn", WS)])
@@ -281,3 +324,20 @@ def test_dtype():
 def test_images_that_are_too_small_for_the_network():
     with pytest.raises(ValueError, match="32x32.*input_shape=\\(8, 8, 1\\)"):
         build("resnet50", "bn")
+
+
+def test_scaled():
+    channels = [4, 8, 16, 16, 32, 32, 32, 32]
+    model = models.scaled(build("resnet20", "ws+gn"), 0.25)
+    convolutions = [layer.layer for layer in of(model, WS)]
+    assert {layer.filters for layer in convolutions} == {4, 8, 16}
+    for layer in of(model, keras.layers.GroupNormalization):
+        assert layer.input.shape[-1] / layer.groups == 4
+    assert model.output_shape == (None, 10)
+    model = models.scaled(build("vgg11", "cbn_fixed"), 0.0625)
+    filters = [layer.filters for layer in of(model, keras.layers.Conv2D)]
+    assert filters == channels
+    # What a layer was told stays: its eta is 0.9.
+    told = [float(keras.ops.convert_to_numpy(x.learning_rate)) for x in of(model, CBN)]
+    np.testing.assert_allclose(told, 0.1, rtol=1e-6)
+    assert len(told) == 8
