@@ -9,7 +9,8 @@ def build(
     model, input_shape, num_classes, norm, activation, rho=1.0, omega=10.0, dtype=None
 ):
     """Takes the place of `recipes.models.build`: two Dense layers."""
-    norm = norms.get(norm, rho, omega)
+    if isinstance(norm, str):
+        norm = norms.get(norm, rho, omega)
     x = inputs = keras.layers.Input(input_shape)
     x = keras.layers.Flatten()(x)
     x = keras.layers.Dense(8, activation=activation, name="hidden")(x)
