@@ -213,11 +213,11 @@ def _length(v):
 def _labels(y, classes):
     if y.ndim == 2 and y.shape[1] == classes:
         return np.argmax(y, 1)
-    if y.size == len(y) and np.issubdtype(y.dtype, np.integer):
+    if y.size == len(y):
         return y.reshape(-1)
     raise ValueError(
-        "Argument `y` must be integers of shape (samples,), or of shape (samples, "
-        f"classes), with {classes} classes. Received: {y.dtype} of shape {y.shape}"
+        f"Argument `y` must have labels of {classes} classes. "
+        f"Received: y of shape {y.shape}"
     )
 
 
@@ -244,6 +244,12 @@ def _arrays(x, y):
         raise ValueError(
             "Argument `y` must hold a label for each sample. "
             f"Received: y of shape {y.shape} for x of shape {x.shape}"
+        )
+    are_integers = y.size == len(y) and np.issubdtype(y.dtype, np.integer)
+    if not are_integers and not (y.ndim == 2 and y.shape[1] > 1):
+        raise ValueError(
+            "Argument `y` must be integers of shape (samples,), or of shape (samples, "
+            f"classes). Received: y of dtype {y.dtype} and shape {y.shape}"
         )
     return x, y
 
