@@ -216,3 +216,32 @@ def test_fit_sees_these_batches(first_epoch):
     expected = [batches[i][0].reshape(5, -1).mean(0) for i in range(len(seen))]
     steps = np.diff(np.stack([np.zeros_like(seen[0]), *seen]), axis=0)
     np.testing.assert_allclose(steps, expected, atol=1e-4)
+
+
+def test_held_out_images():
+    whole = data.load("digits", train_size=50)
+    held_out = data.load("digits", train_size=50, validation_size=12)
+    assert len(held_out.x_train) == 38 and len(held_out.x_test) == 12
+    assert held_out.num_classes == 10
+
+    def rows(x):
+        return {np.round(image, 3).tobytes() for image in x}
+
+    # Undo the standardisation: which images they are.
+    both = np.concatenate([held_out.x_train, held_out.x_test])
+    scale = whole.x_train.std() / both.std()
+    both = (both - both.mean()) * scale
+    np.testing.assert_allclose(
+        np.sort(both.reshape(50, -1), 0),
+        np.sort(whole.x_train.reshape(50, -1), 0),
+        atol=1e-3,
+    )
+    assert not rows(held_out.x_train) & rows(held_out.x_test)
+    np.testing.assert_allclose(held_out.x_train.mean(), 0, atol=1e-5)
+    again = data.load("digits", train_size=50, validation_size=12)
+    np.testing.assert_array_equal(again.x_test, held_out.x_test)
+    for size in (0, 50):
+        with pytest.raises(
+            ValueError, match="`validation_size` must be between 1 and 49"
+        ):
+            data.load("digits", train_size=50, validation_size=size)

@@ -1,3 +1,8 @@
+import os
+import pathlib
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -253,6 +258,71 @@ def test_a_diverged_trial_does_not_touch_the_others(together):
     assert all(np.isfinite(v).all() for v in weights(trials, 1, best=True).values())
     for k, place in ((0, 0), (2, 1)):
         assert_same(weights(trials, k), weights(expected, place))
+
+
+@needs_jax
+def test_a_trial_in_the_place_of_another_one(together, tmp_path):
+    """It starts anew, keeps its own epochs, and the other trial goes on."""
+    expected, scores = together
+    trials = make([LOST, TRIALS[1]])
+    trials.train(1), trials.evaluate()
+    trials.replace(0, TRIALS[2])
+    assert trials.trials == [TRIALS[2], TRIALS[1]]
+    np.testing.assert_array_equal(trials.epochs, [0, 1])
+    np.testing.assert_array_equal(trials.diverged, [False, False])
+    for epoch in range(2):
+        found = trials.train() | trials.evaluate()
+        for key, values in found.items():
+            both = [scores[epoch][key][2], scores[epoch + 1][key][1]]
+            np.testing.assert_allclose(values, both, **SAME)
+    np.testing.assert_array_equal(trials.epochs, [2, 3])
+
+    trials.save(tmp_path / "one.npz", [1])
+    assert population.trials_in(tmp_path / "one.npz") == [TRIALS[1]]
+    others = make([TRIALS[0], TRIALS[1]])
+    others.restore(tmp_path / "one.npz", [1])
+    np.testing.assert_array_equal(others.epochs, [0, 3])
+    found = others.train() | others.evaluate()
+    for key, values in found.items():
+        both = [scores[0][key][0], scores[3][key][1]]
+        np.testing.assert_allclose(values, both, **SAME)
+    assert_same(weights(others, 1), weights(expected, 1))
+
+
+DEVICES = """
+import jax, numpy as np
+from tests.recipes.test_population import TRIALS, make
+trials = [TRIALS[0], TRIALS[1], TRIALS[2], TRIALS[0]]
+one, two = make(trials), make(trials, devices=jax.devices())
+assert (one.devices, two.devices) == (1, 2)
+for each in (one, two):
+    each.train(1)
+    each.replace(0, TRIALS[2])
+    scores = each.train(1) | each.evaluate()
+    each.keep([0, 3])
+    each.scores = [scores, each.train(1) | each.evaluate()]
+for a, b in zip(one.scores, two.scores):
+    for key in a:
+        np.testing.assert_allclose(a[key], b[key], rtol=1e-4, atol=1e-5)
+try:
+    make(TRIALS, devices=jax.devices())
+except ValueError as error:
+    assert "divides the number of trials, 3. Received: 2 devices" in str(error)
+    print("all right")
+"""
+
+
+@needs_jax
+def test_trials_on_two_devices():
+    flags = "--xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICES],
+        cwd=pathlib.Path(__file__).parents[2],
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "all right", done.stderr[-3000:]
 
 
 @needs_jax

@@ -1,0 +1,176 @@
+import collections
+
+import numpy as np
+import pytest
+
+from recipes import experiment
+from tests.tuner import synthetic
+from tuner import oracles
+
+ALGORITHMS = sorted(oracles.ALGORITHMS)
+
+
+def run(directory, algorithm, count=8, **more):
+    tuner = synthetic.Tuner(synthetic.oracle(algorithm, count), directory, **more)
+    tuner.search()
+    return tuner
+
+
+def values(oracle):
+    return [oracle.trials[key].hyperparameters.values for key in oracle.start_order]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_search_killed_at_any_write_loses_no_trial_and_runs_none_twice(
+    algorithm, tmp_path, monkeypatch
+):
+    whole = run(tmp_path / "whole", algorithm).oracle
+    assert len(whole.end_order) == 8
+    write = experiment.write
+    # Of the writes, of which there are more. A Gaussian process takes long.
+    for fatal in range(1, 36, 2) if algorithm != "bayesian" else (20, 26, 29):
+        directory = tmp_path / str(fatal)
+        written = []
+
+        def count_down(path, save, fatal=fatal, written=written):
+            written.append(path)
+            if len(written) == fatal:
+                raise synthetic.Killed
+            write(path, save)
+
+        with monkeypatch.context() as patch, pytest.raises(synthetic.Killed):
+            patch.setattr(experiment, "write", count_down)
+            run(directory, algorithm)
+        before = synthetic.oracle(algorithm)
+        before._set_project_dir(str(tmp_path), str(fatal))
+        ended = []
+        if (directory / "oracle.json").exists():
+            before.reload()
+            ended = list(before.end_order)
+        after = run(directory, algorithm)
+        assert sorted(after.oracle.end_order) == sorted(whole.end_order)
+        assert not set(ended) & set(after.ran)
+        counts = collections.Counter([*ended, *after.ran])
+        assert counts == dict.fromkeys(whole.end_order, 1)
+        # Interrupted or not, the search is the same.
+        assert values(after.oracle) == values(whole)
+        for key in whole.end_order:
+            assert after.oracle.trials[key].score == whole.trials[key].score
+
+
+@pytest.mark.parametrize("algorithm", ["bayesian", "random", "grid"])
+def test_a_complete_search_goes_on_with_more_trials(algorithm, tmp_path):
+    first = run(tmp_path / "a", algorithm, count=3)
+    more = run(tmp_path / "a", algorithm, count=6)
+    assert len(first.ran) == len(more.ran) == 3
+    assert values(more.oracle)[:3] == values(first.oracle)
+
+
+def test_grid_has_every_combination_once(tmp_path):
+    found = values(run(tmp_path / "a", "grid", count=None).oracle)
+    assert len(found) == len({tuple(v.values()) for v in found}) == 7 * 6
+    assert found[0] == {"rho": 1.0, "omega": 10.0}
+
+
+def test_bayesian_finds_the_maximum(tmp_path):
+    tuner = run(tmp_path / "a", "bayesian", count=13)
+    best = tuner.oracle.get_best_trials()[0]
+    assert best.score > 0.898
+    assert abs(np.log2(best.hyperparameters.values["rho"]) + 1) < 0.5
+
+
+def test_bayesian_learns_from_failed_trials(tmp_path):
+    """Where trials diverge, fewer are tried than KerasTuner's own oracle would."""
+
+    def fails(values):
+        return values["rho"] < 0.7  # where the maximum is
+
+    found = run(tmp_path / "a", "bayesian", count=12, fails=fails).oracle
+    failed = [t for t in found.trials.values() if t.status == "FAILED"]
+    tried = [t.hyperparameters.values["rho"] for t in failed]
+    assert failed and len(set(tried)) == len(tried)
+    x, y = found._vectorize_trials()
+    assert len(x) == len(y) == 12
+    # Scores are minimised here: a failed trial is the worst one.
+    scores = [-t.score for t in found.trials.values() if t.score is not None]
+    assert sorted(y)[-len(failed) :] == [max(scores)] * len(failed)
+    last = [found.trials[key].status for key in found.start_order[-5:]]
+    assert last.count("FAILED") < 5
+
+
+def test_hyperband_goes_on_with_the_best_though_trials_fail(tmp_path):
+    def fails(values):
+        return values["omega"] > 50
+
+    found = run(tmp_path / "a", "hyperband", count=None, fails=fails).oracle
+    rounds = collections.Counter(
+        (v["tuner/bracket"], v["tuner/round"]) for v in values(found)
+    )
+    whole = run(tmp_path / "b", "hyperband", count=None).oracle
+    assert len(found.end_order) == len(whole.end_order)
+    assert len(rounds) > 2
+    finished = [
+        trial.hyperparameters.values
+        for trial in found.trials.values()
+        if trial.hyperparameters.values["tuner/epochs"] == 9
+        and trial.status == "COMPLETED"
+    ]
+    assert finished
+
+
+def start(tmp_path, *tuner_ids, algorithm="random", count=4):
+    oracle = synthetic.oracle(algorithm, count)
+    oracle._set_project_dir(str(tmp_path), "a")
+    return oracle, [oracle.create_trial(tuner_id) for tuner_id in tuner_ids]
+
+
+def end(oracle, trial):
+    oracle.update_trial(trial.trial_id, {"accuracy": 0.5})
+    trial.status = "COMPLETED"
+    oracle.end_trial(trial)
+
+
+def test_after_a_restart_of_the_chief_trials_stay_with_their_workers(tmp_path):
+    _, (first, second) = start(tmp_path, "worker0", "worker1")
+    chief = synthetic.oracle("random", 4)
+    chief._set_project_dir(str(tmp_path), "a")
+    chief.reload()
+    # worker0 is still training, and tells the new chief when it is done.
+    again = chief.create_trial("worker1")
+    assert again.trial_id == second.trial_id
+    end(chief, first)
+    assert chief.end_order == [first.trial_id]
+    end(chief, again)
+    others = []
+    while (trial := chief.create_trial("worker0")).status == "RUNNING":
+        others.append(trial.trial_id)
+        end(chief, trial)
+    assert len(others) == 2 and len(set(chief.end_order)) == 4
+    assert chief.tuner_ids == {"worker1"}
+
+
+def test_a_trial_whose_worker_is_gone_is_taken_over_at_the_end(tmp_path):
+    _, (lost, mine) = start(tmp_path, "gone", "worker0")
+    chief = synthetic.oracle("random", 3)
+    chief._set_project_dir(str(tmp_path), "a")
+    chief.reload()
+    order = []
+    while (trial := chief.create_trial("worker0")).status == "RUNNING":
+        order.append(trial.trial_id)
+        end(chief, trial)
+    assert order[0] == mine.trial_id and order[-1] == lost.trial_id
+    assert len(set(order)) == 3
+    ended = list(chief.end_order)
+    end(chief, lost)  # from the worker that was thought to be gone
+    assert chief.end_order == ended
+
+
+def test_many_failures_do_not_end_a_search(tmp_path):
+    tuner = run(tmp_path / "a", "random", fails=lambda values: True)
+    assert [t.status for t in tuner.oracle.trials.values()] == ["FAILED"] * 8
+
+
+def test_values_have_four_digits(tmp_path):
+    for found in values(run(tmp_path / "a", "bayesian", count=10).oracle):
+        assert all(value == float(f"{value:.4g}") for value in found.values())
+        assert 1 / 8 <= found["rho"] <= 8 and 0 <= found["omega"] <= 100

@@ -1,0 +1,258 @@
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from recipes import data, models, train
+from tests.recipes import small
+from tuner import cluster, report
+from tuner.search import search
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = {"model": "resnet8", "train_size": 60, "batch_size": 16, "epochs": 2}
+
+
+@pytest.fixture(autouse=True)
+def small_networks(monkeypatch):
+    monkeypatch.setattr(models, "build", small.build)
+
+
+def run(tmp_path, settings=TINY, **arguments):
+    usual = {"tune": "rho,omega", "algorithm": "random", "trials": 3, "name": "a"}
+    return search(settings, **usual | arguments, runs_dir=tmp_path)
+
+
+def outcome(tmp_path):
+    return json.loads((tmp_path / "a" / "tuner_results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "build", small.build)
+        return tmp_path, run(tmp_path, seeds=2)
+
+
+def test_what_is_written(finished):
+    tmp_path, text = finished
+    found = outcome(tmp_path)
+    assert found["finished"] == 3 and found["failed"] == 0
+    assert found["measured_on"] == "validation"
+    assert found["settings"]["validation_size"] == 12
+    assert found["hyperparameters"] == ["rho", "omega"]
+    for row in found["trials"]:
+        assert row["epochs"] == 2 and len(row["accuracies"]) == 2
+        assert row["accuracy"]["mean"] == pytest.approx(np.mean(row["accuracies"]))
+        assert row["accuracy"]["std"] == pytest.approx(np.std(row["accuracies"]))
+        # They are those of the runs.
+        for seed, accuracy in enumerate(row["accuracies"]):
+            pattern = f"*seed{seed}*omega{row['values']['omega']}*"
+            (path,) = (tmp_path / "a" / "runs").glob(pattern)
+            results = json.loads((path / "results.json").read_text())
+            assert results["test_accuracy"] == accuracy
+            assert results["saved_model"] is None
+            config = json.loads((path / "config.json").read_text())
+            assert config["rho"] == row["values"]["rho"]
+    best = max(found["trials"], key=lambda row: row["accuracy"]["mean"])
+    assert found["best"]["accuracy"] == best["accuracy"]
+    for name in ("accuracy.png", "parallel.png", "best_so_far.png"):
+        assert (tmp_path / "a" / name).stat().st_size > 5000
+    assert text == (tmp_path / "a" / "report.txt").read_text()
+    assert (
+        found["command"] in text and (tmp_path / "a" / "table.md").read_text() in text
+    )
+    assert not list(tmp_path.glob("*.keras"))
+
+
+def test_the_best_setting_as_a_command(finished):
+    tmp_path, _ = finished
+    found = outcome(tmp_path)
+    prefix, _, flags = found["command"].partition("python -m recipes.train ")
+    backend = keras.backend.backend()
+    assert prefix == ("" if backend == "tensorflow" else f"KERAS_BACKEND={backend} ")
+    pairs = [flag.removeprefix("--").split("=", 1) for flag in flags.split()]
+    given = {key: value for key, value in pairs}
+    config = train.complete({"dataset": given["dataset"], **found["best"]["values"]})
+    assert float(given["rho"]) == config["rho"]
+    assert float(given["omega"]) == config["omega"]
+    for key, value in TINY.items():
+        assert given[key] == str(value)
+    # All images train.
+    assert "validation_size" not in given
+
+
+def test_the_command_has_stages_and_a_place_of_data():
+    settings = train.complete({"dataset": "cifar10"}) | {"validation_size": 5000}
+    del settings["seed"]
+    values = {"rho_stage1": 0.5, "rho_stage2": 2.0}
+    line = report.command(settings, values, "/data")
+    assert "--stage_rho=stage1=0.5,stage2=2 --data_dir=/data" in line
+    assert "--dataset=cifar10" in line and "validation" not in line
+
+
+def test_the_same_again_trains_nothing(finished, monkeypatch):
+    tmp_path, text = finished
+
+    def never(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(keras.Model, "fit", never)
+    assert run(tmp_path, seeds=2) == text
+
+
+def test_a_name_belongs_to_one_search(finished):
+    tmp_path, _ = finished
+    with pytest.raises(ValueError, match="seeds: 2 there, 1 here"):
+        run(tmp_path)
+
+
+def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
+    text = run(tmp_path, tune="learning_rate=0.01..1e30", trials=6)
+    found = outcome(tmp_path)
+    assert found["failed"] >= 2 and found["finished"] + found["failed"] == 6
+    assert text.count("| diverged |") == found["failed"]
+    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in lines if line.startswith("trial ")]
+    assert lines[-1].startswith("trial 6/6: learning_rate=") and len(lines) == 6
+    if found["finished"]:
+        assert found["best"]["status"] == "COMPLETED"
+
+
+def test_nothing_but_diverged_trials(tmp_path):
+    text = run(tmp_path, tune="learning_rate=1e29..1e30", trials=2)
+    found = outcome(tmp_path)
+    assert found["best"] is None and found["command"] is None
+    assert "Best setting" not in text
+
+
+def test_another_error_ends_the_search_and_its_trial_is_not_lost(tmp_path, monkeypatch):
+    fit = keras.Model.fit
+    calls = []
+
+    def broken(self, *args, **kwargs):
+        calls.append(self)
+        if len(calls) == 2:
+            raise OSError("no space left")
+        return fit(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keras.Model, "fit", broken)
+        with pytest.raises(RuntimeError, match="ended with an error: no space left"):
+            run(tmp_path)
+    run(tmp_path)
+    assert [row["status"] for row in outcome(tmp_path)["trials"]] == ["COMPLETED"] * 3
+
+
+def test_hyperband_goes_on_with_a_run(tmp_path):
+    run(tmp_path, TINY | {"epochs": 3}, algorithm="hyperband", trials=None)
+    found = outcome(tmp_path)
+    assert {row["epochs"] for row in found["trials"]} == {1, 3}
+    assert found["best"]["epochs"] == 3
+    directories = list((tmp_path / "a" / "runs").iterdir())
+    assert len(directories) < len(found["trials"])  # a promoted trial has its old one
+    whole = [path for path in directories if (path / "results.json").exists()]
+    (path, *_) = whole
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    again = train.train(
+        json.loads((path / "config.json").read_text()),
+        runs_dir=tmp_path / "again",
+        saved_models_dir=None,
+        verbose=0,
+    )
+    assert json.loads(lines[-1])["test_accuracy"] == again["test_accuracy"]
+
+
+def test_scored_by_test_images_if_asked(tmp_path):
+    run(tmp_path, TINY | {"validation_size": 0}, trials=1)
+    found = outcome(tmp_path)
+    assert found["measured_on"] == "test"
+    (accuracy,) = found["trials"][0]["accuracies"]
+    hits = accuracy * len(data.load("digits").y_test)
+    assert hits == pytest.approx(round(hits), abs=1e-3)
+
+
+KILLED = f"""
+import sys
+from recipes import models
+from tests.recipes import small
+from tuner.search import search
+models.build = small.build
+search({TINY | {"epochs": 6}}, "rho,omega", "random", 4, name="a", runs_dir=sys.argv[1])
+"""
+
+
+def test_sigkill_and_again(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    deadline = time.monotonic() + 300
+    while len(done := list(tmp_path.glob("a/runs/*/results.json"))) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {path: path.stat().st_mtime_ns for path in done}
+    run(tmp_path, TINY | {"epochs": 6}, trials=4)
+    assert {path: path.stat().st_mtime_ns for path in done} == before
+    assert len(list(tmp_path.glob("a/runs/*/results.json"))) == 4
+    assert outcome(tmp_path)["finished"] == 4
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"tune": "depth"}, "depth is unknown"),
+        ({"tune": ""}, "the space is empty"),
+        ({"algorithm": "annealing"}, "`algorithm` must be one of random, grid"),
+        ({"trials": 0}, "`trials` must be positive"),
+        ({"seeds": 0}, "`seeds` must be positive"),
+        ({"rho_per": "layer"}, "`rho_per` must be.*rho_per='layer'"),
+        ({"tune": "omega", "rho_per": "stage"}, "'stage' where rho is tuned"),
+        ({"settings": TINY | {"norm": "bn"}}, "not have rho, which the norm bn lacks"),
+        (
+            {"settings": TINY | {"norm": "cbn_batch"}},
+            "not have omega.*cbn_batch is without it",
+        ),
+        ({"settings": TINY | {"epochs": 0}}, "`epochs` must be positive"),
+        (
+            {
+                "strategy": "tpu"
+                if keras.backend.backend() == "jax"
+                else "data_parallel"
+            },
+            "`strategy` must be one of",
+        ),
+    ],
+)
+def test_bad_arguments(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, **arguments)
+    assert not list(tmp_path.glob("a/runs/*"))
+
+
+def test_a_cluster_needs_all_of_its_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("KERASTUNER_ORACLE_IP", "127.0.0.1")
+    with pytest.raises(ValueError, match="Missing: KERASTUNER_TUNER_ID, KERAS.*_PORT"):
+        run(tmp_path)
+
+
+def test_others_can_reach_the_chief():
+    with pytest.warns(UserWarning, match="without authentication"):
+        cluster.warn_unless_loopback("0.0.0.0")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_only_this_machine_can_reach_the_chief(address):
+    cluster.warn_unless_loopback(address)
