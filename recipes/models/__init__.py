@@ -12,6 +12,7 @@ from recipes.models.applications import (
     densenet169,
     efficientnetb0,
     resnet50,
+    resnet101,
 )
 from recipes.models.resnet import resnet, resnet18, resnet34
 from recipes.models.vgg import vgg11, vgg16
@@ -23,6 +24,7 @@ NAMED = {
     "resnet18": resnet18,
     "resnet34": resnet34,
     "resnet50": resnet50,
+    "resnet101": resnet101,
     "densenet121": densenet121,
     "densenet169": densenet169,
     "efficientnetb0": efficientnetb0,
@@ -45,8 +47,8 @@ def build(
     Args:
         model: `"resnet20"` (any depth 6n + 2 but 50), `"vgg11"` or `"vgg16"`, for small
             images; for those of ImageNet `"resnet18"`, `"resnet34"`, and, of 32x32
-            pixels at least, `"resnet50"`, `"densenet121"`, `"densenet169"` or
-            `"efficientnetb0"`.
+            pixels at least, `"resnet50"`, `"resnet101"`, `"densenet121"`,
+            `"densenet169"` or `"efficientnetb0"`.
         input_shape: `(height, width, channels)`.
         num_classes: Size of the output.
         norm: A name in `recipes.models.norms.NORMS`, or a `Norm`.

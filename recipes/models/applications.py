@@ -45,6 +45,12 @@ def resnet50(input_shape, num_classes, norm, activation):
     return _with(model, norm, activation, "relu", kernel_initializer="he_normal")
 
 
+def resnet101(input_shape, num_classes, norm, activation):
+    """Builds ResNet-101. For the arguments see `resnet50`."""
+    model = _original(keras.applications.ResNet101, input_shape, num_classes)
+    return _with(model, norm, activation, "relu", kernel_initializer="he_normal")
+
+
 def densenet121(input_shape, num_classes, norm, activation):
     """Builds DenseNet-121. For the arguments see `resnet50`."""
     model = _original(keras.applications.DenseNet121, input_shape, num_classes)
