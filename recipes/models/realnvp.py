@@ -1,0 +1,196 @@
+"""RealNVP (Dinh, Sohl-Dickstein and Bengio, 2017): a network with inverse and density.
+
+Images go through a logit, then through scales. A scale is affine couplings with
+checkerboard masks, a 2x2 of pixels into channels, couplings with masks of channels,
+and half of the channels is done; the last scale is checkerboard couplings alone. A
+coupling keeps one half of its input and changes the other by what a residual network
+makes of the first:
+
+    y_a = x_a       y_b = x_b * exp(s(x_a)) + t(x_a)       log |det dy/dx| = sum s
+
+A normalisation has two places. In the networks of s and t it may be anything: they are
+never inverted. Between couplings it is inverted, see `recipes.flow_steps`.
+
+Reference: https://arxiv.org/abs/1605.08803, Sections 3.3 to 3.7, Appendix E.
+"""
+
+import math
+
+import keras
+from keras import layers, ops
+
+from keras_norms import WN
+from recipes.flow_steps import (
+    BETWEEN,
+    Coupling,
+    FactorOut,
+    Logit,
+    Squeeze,
+    checkerboard,
+    of_channels,
+    sample_sum,
+)
+from recipes.models import norms
+
+
+def residual_network(shape, width, blocks, norm, name):
+    """The network of s and t, which returns zeros as long as it is not trained.
+
+    Args:
+        shape: `(height, width, channels)` of its input.
+        width: Channels of all convolutions but the last.
+        blocks: Number of residual blocks of two 3x3 convolutions.
+        norm: A `norms.Norm`.
+        name: Start of the names of its layers.
+
+    Returns:
+        A `keras.Model` from `(batch, *shape)` to twice the channels.
+    """
+
+    def convolution(x, name):
+        layer = layers.Conv2D(
+            width,
+            3,
+            padding="same",
+            use_bias=norm.use_bias,
+            kernel_initializer="he_normal",
+            name=name,
+        )
+        # Weight normalization, as in the original, where the norm has no other.
+        wrapped = norm.convolution(layer)
+        return (WN(layer, name=name) if wrapped is layer else wrapped)(x)
+
+    inputs = layers.Input(shape)
+    x = convolution(inputs, f"{name}_stem")
+    x = ops.relu(norm.after(x, f"{name}_stem"))
+    for block in range(1, blocks + 1):
+        shortcut = x
+        for part in (1, 2):
+            layer = f"{name}_block{block}_conv{part}"
+            x = norm.after(convolution(norm.before(x, layer), layer), layer)
+            x = ops.relu(x if part == 1 else x + shortcut)
+    head = f"{name}_head"
+    outputs = layers.Conv2D(
+        2 * shape[-1], 3, padding="same", kernel_initializer="zeros", name=head
+    )(norm.before(x, head))
+    return keras.Model(inputs, outputs, name=f"{name}_network")
+
+
+class RealNVP(keras.Model):
+    """The flow: from an image with pixels in [0, 1] to its log-likelihood in nats.
+
+    Args:
+        image_shape: `(height, width, channels)`. Height and width are multiples of
+            `2 ** (scales - 1)`.
+        norm: Name of a normalisation, see `recipes.models.norms`.
+        between: Whether `norm` stands between couplings too, if it is of `BETWEEN`.
+        scales: Integer >= 1.
+        couplings: Number of couplings with one kind of mask; the last scale has one
+            more.
+        width, blocks: See `residual_network`.
+    """
+
+    def __init__(
+        self,
+        image_shape,
+        norm="bn",
+        between=True,
+        scales=2,
+        couplings=3,
+        width=32,
+        blocks=2,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        for key, value in (
+            ("scales", scales),
+            ("couplings", couplings),
+            ("width", width),
+            ("blocks", blocks),
+        ):
+            if value < 1:
+                raise ValueError(
+                    f"Argument `{key}` must be at least 1. Received: {key}={value}"
+                )
+        if image_shape[0] % 2 ** (scales - 1) or image_shape[1] % 2 ** (scales - 1):
+            raise ValueError(
+                "Argument `image_shape` must have a height and a width that "
+                f"{scales} scales can halve {scales - 1} times. "
+                f"Received: image_shape={image_shape}"
+            )
+        self.image_shape = tuple(image_shape)
+        self.dimensions = math.prod(image_shape)
+        self.steps = [Logit(name="logit")]
+        place = BETWEEN.get(norm) if between else None
+        norm = norms.get(norm)
+
+        def couple(shape, kind, mask_of, count):
+            for i in range(count):
+                mask = mask_of(shape) if i % 2 == 0 else 1 - mask_of(shape)
+                name = f"scale{scale}_{kind}{i + 1}"
+                network = residual_network(shape, width, blocks, norm, name)
+                steps = [Coupling(network, mask, name=name)]
+                if place is not None:
+                    steps.append(place(mask, f"{name}_between"))
+                for step in steps:
+                    step.build((None, *shape))
+                self.steps += steps
+
+        h, w, c = image_shape
+        for scale in range(1, scales):
+            couple((h, w, c), "checkerboard", checkerboard, couplings)
+            self.steps.append(Squeeze(name=f"scale{scale}_squeeze"))
+            h, w, c = h // 2, w // 2, 4 * c
+            couple((h, w, c), "channels", of_channels, couplings)
+            self.steps.append(FactorOut(name=f"scale{scale}_done"))
+            c //= 2
+        scale = scales
+        couple((h, w, c), "checkerboard", checkerboard, couplings + 1)
+        self._last_shape = (h, w, c)
+        self.build((None, *image_shape))
+
+    def build(self, input_shape):
+        pass  # the steps are built
+
+    def call(self, x, training=None):
+        """The log-likelihood of images `(batch, height, width, channels)`, `(batch,)`.
+
+        In training with batch statistics between couplings it is that of a sample given
+        the statistics, not a density of the batch.
+        """
+        z, log_det = self.transform(x, training)
+        return log_det - 0.5 * sample_sum(ops.square(z) + math.log(2 * math.pi))
+
+    def transform(self, x, training=False):
+        """Images to latent variables.
+
+        Returns:
+            Tensor `(batch, dimensions)`, standard normal under the model, and
+            log |det dz/dx|, `(batch,)`.
+        """
+        done, log_det = [], 0.0
+        for step in self.steps:
+            if isinstance(step, FactorOut):
+                out, x = ops.split(x, 2, -1)
+                done.append(self._flat(out))
+            else:
+                x, change = step(x, training=training)
+                log_det = log_det + change
+        return ops.concatenate([*done, self._flat(x)], -1), log_det
+
+    def inverse(self, z):
+        """Latent variables `(batch, dimensions)` to images; of inference."""
+        h, w, c = self._last_shape
+        first = self.dimensions - h * w * c
+        x = ops.reshape(z[:, first:], (-1, h, w, c))
+        for step in reversed(self.steps):
+            if isinstance(step, FactorOut):
+                size = math.prod(x.shape[1:])
+                out = ops.reshape(z[:, first - size : first], (-1, *x.shape[1:]))
+                x, first = ops.concatenate([out, x], -1), first - size
+            else:
+                x = step.inverse(x)
+        return x
+
+    def _flat(self, x):
+        return ops.reshape(x, (-1, math.prod(x.shape[1:])))
