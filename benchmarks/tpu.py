@@ -2,6 +2,7 @@
 
     python -m benchmarks.tpu                       # ResNet-50 on v5e:2x2, 10 minutes
     python -m benchmarks.tpu --network=resnet20 --topologies=v6e:1x1,v6e:16x16
+    python -m benchmarks.tpu --check               # every recipe network, an hour
 
 Compiles the whole step of a Keras model (forward, backward, SGD with momentum, moving
 statistics) for all chips of a slice with the batch divided among them, and prints per
@@ -9,32 +10,29 @@ chip what the compiler says: bytes that the step moves, temporary memory, and ho
 all-reduces it starts. Those do not wobble. They are no times: nothing runs. The floor
 of a normalisation is the network without any.
 
-Needs JAX and libtpu, no TPU. Prints a table; --output also writes it as JSON.
+`--check` compiles what `recipes.train` runs, for v4, v5e, v5p and v6e, and predicts
+from it how training scales: see `benchmarks/tpu_check.py`.
+
+Needs JAX and libtpu, no TPU, and 4 GB. Prints a table; --output also writes it as JSON,
+and the same command goes on with what is missing there.
 """
 
+from benchmarks import tpu_compiler  # isort: skip  # before JAX
+
+import json
 import os
-import re
 
-os.environ["KERAS_BACKEND"] = "jax"
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_WORKER_ID", "0")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+import jax
+import keras
+from absl import app, flags
 
-import jax  # noqa: E402
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-from absl import app, flags  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from benchmarks import compare, networks, tpu_check
 
-from benchmarks import compare, networks  # noqa: E402
-
+_CHECK = flags.DEFINE_bool("check", False, "Whether the recipes compile.")
 _NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
-_NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "")
-_TOPOLOGIES = flags.DEFINE_list("topologies", ["v5e:2x2"], "Slices, as v5e:2x2.")
+_NETWORKS = flags.DEFINE_list("networks", list(tpu_check.NETWORKS), "Of --check.")
+_NORMS = flags.DEFINE_list("norms", None, "none,bn,cbn,fused_cbn; with --check cbn.")
+_TOPOLOGIES = flags.DEFINE_list("topologies", None, "Slices, as v5e:2x2.")
 _BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
 _POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
@@ -54,10 +52,7 @@ HEADER = [
 
 def compile_step(model, topology, batch_per_chip):
     """The compiled training step of a model on a slice."""
-    devices = topologies.get_topology_desc(
-        platform="tpu", topology_name=topology
-    ).devices
-    mesh = Mesh(np.array(devices), ("batch",))
+    chips = tpu_compiler.Slice(topology)
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -73,41 +68,17 @@ def compile_step(model, topology, batch_per_chip):
         trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
         return value, trainable, updated, slots
 
-    def shapes(variables):
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return [
-            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=everywhere)
-            for v in variables
-        ]
-
-    def batch(shape, dtype):
-        return jax.ShapeDtypeStruct(
-            (batch_per_chip * len(devices), *shape),
-            dtype,
-            sharding=NamedSharding(mesh, PartitionSpec("batch")),
-        )
-
     return (
         jax.jit(step, donate_argnums=(0, 1, 2))
         .lower(
-            shapes(model.trainable_variables),
-            shapes(model.non_trainable_variables),
-            shapes(optimizer.variables),
-            batch(model.input_shape[1:], model.compute_dtype),
-            batch((), "int32"),
+            chips.shapes(model.trainable_variables),
+            chips.shapes(model.non_trainable_variables),
+            chips.shapes(optimizer.variables),
+            chips.batch(batch_per_chip, model.input_shape[1:], model.compute_dtype),
+            chips.batch(batch_per_chip, (), "int32"),
         )
         .compile()
     )
-
-
-def cost(compiled):
-    """What the compiler says of one chip's program."""
-    memory = compiled.memory_analysis()
-    return {
-        "gigabytes_moved": compiled.cost_analysis()["bytes accessed"] / 1e9,
-        "temporary_gigabytes": memory.temp_size_in_bytes / 1e9,
-        "all_reduces": len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text())),
-    }
 
 
 def cells(row, rows):
@@ -115,7 +86,7 @@ def cells(row, rows):
 
     def ratio(key, norm):
         for other in rows:
-            if (other["slice"], other["norm"]) == (row["slice"], norm):
+            if (other["slice"], other["norm"]) == (row["slice"], norm) and other[key]:
                 return f"{row[key] / other[key]:.3f}"
         return ""
 
@@ -132,26 +103,67 @@ def cells(row, rows):
     ]
 
 
+def steps():
+    """The steps to compile: their slice and norm, and what compiles them."""
+    for topology in _TOPOLOGIES.value or ["v5e:2x2"]:
+        for norm in _NORMS.value or ["none", "bn", "cbn", "fused_cbn"]:
+
+            def compiled(topology=topology, norm=norm):
+                keras.config.set_dtype_policy(_POLICY.value)
+                model = networks.build(_NETWORK.value, norm)
+                return compile_step(model, topology, _BATCH.value)
+
+            yield {"slice": topology, "norm": norm}, compiled
+
+
+def steps_of_recipes():
+    """The same for `--check`."""
+    for network in _NETWORKS.value:
+        for norm in _NORMS.value or ["cbn"]:
+            for topology in _TOPOLOGIES.value or tpu_check.TOPOLOGIES:
+
+                def compiled(network=network, norm=norm, topology=topology):
+                    return tpu_check.compile_step(
+                        network, norm, topology, _BATCH.value, _POLICY.value
+                    )
+
+                yield {"network": network, "slice": topology, "norm": norm}, compiled
+
+
+def done(settings):
+    """The rows of the file to write, if it has some of the same settings."""
+    if not _OUTPUT.value or not os.path.exists(_OUTPUT.value):
+        return []
+    with open(_OUTPUT.value) as file:
+        report = json.load(file)
+    if any(report.get(key) != value for key, value in settings.items()):
+        return []
+    return report["rows"]
+
+
 def main(_):
-    rows = []
-    for topology in _TOPOLOGIES.value:
-        for norm in _NORMS.value:
-            keras.backend.clear_session()
-            keras.config.set_dtype_policy(_POLICY.value)
-            model = networks.build(_NETWORK.value, norm)
-            compiled = compile_step(model, topology, _BATCH.value)
-            rows.append({"slice": topology, "norm": norm, **cost(compiled)})
-            print(rows[-1], flush=True)
-            if _OUTPUT.value:
-                compare.write_report(
-                    _OUTPUT.value,
-                    "tpu",
-                    rows,
-                    network=_NETWORK.value,
-                    batch_per_chip=_BATCH.value,
-                    dtype_policy=_POLICY.value,
-                )
-    print(compare.table(HEADER, [cells(row, rows) for row in rows]))
+    settings = {
+        "benchmark": "tpu_check" if _CHECK.value else "tpu",
+        "network": None if _CHECK.value else _NETWORK.value,
+        "batch_per_chip": _BATCH.value,
+        "dtype_policy": _POLICY.value,
+    }
+    rows = done(settings)
+    for row, compiled in steps_of_recipes() if _CHECK.value else steps():
+        if any(row.items() <= other.items() for other in rows):
+            continue
+        keras.backend.clear_session()
+        row |= tpu_compiler.cost(compiled())
+        if _CHECK.value:
+            row |= tpu_check.prediction(row)
+        rows.append(row)
+        print(row, flush=True)
+        if _OUTPUT.value:
+            compare.write_report(_OUTPUT.value, rows=rows, **settings)
+    if _CHECK.value:
+        print(compare.table(tpu_check.HEADER, [tpu_check.cells(row) for row in rows]))
+    else:
+        print(compare.table(HEADER, [cells(row, rows) for row in rows]))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ class Stream:
         num_classes: Integer.
         steps: Number of training batches in an epoch.
         test: A `tf.data.Dataset` of all test batches.
+        test_count: Number of test images.
 
     Raises:
         ValueError: If the data set is not there, or `train_size` or `batch_size` is
@@ -83,7 +84,39 @@ class Stream:
         self.steps = count // batch_size
         self.image_shape = (config["image_size"], config["image_size"], 3)
         self.num_classes = self._builder.info.features["label"].num_classes
+        self.test_count = self._builder.info.splits["validation"].num_examples
+        self._part, self._parts = 0, 1
         self.test = self._test()
+
+    def share(self, part, parts, test_size, padded_size):
+        """From now on, read one of `parts` equal parts of each batch, number `part`.
+
+        Each process reads all files and decodes its own training images. Test batches
+        have weights too, third: 1 for images, 0 for what fills a batch up.
+
+        Args:
+            part, parts: Integers. Together the parts have the same images in a training
+                batch as one process has, in another order.
+            test_size: How many images are a test batch, a divisor of `test_count`.
+            padded_size: That with what fills it up.
+        """
+        import tensorflow as tf
+
+        self._part, self._parts = part, parts
+        size = padded_size // parts
+
+        def filled(images, labels):
+            fill = [[0, padded_size - test_size]]
+            arrays = (images, labels, tf.ones(test_size))
+            return tuple(
+                tf.pad(array, fill + [[0, 0]] * (len(array.shape) - 1))[
+                    part * size : (part + 1) * size
+                ]
+                for array in arrays
+            )
+
+        test = self._test(batched=False).batch(test_size, drop_remainder=True)
+        self.test = test.map(filled, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
 
     def batches(self, first_epoch=0):
         """The training batches of the epochs from `first_epoch` on.
@@ -119,17 +152,21 @@ class Stream:
 
         return (
             images.enumerate()
+            .take(self.steps * self._config["batch_size"])
+            .shard(self._parts, self._part)
             .map(lambda number, pair: prepare(number, *pair), tf.data.AUTOTUNE)
-            .batch(self._config["batch_size"], drop_remainder=True)
+            .batch(self._config["batch_size"] // self._parts, drop_remainder=True)
         )
 
-    def _test(self):
+    def _test(self, batched=True):
         import tensorflow as tf
 
         def prepare(image, label):
             return standardise(middle_crop(image, self.image_shape[0])), label
 
         images = self._read("validation").map(prepare, tf.data.AUTOTUNE)
+        if not batched:
+            return images
         return images.batch(self._config["batch_size"]).prefetch(tf.data.AUTOTUNE)
 
     def _read(self, split, shuffle_seed=None):

@@ -32,7 +32,7 @@ import numpy as np
 from absl import app, flags
 
 from keras_norms import AMAT
-from recipes import data, experiment, imagenet, models, optimizers
+from recipes import data, experiment, imagenet, models, optimizers, strategies
 from recipes.models import norms
 
 # The settings that decide the outcome. They are the paper's for CIFAR.
@@ -170,7 +170,7 @@ def train(
         verbose: As in `keras.Model.fit`.
         until: Integer, stop after this epoch of the whole training; the same call with
             a later one goes on. The results are then those so far.
-        strategy: `None`, or a `recipes.strategies.Strategy` for many devices.
+        strategy: `None`, or what `recipes.strategies.get` returns for many devices.
 
     Returns:
         Dict with the name of the run, its last epoch (`epochs`, and if the loss became
@@ -181,6 +181,8 @@ def train(
     """
     config = complete(config)
     name = name or run_name(config)
+    if strategy is not None:
+        runs_dir, saved_models_dir = strategy.places(name, runs_dir, saved_models_dir)
     run = experiment.Run(pathlib.Path(runs_dir) / name, config)
     if run.results is not None:
         return run.results
@@ -191,8 +193,8 @@ def train(
     if strategy is not None:
         source = strategy.distribute(source, config)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
-        model = _compiled(config, source)
-    recorder = experiment.Recorder(run, model)
+        model = _compiled(config, source, strategy)
+        recorder = experiment.Recorder(run, model)
     last = min(until or config["epochs"], config["epochs"])
     if recorder.epoch < last:
         amat = norms.get(config["norm"]).amat
@@ -217,15 +219,14 @@ def train(
     return finish(run, name, best, saved_models_dir)
 
 
-def _compiled(config, source):
+def _compiled(config, source, strategy):
+    norm = norms.get(config["norm"], rho(config), config["omega"])
     model = models.build(
         config["model"],
         source.image_shape,
         source.num_classes,
-        norm=config["norm"],
-        activation=config["activation"],
-        rho=rho(config),
-        omega=config["omega"],
+        norm if strategy is None else strategy.norm(norm),
+        config["activation"],
         dtype=config["dtype"],
     )
     norms.check_stages(config["stage_rho"], model)
@@ -233,8 +234,11 @@ def _compiled(config, source):
         optimizers.SGD(
             schedule(config, source.steps), config["momentum"], config["weight_decay"]
         ),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
+        # With a strategy, test batches have images of weight 0.
+        keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        ),
+        weighted_metrics=["accuracy"],
     )
     return model
 
@@ -330,7 +334,11 @@ def main(_):
     values = flags.FLAGS.flag_values_dict()
     config = {key: values[key] for key in DEFAULTS}
     places = ("name", "runs_dir", "saved_models_dir", "data_dir", "download")
-    results = train(config, **{key: values[key] for key in places})
+    results = train(
+        config,
+        strategy=strategies.from_flags(),
+        **{key: values[key] for key in places},
+    )
     print(f"{results['name']} is complete:")
     for key, value in results.items():
         print(f"  {key}: {value}")
@@ -350,4 +358,5 @@ if __name__ == "__main__":
         lower_bound=1,
     )
     flags.DEFINE_string("name", None, "Name of the run, made of the settings if None.")
+    strategies.define_flags()
     app.run(main)

@@ -1,36 +1,25 @@
-"""CBN compiled for TPUs by the real compiler, which needs no TPU."""
+"""Layers and recipes compiled for TPUs by the real compiler, which needs no TPU."""
 
 import json
-import os
 import subprocess
 import sys
 
+import keras
 import pytest
 
-pytestmark = pytest.mark.tpu
-
-ENVIRONMENT = {
-    "KERAS_BACKEND": "jax",
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX only"),
+]
 
 SCRIPT = """
-import json, re, sys
-import jax, keras, numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from benchmarks import tpu_compiler
+import json
+import jax, keras
 from keras_norms import CBN, FusedCBN
 
-topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-mesh = Mesh(np.array(topology.devices), ("batch",))
-by_batch = NamedSharding(mesh, PartitionSpec("batch"))
-everywhere = NamedSharding(mesh, PartitionSpec())
-shape, dtype = (512, 32, 32, 128), "bfloat16"
+chips = tpu_compiler.Slice("v5e:2x2")
+shape, dtype = (128, 32, 32, 128), "bfloat16"
 
 def cost(layer):
     layer.build(shape)
@@ -42,23 +31,12 @@ def cost(layer):
         y, pullback, state = jax.vjp(forward, trainable, x, has_aux=True)
         return y, state, pullback(g)
 
-    def replicated(variables):
-        return [
-            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=everywhere)
-            for v in variables
-        ]
-
-    x = jax.ShapeDtypeStruct(shape, dtype, sharding=by_batch)
+    x = chips.batch(shape[0], shape[1:], dtype)
     compiled = jax.jit(step).lower(
-        replicated(layer.trainable_variables),
-        replicated(layer.non_trainable_variables), x, x,
+        chips.shapes(layer.trainable_variables),
+        chips.shapes(layer.non_trainable_variables), x, x,
     ).compile()
-    # Counted where they run in every step, not in the branch of the first one.
-    every_step = compiled.as_text().split("ENTRY")[1]
-    return {
-        "bytes": compiled.cost_analysis()["bytes accessed"],
-        "all_reduces": len(re.findall(r" all-reduce(?:-start)?\\(", every_step)),
-    }
+    return tpu_compiler.cost(compiled)
 
 keras.config.set_dtype_policy("mixed_bfloat16")
 cbn = CBN()
@@ -67,30 +45,92 @@ fused = FusedCBN(keras.layers.Conv2D(128, 3, padding="same"), CBN())
 fused.norm.set_learning_rate(0.01)
 candidates = {"cbn": cbn, "fused": fused, "bn": keras.layers.BatchNormalization()}
 costs = {name: cost(layer) for name, layer in candidates.items()}
-print(json.dumps(costs, default=float))
+print(json.dumps(costs))
 """
+
+
+def run(*arguments):
+    pytest.importorskip("libtpu")
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def costs():
-    pytest.importorskip("libtpu")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run("-c", SCRIPT).splitlines()[-1])
 
 
 def test_moves_fewer_bytes_than_batch_normalization(costs):
-    assert costs["cbn"]["bytes"] < costs["bn"]["bytes"]
+    assert costs["cbn"]["gigabytes_moved"] < costs["bn"]["gigabytes_moved"]
 
 
 def test_takes_one_collective_each_way(costs):
-    assert costs["cbn"]["all_reduces"] == 2
+    assert costs["cbn"]["collectives"] == {"all-reduce": 2}
     # The gradient of the kernel too; and nothing of it waits for the statistics.
-    assert costs["fused"]["all_reduces"] == 1
+    assert costs["fused"]["collectives"] == {"all-reduce": 1}
     assert costs["bn"]["all_reduces"] > 2
+
+
+def test_a_recipe_on_256_chips(tmp_path):
+    output = tmp_path / "check.json"
+    run(
+        *("-m", "benchmarks.tpu", "--check", "--networks=resnet20"),
+        *("--topologies=v5e:16x16", f"--output={output}"),
+    )
+    (row,) = json.loads(output.read_text())["rows"]
+    # Two for each of 19 norms, and the sum of the gradients.
+    assert row["collectives"] == {"all-reduce": 39}
+    assert 0 < row["memory_share"] < 0.1
+    assert row["gigaflops"] > 128 * 3 * 2 * 0.0405  # 41 million products an image
+    # Statistics both ways, and gradients of 16 bits and of 32.
+    assert 0.5 < row["collective_megabytes"] < 2
+
+
+COLLECTIVES = """HloModule jit_step
+
+%branch (x: f32[8]) -> f32[8] {
+  ROOT %all-reduce.1 = f32[8]{0} all-reduce(%x), channel_id=1
+}
+
+ENTRY %main (x: f32[8], y: bf16[2,3]) -> f32[8] {
+  %all-reduce.2 = (f32[8]{0:T(128)}, bf16[2,3]{1,0:T(8,128)(2,1)}) all-reduce(%x, %y)
+  %start = (f32[4]{0}) all-gather-start(%x), channel_id=3
+  %done = f32[4]{0} all-gather-done(%start)
+  ROOT %c = f32[8]{0} conditional(%p, %x), branch_computations={%branch}
+}
+"""
+
+
+def test_collectives_of_every_step_are_counted_with_their_bytes():
+    from benchmarks import tpu_compiler
+
+    found = tpu_compiler.collectives(COLLECTIVES)
+    assert found == [("all-reduce", 8 * 4 + 6 * 2), ("all-gather", 16)]
+
+
+def test_prediction():
+    from benchmarks import tpu_check
+
+    row = {
+        "gigaflops": 197.0,  # 1 ms of a v5e
+        "gigabytes_moved": 1.638,  # 2 ms
+        "memory_gigabytes": 4.0,
+        "collectives": {"all-reduce": 10},
+        "collective_megabytes": 20.0,
+    }
+    predicted = tpu_check.prediction({"slice": "v5e:2x2"} | row)
+    assert predicted["memory_share"] == pytest.approx(0.25)
+    assert predicted["chip_milliseconds"] == pytest.approx(2.0)
+    # 2 hops there and back for each, and 2 * 20 MB through two links of 50 GB/s.
+    assert predicted["collective_milliseconds"] == pytest.approx(0.04 + 0.4)
+    assert predicted["efficiency"] == pytest.approx(2 / 2.44)
+    # 8 hops along each ring, and four links.
+    predicted = tpu_check.prediction({"slice": "v5e:16x16"} | row)
+    assert predicted["collective_milliseconds"] == pytest.approx(0.32 + 0.2)
+    alone = tpu_check.prediction(
+        {"slice": "v5e:1x1"} | row | {"collectives": {}, "collective_megabytes": 0.0}
+    )
+    assert alone["efficiency"] == 1

@@ -11,19 +11,16 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_norms.ops.custom_gradient import custom_gradient, fused
-from keras_norms.ops.moments import (
-    gather_replicas,
-    moments,
-    per_channel,
-    reduction_axes,
-    sum_over_replicas,
-)
+from keras_norms.ops.moments import combine_replicas, moments
 from keras_norms.ops.passes import (
     affine,
     gradient_sums,
     gradient_x,
     masked_gradient_x,
+    per_channel,
+    reduction_axes,
 )
+from keras_norms.ops.replicas import gather_replicas, sum_over_replicas
 
 
 class LpStatistics(NamedTuple):
@@ -49,7 +46,9 @@ def lp_statistics(x, dtype, *, p, centered, axis, mask=None, synchronized=False)
     Returns:
         `LpStatistics`. Without any element, mean and norm are zero.
     """
-    batch = moments(x, dtype, axis, mask, synchronized)
+    # The norm goes along with the moments, unless it needs their mean first.
+    together = synchronized and p != 2 and not centered
+    batch = moments(x, dtype, axis, mask, synchronized and not together)
     if p == 2:
         square = batch.variance
         if not centered:
@@ -59,7 +58,11 @@ def lp_statistics(x, dtype, *, p, centered, axis, mask=None, synchronized=False)
     masks = () if mask is None else (mask,)
     norm = _norm(x, center, *masks, p=p, centered=centered, axis=axis)
     if synchronized:
-        norm = _norm_of_norms(gather_replicas(norm), p, axis=0)
+        if together:
+            batch, norms = combine_replicas(batch, norm)
+        else:
+            norms = gather_replicas(norm)
+        norm = _norm_of_norms(norms, p, axis=0)
     if p != math.inf:
         # Not ops.maximum, which makes float64 float32 on PyTorch.
         count = ops.where(batch.count > 0, batch.count, ops.ones_like(batch.count))

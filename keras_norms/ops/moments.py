@@ -55,7 +55,7 @@ def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
     local = Moments(count, mean, variance)
-    return _combine_replicas(local) if synchronized else local
+    return combine_replicas(local)[0] if synchronized else local
 
 
 def with_gradient(x, batch, axis, synchronized=False):
@@ -149,15 +149,25 @@ def _masked_moments(x, mask, *, axis, dtype):
     return count, mean, ops.sum(ops.square(centered), axes) / divisor
 
 
-def _combine_replicas(local):
-    """Merge the moments of all replicas (Chan et al. 1979) in one all-reduce."""
+def combine_replicas(local, *others):
+    """Merge the moments of all replicas (Chan et al. 1979) in one all-reduce.
+
+    Args:
+        local: The `Moments` of this replica.
+        *others: Other tensors of shape `(channels,)`, which go along.
+
+    Returns:
+        The `Moments` of all replicas, and each other tensor with those of all replicas
+        along a new first axis.
+    """
     if number_of_replicas() == 1:
-        return local
+        return local, *(other[None] for other in others)
     count = ops.broadcast_to(local.count, ops.shape(local.mean))
-    slots = gather_replicas(ops.stack([count, local.mean, local.variance]))
-    counts, means, variances = slots[:, 0], slots[:, 1], slots[:, 2]
+    slots = gather_replicas(ops.stack([count, local.mean, local.variance, *others]))
+    counts, means, variances, *others = (slots[:, i] for i in range(slots.shape[1]))
     count = ops.sum(counts, 0)
     shares = counts / ops.maximum(count, ops.ones_like(count))
     mean = ops.sum(shares * means, 0)
     spread = ops.square(means - mean)
-    return Moments(count, mean, ops.sum(shares * (variances + spread), 0))
+    merged = Moments(count, mean, ops.sum(shares * (variances + spread), 0))
+    return merged, *others

@@ -1,0 +1,203 @@
+"""What TensorFlow replicas compute, as JSON: run by test_tensorflow in a new process.
+
+A process can divide its CPU into devices only once, before it uses any.
+"""
+
+import functools
+import json
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_norms import CBN, NoisyBN
+from tests.devices.cases import CASES, build, data, errors
+
+# How many replicas, and how many samples they share.
+SIZES = {name: [(2, 13)] for name in CASES} | {
+    "cbn": [(2, 13), (8, 13), (4, 3)],
+    "cbn, ratio": [(4, 13)],
+    "fused": [(4, 13)],
+    "lp inf": [(4, 13)],
+}
+
+
+def step(layer, x, upstream, mask=None):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        arguments = {} if mask is None else {"mask": mask}
+        y = layer(x, training=True, **arguments)
+        loss = tf.reduce_sum(tf.cast(y, tf.float32) * upstream[..., : y.shape[-1]])
+    weights = [variable.value for variable in layer.trainable_variables]
+    return y, *tape.gradient(loss, [x, *weights])
+
+
+def distributed(strategy, layer, arrays):
+    """The step on replicas, each with its part, and the program."""
+    count = strategy.num_replicas_in_sync
+
+    def divided(array):
+        parts = np.array_split(array, count)
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(parts[context.replica_id_in_sync_group])
+        )
+
+    # One program for all sizes of parts.
+    function = tf.function(
+        lambda *a: strategy.run(step, args=(layer, *a)), reduce_retracing=True
+    )
+    inputs = [divided(array) for array in arrays]
+    program = function.get_concrete_function(*inputs)
+
+    def run():
+        outputs = program(*inputs)
+        return [strategy.experimental_local_results(output) for output in outputs]
+
+    return run, program
+
+
+def collected(outputs, layer, together):
+    """Outputs and gradients of the whole batch, and the state after it."""
+    y, dx, *gradients = outputs
+    return {
+        "outputs": [together(y), together(dx)],
+        "gradients": [sum(map(numpy, parts)) for parts in gradients],
+        "state": [numpy(v) for v in layer.non_trainable_variables],
+    }
+
+
+def numpy(x):
+    return keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
+
+
+def compared(name, count, batch):
+    """The errors of two steps on `count` replicas against those on one device."""
+    case = CASES[name]
+    strategy = mirrored(count)
+    arrays = data(case, batch)
+    single = build(case, batch)
+    with strategy.scope():
+        layer = build(case, batch, synchronized=True)
+    run, program = distributed(strategy, layer, arrays)
+    largest = {}
+    for _ in range(2):
+        alone = [[output] for output in step(single, *map(tf.constant, arrays))]
+        expected = collected(alone, single, lambda parts: numpy(parts[0]))
+        actual = collected(
+            run(), layer, lambda parts: np.concatenate([*map(numpy, parts)])
+        )
+        for key, error in errors(actual, expected).items():
+            largest[key] = max(largest.get(key, 0), error)
+    return {**largest, "collectives": collectives(program, count)}
+
+
+@functools.cache  # two strategies would take the same keys for different collectives
+def mirrored(count):
+    # As TensorFlow's own tests do: groups of another size take other keys.
+    tf.distribute.MirroredStrategy._collective_key_base = 1000 * count
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])
+
+
+def collectives(program, count):
+    """How many collectives a replica starts in a step."""
+    operations = [operation.type for operation in program.graph.get_operations()]
+    reduced = sum(name.startswith("Collective") for name in operations) / count
+    # Those to one device and back, by which variables are aggregated.
+    return reduced + sum(name in ("AddN", "AddV2N") for name in operations) / count
+
+
+def of_batch_normalization(synchronized):
+    strategy = mirrored(2)
+    arrays = data(CASES["cbn"], 12)
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(synchronized=synchronized)
+        layer.build(arrays[0].shape)
+    return collectives(distributed(strategy, layer, arrays)[1], 2)
+
+
+def not_synchronized():
+    """Each replica normalises alone, and both keep the mean of their averages."""
+    strategy = mirrored(2)
+    case = CASES["cbn, ratio"]
+    arrays = data(case, 8)
+    with strategy.scope():
+        layer = build(case, 8)
+    ys = distributed(strategy, layer, arrays)[0]()[0]
+    alone = [build(case, 4) for _ in range(2)]
+    parts = [tf.constant(array) for array in np.split(arrays[0], 2)]
+    expected = [numpy(one(part, training=True)) for one, part in zip(alone, parts)]
+    statistics = [[numpy(v) for v in one.non_trainable_variables] for one in alone]
+    found = errors(
+        {
+            "outputs": [*map(numpy, ys)],
+            "state": [numpy(v) for v in layer.non_trainable_variables],
+        },
+        {
+            "outputs": expected,
+            "state": [(a + b) / 2 for a, b in zip(*statistics)],
+        },
+    )
+    of_replicas = [
+        max(
+            float(np.ptp([numpy(part) for part in variable.value.values], axis=0).max())
+            for variable in layer.non_trainable_variables
+        )
+    ]
+    return {**found, "drift": of_replicas[0]}
+
+
+def noise():
+    """Outputs of two replicas with the same input, with and without jitter."""
+    strategy = mirrored(2)
+    x = tf.constant(data(CASES["noisy"], 6)[0])
+    found = {}
+    for jitter in (0.1, 0.0):
+        arguments = {"seed": 3, "mean_jitter": jitter, "scale_jitter": jitter}
+        single = NoisyBN(**arguments)
+        with strategy.scope():
+            layer = NoisyBN(synchronized=True, **arguments)
+            layer.build(x.shape)
+
+        @tf.function
+        def run(x, layer=layer):
+            return strategy.run(lambda x: layer(x, training=True), args=(x,))
+
+        first, second = strategy.experimental_local_results(run(x))
+        found[str(jitter)] = {
+            "replicas": float(np.abs(first - second).max()),
+            "device": float(np.abs(first - single(x, training=True)).max()),
+        }
+    return found
+
+
+def refusal():
+    """What a layer says under a strategy that Keras cannot train."""
+    with tf.distribute.MultiWorkerMirroredStrategy().scope():
+        try:
+            CBN().build((4, 3))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def main():
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 8,
+    )
+    found = {"refusal": refusal()}  # first, as TensorFlow wants it
+    found["errors"] = {
+        name: {
+            f"{count} replicas, {batch}": compared(name, count, batch)
+            for count, batch in SIZES[name]
+        }
+        for name in CASES
+    }
+    found["batch_normalization"] = of_batch_normalization(True)
+    found["not_synchronized"] = not_synchronized()
+    found["noise"] = noise()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""JAX devices do what one device does with the whole batch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tests.devices.cases import CASES
+
+pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX only")
+
+
+@pytest.fixture(scope="module")
+def found():
+    more = " --xla_force_host_platform_device_count=8"
+    flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + more}
+    command = [sys.executable, "-m", "tests.devices.shards"]
+    done = subprocess.run(
+        command, env={**os.environ, **flags}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_one_device(found, name):
+    for case in found["errors"][name].values():
+        assert case["outputs"] < CASES[name].error
+        assert case["gradients"] < 1e-5
+        assert case["state"] < 1e-5
+
+
+def test_collectives(found):
+    for dtype, counts in found["collectives"].items():
+        without = counts["none"]
+        assert counts["cbn"] - without == 2, dtype
+        # The gradient of its kernel goes with that of its shift.
+        assert counts["fused_cbn"] - without <= 2
+        assert counts["bn"] - without > 2
+    for name in ("noisy_bn", "lp_norm"):
+        # In float32 the shift of the sums is an element of the batch.
+        assert found["collectives"]["mixed_bfloat16"][name] - without == 2
+
+
+def test_channels_divided_among_devices(found):
+    errors = found["model_parallel"]
+    assert errors["weights"] < 1e-4
+    assert errors["state"] < 1e-4
+    assert errors["sharded"] == [True, True, False]
+
+
+def test_every_test_image_counts_once(found):
+    evaluation = found["evaluation"]
+    np.testing.assert_allclose(evaluation["together"], evaluation["alone"], rtol=1e-5)
+
+
+def test_a_batch_that_devices_cannot_share(found):
+    assert "evenly divide" in found["uneven"]

@@ -1,0 +1,129 @@
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keras_norms import CBN
+from recipes import data, strategies, train
+from recipes.models import norms
+from tests.recipes.test_imagenet import SIZE, TEST, read, stream
+from tests.recipes.test_imagenet import data_dir as data_dir  # a fixture
+
+BACKEND = keras.backend.backend()
+tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
+CONFIG = train.complete({"train_size": 40, "batch_size": 12, "augment": True})
+
+
+def test_no_strategy():
+    assert strategies.get(None) is None
+    assert strategies.get("none") is None
+
+
+@pytest.mark.parametrize("name", ["mirrored", "tpu", "data_parallel", "of my own"])
+def test_strategies_of_other_backends_are_refused(name):
+    if strategies.BACKENDS.get(name) == BACKEND:
+        pytest.skip("one of this backend")
+    with pytest.raises(ValueError, match=f"be one of none.*on the backend {BACKEND}"):
+        strategies.get(name)
+
+
+@pytest.mark.parametrize("name", [None, "none", "mirrored", "tpu"])
+def test_many_machines_are_refused_but_for_jax(name):
+    with pytest.raises(ValueError, match="many machines there only. Received: job_add"):
+        strategies.get(name, "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
+
+
+@given(count=st.integers(1, 2000), devices=st.integers(1, 300))
+def test_test_batches(count, devices):
+    size, padded = strategies.test_batch(count, devices)
+    assert size <= data.TEST_BATCH_SIZE
+    assert count % size == 0 == padded % devices
+    assert 0 <= padded - size < devices
+
+
+def test_test_batches_are_not_padded_without_need():
+    assert strategies.test_batch(10_000, 8) == (400, 400)
+    assert strategies.test_batch(10_000, 256) == (500, 512)
+    assert strategies.test_batch(360, 8) == (360, 360)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_share_each_batch(processes):
+    whole = data.source(CONFIG)
+    parts = [
+        strategies._Parts(data.source(CONFIG), 12, 6, process, processes)
+        for process in range(processes)
+    ]
+    assert [part.steps for part in parts] == [3] * processes
+    for i in (0, 4):
+        together = zip(*(part.batches(1)[i] for part in parts))
+        for mine, expected in zip(together, whole.batches(1)[i], strict=True):
+            np.testing.assert_array_equal(np.concatenate(mine), expected)
+    # 360 images in one batch, without any to fill it up.
+    images, labels, weights = map(
+        np.concatenate, zip(*(part.test[0] for part in parts))
+    )
+    np.testing.assert_array_equal(images, whole.test[0])
+    np.testing.assert_array_equal(labels, whole.test[1])
+    assert parts[0].test.num_batches == 1 and weights.sum() == len(weights) == 360
+
+
+def test_what_fills_a_test_batch_up_has_no_weight():
+    images, labels, weights = strategies._Parts(data.source(CONFIG), 84, 7).test[0]
+    assert len(images) == len(labels) == 364
+    np.testing.assert_array_equal(weights, [1] * 360 + [0] * 4)
+    np.testing.assert_array_equal(images[:360], data.source(CONFIG).test[0])
+
+
+def test_batches_that_devices_cannot_share_are_refused():
+    with pytest.raises(ValueError, match="multiple of the number of devices, 8. Rec"):
+        strategies._Parts(data.source(CONFIG), 12, 8)
+
+
+def test_processes_share_imagenet(data_dir):
+    whole = stream(data_dir)
+    parts = [
+        strategies._Parts(stream(data_dir), 4, 4, process, 2) for process in range(2)
+    ]
+    batches = [read(part.batches(1)) for part in parts]
+    expected = read(whole.batches(1))
+    assert [len(part) for part in batches] == [len(expected)] * 2
+    for (x, y), *mine in zip(expected, *batches, strict=True):
+        # The same crops of the same images, in another order.
+        together = {label: image for part in mine for image, label in zip(*part)}
+        assert together.keys() == set(y) and len(y) == 4
+        for image, label in zip(x, y):
+            np.testing.assert_allclose(together[label], image, atol=1e-5)
+    tests = [list(part.test.as_numpy_iterator()) for part in parts]
+    assert [len(test) for test in tests] == [1, 1]
+    images, labels, weights = map(np.concatenate, zip(tests[0][0], tests[1][0]))
+    np.testing.assert_array_equal(weights, [1] * TEST + [0])
+    np.testing.assert_array_equal(labels[:TEST], np.concatenate(read_labels(whole)))
+    assert images.shape == (TEST + 1, SIZE, SIZE, 3)
+
+
+def read_labels(source):
+    return [y for _, y in read(source.test)]
+
+
+@tensorflow_only
+def test_replicas():
+    strategy = strategies.get("mirrored")
+    assert strategy.devices == 1
+    source = strategy.distribute(data.source(CONFIG), CONFIG)
+    expected = data.source(CONFIG).batches(2)[0]
+    images, labels = next(iter(source.batches(2)))
+    assert images.shape == (12, 8, 8, 1) and labels.shape == (12,)
+    np.testing.assert_array_equal(images, expected[0])
+    assert source.test.element_spec[0].shape == (360, 8, 8, 1)
+    assert int(source.test.cardinality()) == 1
+    made = {}
+    for name in ("cbn", "bn", "layer", "wn", "mean_removal"):
+        norm = strategy.norm(norms.get(name, 0.5))
+        made[name] = norm.layer and norm.layer(4, name="norm")
+    assert made["cbn"].synchronized and made["cbn"].initial_rho == 0.5
+    assert made["bn"].synchronized and made["mean_removal"].synchronized
+    assert not hasattr(made["layer"], "synchronized") and made["wn"] is None
+    assert not norms.get("cbn").layer(4, name="norm").synchronized
+    assert isinstance(made["cbn"], CBN)
