@@ -54,8 +54,8 @@ class CBN(FollowsLearningRate, ChannelNormalization):
             The values are the same. `"shift"` sends it to the batch mean with weight 1,
             `"ratio"` with weight `mu_A / mean(x)` (bounded by 10), as in the paper.
         synchronized: Boolean, whether statistics are those of all TensorFlow replicas
-            of a `tf.distribute` strategy. On JAX they always are those of the whole
-            batch. Not available on PyTorch.
+            of a `tf.distribute` strategy, on one device the same as `False`. On JAX
+            they always are those of the whole batch. Not available on PyTorch.
         beta_initializer: Initializer of `beta`.
         gamma_initializer: Initializer of `gamma`.
         moving_mean_initializer: Initializer of the moving mean.

@@ -40,8 +40,8 @@ class LpNorm(ChannelNormalization):
         center: Boolean, whether there is a `beta`.
         scale: Boolean, whether there is a `gamma`.
         synchronized: Boolean, whether statistics are those of all TensorFlow replicas
-            of a `tf.distribute` strategy. On JAX they always are those of the whole
-            batch. Not available on PyTorch.
+            of a `tf.distribute` strategy, on one device the same as `False`. On JAX
+            they always are those of the whole batch. Not available on PyTorch.
         beta_initializer: Initializer of `beta`.
         gamma_initializer: Initializer of `gamma`.
         moving_mean_initializer: Initializer of the moving mean.

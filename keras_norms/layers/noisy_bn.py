@@ -50,8 +50,8 @@ class NoisyBN(ChannelNormalization):
         noise_at_inference: Boolean, whether there is noise at inference as well.
         seed: Optional integer. The same seed gives the same noise again, call by call.
         synchronized: Boolean, whether statistics are those of all TensorFlow replicas
-            of a `tf.distribute` strategy. On JAX they always are those of the whole
-            batch. Not available on PyTorch.
+            of a `tf.distribute` strategy, on one device the same as `False`. On JAX
+            they always are those of the whole batch. Not available on PyTorch.
         beta_initializer: Initializer of `beta`.
         gamma_initializer: Initializer of `gamma`.
         moving_mean_initializer: Initializer of the moving mean.

@@ -101,9 +101,7 @@ def mirrored(count):
 def collectives(program, count):
     """How many collectives a replica starts in a step."""
     operations = [operation.type for operation in program.graph.get_operations()]
-    reduced = sum(name.startswith("Collective") for name in operations) / count
-    # Those to one device and back, by which variables are aggregated.
-    return reduced + sum(name in ("AddN", "AddV2N") for name in operations) / count
+    return sum(name.startswith("Collective") for name in operations) / count
 
 
 def of_batch_normalization(synchronized):
@@ -137,13 +135,12 @@ def not_synchronized():
             "state": [(a + b) / 2 for a, b in zip(*statistics)],
         },
     )
-    of_replicas = [
-        max(
-            float(np.ptp([numpy(part) for part in variable.value.values], axis=0).max())
-            for variable in layer.non_trainable_variables
-        )
+    drift = [
+        np.ptp([numpy(part) for part in variable.value.values], axis=0).max()
+        for variable in layer.non_trainable_variables
     ]
-    return {**found, "drift": of_replicas[0]}
+    apart = np.abs(statistics[0][0] - statistics[1][0]).max()
+    return {**found, "drift": float(max(drift)), "apart": float(apart)}
 
 
 def noise():

@@ -38,14 +38,14 @@ def test_collectives(found):
         expected = 0 if name in ("ws", "cwn", "wn") else 3 if more else 2
         for case in cases.values():
             assert case["collectives"] == expected, name
-    assert found["batch_normalization"] > 4
+    assert found["batch_normalization"] > 2
 
 
 def test_replicas_that_are_not_synchronized_keep_one_average(found):
     errors = found["not_synchronized"]
     assert errors["outputs"] < 1e-5
     assert errors["state"] < 1e-5
-    assert errors["drift"] == 0
+    assert errors["drift"] == 0 and errors["apart"] > 0.01
 
 
 def test_noise_differs_by_replica_and_not_by_the_number_of_them(found):

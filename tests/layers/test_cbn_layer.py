@@ -1,8 +1,5 @@
 """CBN as a Keras layer: shapes, state, configuration, masks, saving, compilation."""
 
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import keras
@@ -607,85 +604,6 @@ def test_many_trials_in_one_program():
         mine = jax.tree.leaves(jax.tree.map(lambda leaf, i=i: leaf[i], together))
         for actual, expected in zip(mine, alone, strict=True):
             assert_close(actual, expected, atol=1e-5)
-
-
-# Replicas
-
-
-REPLICAS = """
-    import tensorflow as tf
-
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration()] * 2
-    )
-    from tests.layers.test_cbn_layer import *
-
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    x, upstream = data(8, 5, 3), data(8, 5, 3, seed=1)
-
-    def step(layer, x, upstream):
-        x = tf.convert_to_tensor(x)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = layer(x, training=True)
-            loss = tf.reduce_sum(y * upstream)
-        weights = [layer.gamma.value, layer.beta.value]
-        return y, *tape.gradient(loss, [x, *weights])
-
-    def made(**kwargs):
-        layer = known_rate(beta_initializer=keras.initializers.Constant(0.3), **kwargs)
-        layer.build(x.shape)
-        return layer
-
-    def distributed(layer, split):
-        parts = [[a[:split], a[split:]] for a in (x, upstream)]
-        inputs = [
-            strategy.experimental_distribute_values_from_function(
-                lambda context: tf.constant(part[context.replica_id_in_sync_group])
-            )
-            for part in parts
-        ]
-        run = tf.function(lambda *a: strategy.run(step, args=(layer, *a)))
-        return [strategy.experimental_local_results(out) for out in run(*inputs)]
-"""
-
-SYNCHRONIZED = """
-    for decouple in (True, False):
-        single = made(decouple=decouple)
-        with strategy.scope():
-            layer = made(decouple=decouple, synchronized=True)
-        for _ in range(2):
-            y, dx, dgamma, dbeta = step(single, x, upstream)
-            ys, dxs, dgammas, dbetas = distributed(layer, split=5)
-            assert_close(np.concatenate([*map(numpy, ys)]), y)
-            assert_close(np.concatenate([*map(numpy, dxs)]), dx, atol=1e-5)
-            assert_close(sum(map(numpy, dgammas)), dgamma, atol=1e-5)
-            assert_close(sum(map(numpy, dbetas)), dbeta, atol=1e-5)
-            assert_same(state(layer), state(single))
-"""
-
-NOT_SYNCHRONIZED = """
-    with strategy.scope():
-        layer = made()
-    ys = distributed(layer, split=4)[0]
-    alone = [made(), made()]
-    for replica, part in enumerate((x[:4], x[4:])):
-        assert_close(ys[replica], train(alone[replica], part))
-    expected = {
-        name: (state(alone[0])[name] + state(alone[1])[name]) / 2 for name in STATISTICS
-    }
-    assert_same(state(layer), expected)
-    assert np.abs(state(alone[0])["moving_mean"] - expected["moving_mean"]).max() > 0.01
-"""
-
-
-@tensorflow_only
-def test_replicas():
-    script = "".join(map(textwrap.dedent, (REPLICAS, SYNCHRONIZED, NOT_SYNCHRONIZED)))
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("activation", ["tanh", "sigmoid", "relu", "selu"])

@@ -3,9 +3,6 @@
 import functools
 import inspect
 import json
-import subprocess
-import sys
-import textwrap
 
 import keras
 import numpy as np
@@ -681,76 +678,3 @@ def test_centered_outputs_have_norm_gamma_and_mean_beta(shape, channel_axis, p, 
     size = np.abs(y)
     norm = size.max(0) if p == np.inf else np.mean(size**p, 0) ** (1 / p)
     assert_close(norm, np.full(y.shape[1], gamma), atol=1e-5)
-
-
-# Replicas
-
-
-REPLICAS = """
-    import tensorflow as tf
-
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration()] * 2
-    )
-    from tests.layers.test_channel_normalization import *
-
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    # Replica 1 has a maximum that ties with one of replica 0.
-    x, upstream = data(8, 5, 3), data(8, 5, 3, seed=1)
-    x[6] = -x[0]
-    mask = data(8, 5, seed=2) > 0
-
-    def step(layer, x, upstream, mask=None):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = layer(x, training=True, mask=mask)
-            loss = tf.reduce_sum(y * upstream)
-        return y, *tape.gradient(loss, [x, layer.gamma.value, layer.beta.value])
-
-    def split(array):
-        parts = array[:5], array[5:]
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(parts[context.replica_id_in_sync_group])
-        )
-
-    def run_replicas(layer, *arguments):
-        function = tf.function(lambda *a: strategy.run(step, args=(layer, *a)))
-        outputs = function(*map(split, arguments))
-        return [strategy.experimental_local_results(out) for out in outputs]
-
-    def variant(p, norm_of):
-        return functools.partial(LpNorm, p, norm_of=norm_of, epsilon=0.1)
-
-    for make, masks in [
-        (quiet_bn, ()),
-        (quiet_bn, (mask,)),
-        (variant(1, "centered"), ()),
-        (variant(2, "input"), (mask,)),
-        (variant(2, "centered"), ()),
-        (variant(3, "input"), ()),
-        (variant(3, "centered"), (mask,)),
-        (variant(np.inf, "input"), ()),
-        (variant(np.inf, "centered"), (mask,)),
-    ]:
-        single = make()
-        single.build(x.shape)
-        with strategy.scope():
-            layer = make(synchronized=True)
-            layer.build(x.shape)
-        arguments = x, upstream, *masks
-        y, dx, dgamma, dbeta = step(single, *map(tf.constant, arguments))
-        ys, dxs, dgammas, dbetas = run_replicas(layer, *arguments)
-        assert_close(np.concatenate([*map(numpy, ys)]), y, atol=1e-5)
-        assert_close(np.concatenate([*map(numpy, dxs)]), dx, atol=1e-5)
-        assert_close(sum(map(numpy, dgammas)), dgamma, atol=1e-5)
-        assert_close(sum(map(numpy, dbetas)), dbeta, atol=1e-5)
-        assert_all_close(state(layer), state(single))
-"""
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
-def test_synchronized_replicas_normalise_as_one():
-    command = [sys.executable, "-c", textwrap.dedent(REPLICAS)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
