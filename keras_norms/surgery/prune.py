@@ -12,7 +12,7 @@ from keras_norms.surgery import linear, resize
 from keras_norms.surgery.channels import Channels
 from keras_norms.surgery.fused import split
 from keras_norms.surgery.graph import Graph, numpy
-from keras_norms.surgery.recalibrate import _batches
+from keras_norms.surgery.recalibrate import _batches, _wrong_data
 from keras_norms.surgery.substitutes import Choice, Site
 
 
@@ -79,8 +79,9 @@ def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
       and its mean times the kernels that read it goes into their biases, or where a
       norm follows, into the mean that this takes away.
     * **Merging**: where x_c is alpha x_d + offset with a correlation of at least
-      `similarity`, c goes, and d does its work: alpha times the kernel rows of c are
-      added to those of d, and the offset goes into the biases.
+      `similarity`, or but for a rest whose standard deviation is at most `gamma`, c
+      goes, and d does its work: alpha times the kernel rows of c are added to those of
+      d, and the offset goes into the biases.
 
     The defaults, 0 and 1, remove only what is the same on `data` up to rounding:
     channels that are constant, such as dead ReLUs, and duplicates. What is constant or
@@ -109,9 +110,9 @@ def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
         data: Inputs to measure on, as in `recalibrate`. A few hundred to thousand are
             enough; they are kept in memory.
         gamma: Float >= 0, or `None` for no constants. Standard deviations up to it
-            count as none. In units of the layer that is read; after BatchNormalization,
-            which makes deviations of gamma, and with networks whose gamma starts at 1,
-            0.01 is little and 0.3 is much.
+            count as none, also of what merging leaves. In units of what is read; after
+            BatchNormalization, which makes deviations of gamma, 0.01 is little and 0.3
+            is much in networks whose gamma starts at 1.
         similarity: Float from 0 (exclusive) to 1, the smallest correlation, or `None`
             for no merging.
         steps: Optional integer, how many batches of `data` to use. Needed where it is
@@ -161,24 +162,25 @@ def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
         raise ValueError(
             "Argument `model` must have a channel that could go: one that a layer with "
             "a kernel makes and another one reads, with nothing between that mixes "
-            f" channels. Received: model '{model.name}'"
+            f"channels. Received: model '{model.name}'"
         )
     batches = _collect(model, data, steps, batch_size)
     outputs = _measure(model, sites, batches)
     choice = Choice(sites, roots, channels.is_fixed, gamma, similarity)
-    before = _count(graph, model)
+    before = model.count_params(), _macs(graph)
     for site in sites:
         _substitute(site, choice)
     removed = _resize(channels, makers, choice)
     pruned = graph.make()
-    after = _count(Graph(pruned), pruned)
+    macs = before[1], _macs(Graph(pruned))
     made = sum(len(r) for r in roots)
     gone = sum(len(numbers) for numbers in removed.values())
     return Pruned(
         pruned,
         removed,
         (made, made - gone),
-        *zip(before, after),
+        (before[0], pruned.count_params()),
+        None if None in macs else macs,
         *_errors(pruned, batches, outputs),
     )
 
@@ -215,7 +217,11 @@ def _check(gamma, similarity, steps, batch_size):
 
 def _collect(model, data, steps, batch_size):
     """The batches of `data`, inputs only."""
-    adapter = get_data_adapter(_batches(model, data), batch_size=batch_size)
+    x = _batches(model, data)
+    try:
+        adapter = get_data_adapter(x, batch_size=batch_size)
+    except ValueError as e:
+        raise _wrong_data(data) from e
     batches = []
     for batch in adapter.get_numpy_iterator():
         if steps is not None and len(batches) == steps:
@@ -223,7 +229,7 @@ def _collect(model, data, steps, batch_size):
         x, _, _ = data_adapter_utils.unpack_x_y_sample_weight(batch)
         batches.append(x)
     if not batches:
-        raise ValueError("Argument `data` must not be empty. Received: no batch")
+        raise _wrong_data(data)
     return batches
 
 
@@ -319,10 +325,6 @@ def _resize(channels, makers, choice):
 
 
 # Counting
-
-
-def _count(graph, model):
-    return model.count_params(), _macs(graph)
 
 
 def _macs(graph):

@@ -67,14 +67,14 @@ class Group:
         variances = np.maximum(np.diag(self._covariances), 0)
         self.variances = np.where(variances <= self.noise, 0, variances)
 
-    def constant_errors(self):
-        """The mean square of what the best constant leaves, a vector over channels."""
-        squares = np.diag(self._mean_squares)
-        return self.variances + self._of_padding(squares)
+    def constant_errors(self, rows):
+        """The mean square of what the mean leaves of channels, a vector."""
+        squares = np.diag(self._mean_squares)[rows]
+        return self.variances[rows] + self._of_padding(squares)
 
-    def merge_errors(self):
+    def merge_errors(self, rows):
         """What a multiple of channel d leaves of channel c, an array (c, d)."""
-        return self._fits()[0]
+        return self._fits(rows, rows)[0]
 
     def substitute(self, row, other=None):
         """The `Substitute` of a channel: a constant, or made from row `other`."""
@@ -92,11 +92,8 @@ class Group:
             errors = self.padding * squares
         return np.where(squares == 0, 0, errors)
 
-    def _fits(self, rows=None, others=None):
+    def _fits(self, rows, others):
         """Errors, factors, and whether there is an offset, of least squares."""
-        everything = np.arange(len(self.roots))
-        rows = everything if rows is None else rows
-        others = everything if others is None else others
         pairs = np.ix_(rows, others)
         squares, means = np.diag(self._squares), np.diag(self._mean_squares)
 
@@ -209,43 +206,46 @@ class Choice:
         for root, places in self._where.items():
             family = tuple(id(group) for group, _ in places)
             families.setdefault(family, []).append(root)
-        candidates = []
-        for roots in families.values():
-            candidates += self._candidates(np.array(roots), is_fixed, gamma, similarity)
-        self._choose(candidates, makers)
+        candidates = [
+            self._candidates(np.array(roots), is_fixed, gamma, similarity)
+            for roots in families.values()
+        ]
+        self._choose(np.hstack(candidates), makers)
 
     def _candidates(self, roots, is_fixed, gamma, similarity):
-        """Tuples to sort: error, spread, -number, the root that goes, what stands."""
+        """What can stand for each of some channels that the same layers read.
+
+        Returns:
+            Array of columns: error, variance, minus the number of the channel, the root
+            of what goes, and that of what stands for it (-1: a constant).
+        """
         places = [self._where[root] for root in roots]
         n = len(roots)
-        constant, merged = np.zeros(n), np.zeros((n, n))
-        may_be, may_merge = np.full(n, gamma is not None), np.ones((n, n), bool)
-        may_merge &= ~np.eye(n, dtype=bool) & (similarity is not None)
-        spread = np.zeros(n)
+        constant, merged, variance = np.zeros(n), np.zeros((n, n)), np.zeros(n)
+        may_be = np.full(n, gamma is not None) & ~is_fixed(roots)
+        may_merge = ~np.eye(n, dtype=bool) & (similarity is not None)
+        may_merge &= ~is_fixed(roots)[:, None]
         for place in range(len(places[0])):
             group = places[0][place][0]
             rows = np.array([p[place][1] for p in places])
-            pairs = np.ix_(rows, rows)
             variances, noise = group.variances[rows], group.noise[rows]
-            spread = np.maximum(spread, variances)
+            variance = np.maximum(variance, variances)
             if gamma is not None:
-                errors = group.constant_errors()[rows]
+                errors = group.constant_errors(rows)
                 constant = np.maximum(constant, errors)
                 may_be &= errors <= gamma**2 + noise
             if similarity is not None:
-                errors = group.merge_errors()[pairs]
+                errors = group.merge_errors(rows)
                 merged = np.maximum(merged, errors)
-                allowed = (1 - similarity**2) * variances + noise
+                allowed = (1 - similarity**2) * variances
+                allowed = np.maximum(allowed, (gamma or 0) ** 2) + noise
                 may_merge &= group.can_merge & (errors <= allowed[:, None])
-        free = ~is_fixed(roots)
-        found = [
-            (constant[c], spread[c], -c, int(roots[c]), None)
-            for c in np.flatnonzero(may_be & free)
-        ]
-        return found + [
-            (merged[c, d], spread[c], -c, int(roots[c]), int(roots[d]))
-            for c, d in np.argwhere(may_merge & free[:, None])
-        ]
+        c = np.flatnonzero(may_be)
+        first = np.stack([constant[c], variance[c], -c, roots[c], np.full(len(c), -1)])
+        c, d = np.nonzero(may_merge)
+        return np.hstack(
+            [first, np.stack([merged[c, d], variance[c], -c, roots[c], roots[d]])]
+        )
 
     def _choose(self, candidates, makers):
         """Take the smallest errors first. What stands for a channel stays."""
@@ -255,14 +255,15 @@ class Choice:
             for root in np.unique(roots):
                 made_by.setdefault(int(root), []).append(maker)
         needed = set()
-        for *_, root, target in sorted(candidates, key=lambda found: found[:3]):
+        order = np.lexsort(candidates[2::-1])
+        for root, target in candidates[3:, order].T.astype(int).tolist():
             makes = made_by.get(root, [])
             if root in self.removed or root in needed or target in self.removed:
                 continue
             if any(left[maker] == 1 for maker in makes):
                 continue  # A layer keeps one channel.
-            self.removed[root] = target
-            if target is not None:
+            self.removed[root] = None if target < 0 else target
+            if target >= 0:
                 needed.add(target)
             for maker in makes:
                 left[maker] -= 1

@@ -1,0 +1,97 @@
+"""Models with channels that a smaller model can do without, for tests of prune."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+
+from tests.surgery import models as m
+
+# Where the arithmetic is float64 from end to end.
+in_float64 = pytest.mark.skipif(
+    m.BACKEND != "tensorflow",
+    reason="JAX has no float64 here; Keras's BatchNormalization has none on PyTorch",
+)
+
+
+@contextlib.contextmanager
+def float64():
+    old = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(old[0])
+        keras.config.set_dtype_policy(old[1])
+
+
+def settle(model):
+    """Let the statistics of each BatchNormalization be those of its input.
+
+    So that random channels vary as gamma says, and nothing is dead by accident.
+    """
+    x = m.batch_for(model, 16, seed=5)
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            rows = values_of(model, layer.input, x)
+            layer.moving_mean.assign(rows.mean(0))
+            layer.moving_variance.assign(rows.var(0))
+    return model
+
+
+def edit(variable, change):
+    """Assign what `change` does to an array, in place."""
+    array = m.numpy(variable).copy()
+    change(array)
+    variable.assign(array)
+
+
+def kill(norm, channels, beta):
+    """Make channels of a norm the constant `beta`."""
+    edit(norm.gamma, lambda a: a.__setitem__(channels, 0))
+    edit(norm.beta, lambda a: a.__setitem__(channels, beta))
+
+
+def twin(layers, source, copy):
+    """Let channel `copy` of what layers make, or keep apart, be `source`."""
+    for weight in (weight for layer in layers for weight in layer.weights):
+        if weight.shape and weight.shape[-1] > max(source, copy):
+            array = m.numpy(weight).copy()
+            array[..., copy] = array[..., source]
+            weight.assign(array)
+
+
+def layers_of(model, *names):
+    return [model.get_layer(name) for name in names]
+
+
+def settled(inputs, outputs):
+    """A model of random weights, settled."""
+    return settle(m.randomize(keras.Model(inputs, outputs)))
+
+
+def assert_exact(pruned, model, seed=11, tolerance=1e-5):
+    """The same outputs also on data that pruning did not see."""
+    x = m.batch_for(model, size=16, seed=seed)
+    m.assert_same_outputs(pruned.model, model, x, tolerance)
+    assert pruned.error <= tolerance and pruned.largest <= tolerance
+    for layer in pruned.model._flatten_layers():
+        known = {type(old) for old in model._flatten_layers()}
+        assert type(layer) in known
+
+
+def removed(pruned):
+    return {name: list(numbers) for name, numbers in pruned.removed.items()}
+
+
+def values_of(model, tensor, x):
+    """A tensor of a model at inference, in float64, as rows of channels."""
+    inputs = model.inputs if len(model.inputs) > 1 else model.inputs[0]
+    y = m.outputs(keras.Model(inputs, tensor), x).astype("float64")
+    return y.reshape(-1, tensor.shape[-1])
+
+
+def deviations(rows):
+    return np.sqrt(np.mean(np.square(rows - rows.mean(0)), 0))
