@@ -177,10 +177,10 @@ class Attack:
         with drawing_from(self._randomness):
             slope = self._slope(self._weights, self._state, x, y)
         slope = np.asarray(ops.convert_to_numpy(slope)).astype("float64")
-        slope = np.where(np.isfinite(slope), slope, 0)
         axes = tuple(range(1, slope.ndim))
+        without = np.ravel(np.all(slope == 0, axes))
+        slope = np.where(np.isfinite(slope), slope, 0)
         largest = np.abs(slope).max(axes, keepdims=True)
-        without = np.ravel(largest == 0)
         if self._norm == "inf":
             return np.sign(slope), without
         # By the largest first: squares of small numbers vanish.

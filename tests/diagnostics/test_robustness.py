@@ -257,6 +257,15 @@ def test_saturated_samples_are_counted():
     np.testing.assert_array_equal(attacked[[0, 2]], x[[0, 2]])
 
 
+def test_a_network_that_is_not_finite_is_never_right():
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(3)])
+    model.layers[0].kernel.assign(np.full((5, 3), np.nan))
+    found = diagnostics.robustness(model, X, Y, LOSS, verbose=0)
+    assert (found.clean, found.noise, found.attacked) == (0, 0, 0)
+    attacked = diagnostics.bim(model, X, Y, LOSS, verbose=0)
+    np.testing.assert_array_equal(attacked, X)
+
+
 def test_progress(model, capsys):
     diagnostics.bim(model, X, Y, batch_size=5, verbose=0)
     assert not capsys.readouterr().out
