@@ -55,7 +55,7 @@ def search(
     data_dir=None,
     download=False,
 ):
-    """Runs a search, or goes on with it, or says what came out.
+    """Runs a search, or goes on with one, or says what came out.
 
     Where KerasTuner's environment variables are set, it is the chief of a cluster, or a
     worker, which reports nothing, see `tuner.cluster`.
@@ -135,10 +135,11 @@ def search(
         print(report.progress(row, ended, total, best), flush=True)
 
     oracle.on_end = tell
-    make = _tuner(settings, seeds, population, halving, algorithm, strategy, places)
-    tuner = (_alone(settings, seeds, places) if role == "chief" else make)(
-        oracle, directory
-    )
+    if role == "chief":  # it trains nothing
+        make = _alone(settings, seeds, places)
+    else:
+        make = _tuner(settings, seeds, population, halving, algorithm, strategy, places)
+    tuner = make(oracle, directory)
     if ended := len(oracle.end_order):
         print(f"{ended} trials were finished before", flush=True)
     if role == "chief":

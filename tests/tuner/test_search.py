@@ -115,13 +115,13 @@ def test_a_name_belongs_to_one_search(finished):
 
 
 def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
-    text = run(tmp_path, tune="learning_rate=0.01..1e30", trials=6)
+    text = run(tmp_path, tune="learning_rate=0.01..1e30", trials=4)
     found = outcome(tmp_path)
-    assert found["failed"] >= 2 and found["finished"] + found["failed"] == 6
+    assert found["failed"] >= 2 and found["finished"] + found["failed"] == 4
     assert text.count("| diverged |") == found["failed"]
     lines = capsys.readouterr().out.splitlines()
     lines = [line for line in lines if line.startswith("trial ")]
-    assert lines[-1].startswith("trial 6/6: learning_rate=") and len(lines) == 6
+    assert lines[-1].startswith("trial 4/4: learning_rate=") and len(lines) == 4
     if found["finished"]:
         assert found["best"]["status"] == "COMPLETED"
 
@@ -185,7 +185,7 @@ from recipes import models
 from tests.recipes import small
 from tuner.search import search
 models.build = small.build
-search({TINY | {"epochs": 6}}, "rho,omega", "random", 4, name="a", runs_dir=sys.argv[1])
+search({TINY | {"epochs": 6}}, "rho,omega", "random", 3, name="a", runs_dir=sys.argv[1])
 """
 
 
@@ -197,16 +197,16 @@ def test_sigkill_and_again(tmp_path):
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
     )
     deadline = time.monotonic() + 300
-    while len(done := list(tmp_path.glob("a/runs/*/results.json"))) < 2:
+    while not (done := list(tmp_path.glob("a/runs/*/results.json"))):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     before = {path: path.stat().st_mtime_ns for path in done}
-    run(tmp_path, TINY | {"epochs": 6}, trials=4)
+    run(tmp_path, TINY | {"epochs": 6})
     assert {path: path.stat().st_mtime_ns for path in done} == before
-    assert len(list(tmp_path.glob("a/runs/*/results.json"))) == 4
-    assert outcome(tmp_path)["finished"] == 4
+    assert len(list(tmp_path.glob("a/runs/*/results.json"))) == 3
+    assert outcome(tmp_path)["finished"] == 3
 
 
 @pytest.mark.parametrize(
