@@ -308,7 +308,8 @@ def _dataset(batches):
     count = batches.num_batches
     numbers = itertools.count if count is None else lambda: range(count)
     dataset = tf.data.Dataset.from_generator(
-        lambda: (batches[i] for i in numbers()),
+        # Copies: TensorFlow takes the memory, and may write its own results there.
+        lambda: (tuple(map(np.array, batches[i])) for i in numbers()),
         output_signature=tuple(tf.TensorSpec(a.shape, a.dtype) for a in batches[0]),
     )
     if count is not None:
