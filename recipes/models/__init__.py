@@ -29,6 +29,7 @@ NAMED = {
     "densenet169": densenet169,
     "efficientnetb0": efficientnetb0,
 }
+SMALL = ("vgg11", "vgg16")
 NAMES = f"resnet8, resnet20, ..., {', '.join(NAMED)}."
 
 
@@ -48,7 +49,8 @@ def build(
         model: `"resnet20"` (any depth 6n + 2 but 50), `"vgg11"` or `"vgg16"`, for small
             images; for those of ImageNet `"resnet18"`, `"resnet34"`, and, of 32x32
             pixels at least, `"resnet50"`, `"resnet101"`, `"densenet121"`,
-            `"densenet169"` or `"efficientnetb0"`.
+            `"densenet169"` or `"efficientnetb0"`. Those for small images may end with a
+            width, such as `"vgg16_0.25"` with a quarter of the channels.
         input_shape: `(height, width, channels)`.
         num_classes: Size of the output.
         norm: A name in `recipes.models.norms.NORMS`, or a `Norm`.
@@ -62,11 +64,14 @@ def build(
     check(model, activation)
     if isinstance(norm, str):
         norm = norms.get(norm, rho, omega)
+    name, _, width = model.partition("_")
+    arguments = input_shape, num_classes, norm, activation
     with dtype_policy(dtype):
-        if model in NAMED:
-            return NAMED[model](input_shape, num_classes, norm, activation)
-        depth = int(model.removeprefix("resnet"))
-        return resnet(depth, input_shape, num_classes, norm, activation)
+        if name in NAMED:
+            network = NAMED[name](*arguments)
+        else:
+            network = resnet(int(name.removeprefix("resnet")), *arguments)
+        return scaled(network, float(width)) if width else network
 
 
 @contextlib.contextmanager
@@ -111,11 +116,17 @@ def scaled(model, width):
 
 def check(model, activation):
     """Raises a ValueError unless `build` knows both names."""
-    depth = re.fullmatch(r"resnet(\d+)", model)
-    if model not in NAMED and not (depth and int(depth[1]) in DEPTHS):
+    name, *widths = model.split("_", 1)
+    depth = re.fullmatch(r"resnet(\d+)", name)
+    small = name in SMALL
+    if name not in NAMED:
+        small = depth and int(depth[1]) in DEPTHS
+    scales = all(re.fullmatch(r"0\.\d*[1-9]|[1-9]\d*", width) for width in widths)
+    if not (model in NAMED or small and scales):
         raise ValueError(
             f"Argument `model` must be one of {', '.join(NAMED)}, or 'resnet' and a "
-            "depth 6n + 2, such as 'resnet8', 'resnet20' or 'resnet32'. "
+            "depth 6n + 2, such as 'resnet8', 'resnet20' or 'resnet32'; those and "
+            f"{', '.join(SMALL)} may have a width, such as 'vgg16_0.25'. "
             f"Received: model={model!r}"
         )
     try:

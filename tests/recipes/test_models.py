@@ -157,6 +157,11 @@ def test_bad_arguments():
         build("resnet21", "bn")
     with pytest.raises(ValueError, match="vgg16.*model='alexnet'"):
         build("alexnet", "bn")
+    for width in ("", "0", "0.0", "-1", "half", "0.5_2"):
+        with pytest.raises(ValueError, match=f"vgg16_0.25.*model='vgg16_{width}'"):
+            build(f"vgg16_{width}", "bn")
+    with pytest.raises(ValueError, match="may have a width.*model='resnet50_0.5'"):
+        build("resnet50_0.5", "bn")
     with pytest.raises(ValueError, match="bn.*cbn.*none.*norm='ln'"):
         build("resnet8", "ln")
     with pytest.raises(ValueError, match="sigmoid.*activation='sine'"):
@@ -324,6 +329,17 @@ def test_dtype():
 def test_images_that_are_too_small_for_the_network():
     with pytest.raises(ValueError, match="32x32.*input_shape=\\(8, 8, 1\\)"):
         build("resnet50", "bn")
+
+
+@pytest.mark.parametrize("name", ["vgg16", "resnet8"])
+def test_width_in_the_name(name):
+    full, quarter = build(name, "bn"), build(f"{name}_0.25", "bn")
+    filters, fewer = (
+        [layer.filters for layer in of(model, keras.layers.Conv2D)]
+        for model in (full, quarter)
+    )
+    assert fewer == [count / 4 for count in filters]
+    assert quarter.name == full.name
 
 
 def test_scaled():
