@@ -27,11 +27,23 @@ def float64():
         keras.config.set_dtype_policy(old[1])
 
 
+def draw_kernels(model, seed=0):
+    """Kernels that are the same on every backend."""
+    rng = np.random.default_rng(seed)
+    for weight in model.weights:
+        if weight.name.endswith("kernel"):
+            shape = tuple(weight.shape)
+            fan_in = max(np.prod(shape[:-1]), 1)
+            weight.assign(rng.normal(0, fan_in**-0.5, shape))
+    return model
+
+
 def settle(model):
     """Let the statistics of each BatchNormalization be those of its input.
 
     So that random channels vary as gamma says, and nothing is dead by accident.
     """
+    draw_kernels(model)
     x = m.batch_for(model, 16, seed=5)
     for layer in model.layers:
         if isinstance(layer, keras.layers.BatchNormalization):

@@ -47,7 +47,7 @@ def test_what_was_planted_goes_and_nothing_else():
 @pytest.mark.parametrize("name", m.MODELS)
 def test_float64_shows_that_the_algebra_is_exact(name):
     with planted.float64():
-        model = m.MODELS[name]()
+        model = planted.draw_kernels(m.MODELS[name]())
         for layer in m.of_class(model, layers.BatchNormalization):
             if layer.scale and layer.center:
                 planted.kill(layer, [0], -0.5)
@@ -140,7 +140,7 @@ def test_a_multiple_of_another_channel():
         planted.edit(one[1].beta, lambda a, b=beta: a.__setitem__(5, a[5] + b))
         pruned = prune(model, m.batch_for(model, 16), gamma=None)
         planted.assert_exact(pruned, model)
-        assert [len(v) for v in pruned.removed.values()] == [1]
+        assert planted.removed(pruned)["one"] in ([2], [5])
 
 
 # Through other layers
@@ -206,64 +206,53 @@ def test_products_and_shapes():
     assert 2 in gone["two"]
 
 
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
-def test_kinds_of_convolutions(dimensions):
-    def make(kind, *args, **kwargs):
-        return getattr(layers, f"{kind}{dimensions}D")(*args, **kwargs)
-
-    inputs = keras.Input((9,) * dimensions + (2,), name="image")
-    x = make("Conv", 6, 3, use_bias=False, name="conv")(inputs)
+def test_layers_that_keep_channels_apart():
+    inputs = keras.Input((9, 9, 2), name="image")
+    x = layers.Conv2D(6, 3, use_bias=False, name="conv")(inputs)
     x = layers.BatchNormalization(name="conv_bn")(x)
-    x = layers.PReLU(shared_axes=list(range(1, dimensions + 1)), name="prelu")(x)
-    x = make("ZeroPadding", 1)(x)
-    if dimensions < 3:
-        x = make("DepthwiseConv", 3, depth_multiplier=2, name="deep")(x)
-        x = layers.LeakyReLU(name="deep_act")(x)
-        x = make("SpatialDropout", 0.5)(x)
-        x = make("SeparableConv", 6, 2, activation="relu", name="separable")(x)
-    x = make("AveragePooling", 2)(x)
-    x = (
-        layers.Conv1D(5, 2, padding="causal", name="up")(x)
-        if dimensions == 1
-        else (
-            layers.Conv2DTranspose(5, 3, 2, padding="same", name="up")(x)
-            if dimensions == 2
-            else layers.Conv3DTranspose(5, 2, name="up")(x)
-        )
-    )
+    x = layers.PReLU(shared_axes=[1, 2], name="prelu")(x)
+    x = layers.ZeroPadding2D(1)(x)
+    x = layers.DepthwiseConv2D(3, depth_multiplier=2, name="deep")(x)
+    x = layers.LeakyReLU(name="deep_act")(x)
+    x = layers.SeparableConv2D(6, 2, activation="relu", name="separable")(x)
+    x = layers.AveragePooling2D(2)(layers.SpatialDropout2D(0.5)(x))
+    x = layers.Conv2DTranspose(5, 3, 2, padding="same", name="up")(x)
     x = layers.BatchNormalization(name="up_bn")(x)
-    x = make("Cropping", 1)(layers.Activation("swish")(x))
+    x = layers.Cropping2D(1)(layers.Activation("swish")(x))
     x = layers.Dense(3, name="head")(layers.Flatten(name="flatten")(x))
     model = planted.settled(inputs, x)
     planted.kill(model.get_layer("conv_bn"), [4, 5], 0)
     planted.kill(model.get_layer("up_bn"), [3], 0.9)
-    planted.twin(planted.layers_of(model, "conv", "conv_bn"), source=0, copy=2)
-    if dimensions < 3:
-        kernel = model.get_layer("separable").pointwise_kernel
-        planted.edit(kernel, lambda a: a[..., 3].fill(0))
-        planted.edit(model.get_layer("separable").bias, lambda a: a[3:4].fill(-1))
-        # A depthwise kernel keeps channels apart, so that equals need equal ones.
-        deep = model.get_layer("deep")
-        for weight in (deep.kernel, deep.bias):
-            shape = tuple(weight.shape)
-            planted.edit(
-                weight,
-                lambda a: a.reshape(-1, 6, 2).__setitem__(
-                    (slice(None), 2), a.reshape(-1, 6, 2)[:, 0]
-                ),
-            )
-            assert tuple(weight.shape) == shape
+    separable = model.get_layer("separable")
+    planted.edit(separable.pointwise_kernel, lambda a: a[..., 3].fill(0))
+    planted.edit(separable.bias, lambda a: a[3:4].fill(-1))
     pruned = prune(model, m.batch_for(model, 16))
     planted.assert_exact(pruned, model)
     gone = planted.removed(pruned)
-    # Separable kernels are per channel, too: equals that they read do not merge.
-    assert set(gone["conv"]) >= {4, 5} and 3 in gone["up"]
-    if dimensions < 3:
-        assert 3 in gone["separable"]
-        channels, multiplier = pruned.model.get_layer("deep").kernel.shape[-2:]
-        assert channels == 6 - len(gone["conv"]) and multiplier == 2
+    assert set(gone["conv"]) >= {4, 5} and 3 in gone["separable"] and 3 in gone["up"]
+    channels, multiplier = pruned.model.get_layer("deep").kernel.shape[-2:]
+    assert channels == 6 - len(gone["conv"]) and multiplier == 2
+
+
+@pytest.mark.parametrize("dimensions", [1, 3])
+def test_one_and_three_dimensions(dimensions):
+    inputs = keras.Input((5,) * dimensions + (2,), name="image")
+    kinds = {1: layers.Conv1D, 3: layers.Conv3D}
+    x = kinds[dimensions](5, 2, use_bias=False, name="conv")(inputs)
+    x = layers.BatchNormalization(name="conv_bn")(x)
+    if dimensions == 1:
+        x = layers.Conv1D(4, 2, padding="causal", activation="relu", name="up")(x)
     else:
-        assert gone["conv"] == [2, 4, 5]
+        x = layers.Conv3DTranspose(4, 2, activation="relu", name="up")(x)
+    x = layers.Dense(3, name="head")(layers.Flatten(name="flatten")(x))
+    model = planted.settled(inputs, x)
+    planted.kill(model.get_layer("conv_bn"), [4], 0)
+    planted.kill(model.get_layer("conv_bn"), [1, 2], 0.7)  # one of them stays
+    planted.twin(planted.layers_of(model, "conv", "conv_bn"), source=0, copy=3)
+    planted.edit(model.get_layer("up").kernel, lambda a: a[..., 0].fill(0))
+    pruned = prune(model, m.batch_for(model, 16))
+    planted.assert_exact(pruned, model)
+    assert len(pruned.removed["conv"]) == 3 and 4 in pruned.removed["conv"]
 
 
 def test_shared_layers():
@@ -278,7 +267,7 @@ def test_shared_layers():
 
 
 def test_nested_models():
-    model = m.nested()
+    model = planted.draw_kernels(m.nested())
     body = model.get_layer("body")
     planted.kill(body.get_layer("first_bn"), [0], -1)
     planted.kill(body.get_layer("block").get_layer("bn"), [2], 0.7)
@@ -369,7 +358,6 @@ def test_nothing_goes_beyond_the_tolerance(gamma, similarity):
     for name in ("one", "two"):  # channels that correlate by about 0.9
         kernel = model.get_layer(name).kernel
         planted.edit(kernel, lambda a: a[..., 3].__iadd__(2 * a[..., 2]))
-    planted.settle(model)
     x = m.batch_for(model, 16)
     pruned = prune(model, x, gamma, similarity)
     assert pruned.removed
@@ -398,7 +386,7 @@ def test_nothing_goes_beyond_the_tolerance(gamma, similarity):
 
 @pytest.mark.parametrize("name", ["residual", "nested", "shared"])
 def test_the_report_is_true(name):
-    model = m.MODELS[name]()
+    model = planted.draw_kernels(m.MODELS[name]())
     x = m.batch_for(model, 16)
     pruned = prune(model, x, gamma=0.5, similarity=0.7)
     assert 0 < pruned.share < 1
