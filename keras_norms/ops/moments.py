@@ -74,6 +74,8 @@ def with_gradient(x, batch, axis, synchronized=False):
         share = upstream / ops.maximum(count, ops.ones_like(count))
         return affine(x, mean, 2 * share[1], share[0], axis=axis), None, None, None
 
+    # TensorFlow would send the zeros of its gradient back through all replicas.
+    batch = batch._replace(count=ops.stop_gradient(batch.count))
     values = custom_gradient(forward, backward)(x, *batch[1:], batch.count)
     return Moments(batch.count, values[0], values[1])
 
