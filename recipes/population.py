@@ -223,11 +223,7 @@ class Population:
         """
         name = function.__name__
         if name not in self._programs:
-            program = jax.jit(
-                jax.vmap(function, axes),
-                donate_argnums=0,
-                out_shardings=self._by_trial,
-            )
+            program = program_of(function, axes, self._by_trial.mesh)
             self._programs[name] = program.lower(*arguments).compile()
         return self._programs[name]
 
@@ -337,6 +333,27 @@ class Population:
             ]
             self._put(indices, [jax.tree.unflatten(structure, leaves)])
             self.epochs[list(indices)] = file["epochs"][rows]
+
+
+def program_of(function, axes, mesh):
+    """A function of one trial as a `jax.jit` of all, whose first argument is used up.
+
+    Args:
+        function: Such as the methods of `recipes.trial.Trial`.
+        axes: For each argument 0, where there is one for each trial, or `None`.
+        mesh: A `jax.sharding.Mesh` with the axis `"trial"`.
+    """
+    # Of sharded arrays alone, the compiler would divide grouped convolutions otherwise,
+    # and exchange them.
+    specs = [PartitionSpec(None if axis is None else "trial") for axis in axes]
+    mapped = jax.shard_map(
+        jax.vmap(function, axes),
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec("trial"),
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=0)
 
 
 def trials_in(path):
