@@ -2,10 +2,10 @@
 
 The small run, one on CIFAR-10 images, and the paper's, for a GPU:
 
-    python -m recipes.robustness --seeds=1
+    python -m recipes.robustness
     python -m recipes.robustness --dataset=cifar10 --data_dir=<where it is> \
         --train_size=3000 --batch_size=64 --epochs=12 --noise=0.05 \
-        --epsilon=0.0078431373 --epsilon_2=0.25 --test_size=500 --seeds=1
+        --epsilon=0.0078431373 --epsilon_2=0.25 --test_size=500
     python -m recipes.robustness --dataset=cifar10 --data_dir=<where it is> \
         --model=resnet101 --epochs=200 --batch_size=128 --learning_rate=1e-3 \
         --weight_decay=5e-4 --noise=0.05 --epsilon=0.0078431373 --test_size=10000
@@ -16,6 +16,22 @@ norm of the weights amplifies the attack. Here CBN, WS and CWN are attacked as w
 
 The network is one of pixels from 0 to 1; noise and radii are in these units, and the
 paper does not give them. After the last epoch the first test images are attacked.
+
+The small run (ResNet-8 on digits, 14 trainings) takes 4.6 minutes of one core of an
+Intel Xeon. Clean accuracy, and what noise and BIM (l_inf) take of it, without and with
+weight decay; the paper's, for CIFAR-10:
+
+                  without decay          with decay       paper's: without    with
+    BN         99.4   3.6   38.1     99.4   3.3   35.8      15.6  43.1     15.6  33.8
+    GN         97.8   2.8   33.6     96.9   1.7   27.2       6.3  38.9      9.4  35.6
+    LN         97.5   2.2   31.9     97.8   3.3   30.0       2.7  34.6     16.9  43.5
+    WN         97.8   4.4   44.4     97.8   2.5   38.6      16.2  36.5     18.8  43.8
+    CBN        98.9   5.0   45.0     99.7   4.7   38.6
+    WS+GN      97.8   3.1   28.1     98.6   1.9   25.6
+    CWN        98.1   4.7   36.7     97.2   5.0   39.2
+
+One run each, 360 test images: the standard error is 2.6 points. Decay helps most norms,
+though the norm of scale-invariant weights cannot be why: see docs/results/robustness.md.
 
 Reference: Sun et al., New Interpretations of Normalization Methods in Deep Learning,
 AAAI 2020, Section 3.2, Tables 1 and 2. https://doi.org/10.1609/aaai.v34i04.6046
@@ -125,7 +141,7 @@ def robustness(
     weight_decay=WEIGHT_DECAY,
     attack=ATTACK,
     test_size=TEST_SIZE,
-    seeds=3,
+    seeds=1,
     runs_dir="runs",
     **places,
 ):
@@ -272,7 +288,7 @@ def main(_):
 
 def define_flags():
     """Defines the flags."""
-    grid.define_flags(SETTINGS["model"], seeds=3, activations=())
+    grid.define_flags(SETTINGS["model"], seeds=1, activations=())
     flags.DEFINE_list("norms", list(NORMS), ", ".join(sorted(norm_names.NORMS)))
     flags.DEFINE_float("weight_decay", WEIGHT_DECAY, "Of the runs with it.", 0)
     flags.DEFINE_float("learning_rate", None, "Of epoch 1; 0.05.", lower_bound=0)
