@@ -30,8 +30,9 @@ weight decay; the paper's, for CIFAR-10:
     WS+GN      97.8   3.1   28.1     98.6   1.9   25.6
     CWN        98.1   4.7   36.7     97.2   5.0   39.2
 
-One run each, 360 test images: the standard error is 2.6 points. Decay helps most norms,
-though the norm of scale-invariant weights cannot be why: see docs/results/robustness.md.
+One run each, 360 test images: the standard error is 2.6 points. Decay helps most norms
+here, and in the paper BN and GN; the norm of scale-invariant weights cannot be why, see
+docs/results/robustness.md.
 
 Reference: Sun et al., New Interpretations of Normalization Methods in Deep Learning,
 AAAI 2020, Section 3.2, Tables 1 and 2. https://doi.org/10.1609/aaai.v34i04.6046
