@@ -44,13 +44,12 @@ import numpy as np
 from absl import app, flags
 from keras import ops
 
-from keras_norms import AMAT, CBN, prune, recalibrate
-from keras_norms.surgery.channels import Channels
-from keras_norms.surgery.graph import Graph
-from recipes import data, experiment, grid, models, optimizers, train
+from keras_norms import AMAT, prune, recalibrate
+from recipes import data, experiment, grid, models, train
 from recipes import pruning_results as results
 from recipes.models import norms
 from recipes.pruning_results import METHODS
+from recipes.slimming import SlimmingSGD, compiled, copy, own_norms, without_smallest
 
 SETTINGS = {"model": "resnet20", "norm": "bn", "activation": "relu"}
 TRAINING = {"gamma_l1": 0.0, "until": None}  # what `recipes.train` does not have
@@ -61,31 +60,6 @@ DEFAULTS = TRAINING | {
     "levels": "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8",
     "shares": "0.05,0.1,0.15,0.2,0.3,0.4,0.5,0.6",
 }
-
-
-@keras.saving.register_keras_serializable(package="keras_norms_recipes")
-class SlimmingSGD(optimizers.SGD):
-    """SGD with an L1 penalty on every gamma (Liu et al., Eq. 1).
-
-    Args:
-        gamma_l1: Float, the weight of the sum of |gamma|.
-        *args, **kwargs: Of `optimizers.SGD`.
-    """
-
-    def __init__(self, *args, gamma_l1=0.0, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.gamma_l1 = gamma_l1
-
-    def apply(self, grads, trainable_variables=None):
-        variables = trainable_variables or self._trainable_variables
-        grads = [
-            g + self.gamma_l1 * ops.sign(v) if v.name == "gamma" else g
-            for g, v in zip(grads, variables)
-        ]
-        return super().apply(grads, trainable_variables)
-
-    def get_config(self):
-        return {**super().get_config(), "gamma_l1": self.gamma_l1}
 
 
 def complete(config):
@@ -178,74 +152,7 @@ def trained(config, source, runs_dir, saved_models_dir):
     return compiled(model)
 
 
-def compiled(model, optimizer="sgd"):
-    model.compile(
-        optimizer,
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
-    return model
-
-
 # What is removed
-
-
-def own_norms(model):
-    """The norms of channels that one layer makes alone and that could go.
-
-    Returns:
-        Dict from the name of a norm to its |gamma|, in units of its input's deviation.
-    """
-    graph = Graph(model)
-    channels = Channels(graph)
-    makers = [channels.roots(labels.ids) for labels in channels.makers.values()]
-    roots, counts = np.unique(np.concatenate(makers), return_counts=True)
-    alone = roots[counts == 1]
-    alone = alone[~channels.is_fixed(alone)]
-    found = {}
-    for unit, (labels, _) in channels.passers.items():
-        layer = unit.layer
-        if getattr(layer, "gamma", None) is None:
-            continue
-        if np.all(np.isin(channels.roots(labels.ids), alone)):
-            gamma = np.abs(ops.convert_to_numpy(layer.gamma))
-            if isinstance(layer, CBN):
-                gamma = gamma / ops.convert_to_numpy(layer.rho)
-            found[layer.name] = gamma
-    return found
-
-
-def without_smallest(model, share, images):
-    """The network without the given share of channels of the smallest |gamma|.
-
-    As Liu et al.: over all layers, each of which keeps one channel, and without beta.
-
-    Returns:
-        A `keras_norms.surgery.Pruned`.
-    """
-    gammas = own_norms(model)
-    limit = np.quantile(np.concatenate(list(gammas.values())), share)
-    model = copy(model)
-    for name, gamma in gammas.items():
-        dead = gamma < min(limit, np.max(gamma))
-        layer = model.get_layer(name)
-        for variable in (layer.gamma, layer.beta):
-            if variable is not None:
-                values = ops.convert_to_numpy(variable)
-                variable.assign(np.where(dead, 0, values))
-    return prune(model, images, gamma=0.0, similarity=None)
-
-
-def copy(model):
-    """A model that shares no weights with the one that it is a copy of."""
-    twin = keras.models.clone_model(model, call_function=_call)
-    twin.set_weights(model.get_weights())
-    return compiled(twin)
-
-
-def _call(layer, *args, mask=None, **kwargs):
-    # Of images there are no masks, which most layers would not take.
-    return layer(*args, **kwargs)
 
 
 def pruned_by(method, model, level, images):
@@ -328,7 +235,7 @@ def premise(model, images):
 
 
 def images_per_second(nets, x, batch_size=128, repeats=5):
-    """How fast networks are at inference, measured in turns; medians.
+    """How fast networks are at inference, measured in turns; the fastest of each.
 
     Args:
         nets: List of `keras.Model`.
@@ -340,7 +247,7 @@ def images_per_second(nets, x, batch_size=128, repeats=5):
             start = time.perf_counter()
             net.predict(x, batch_size=batch_size, verbose=0)
             times.append(time.perf_counter() - start)
-    return [len(x) / float(np.median(times[1:])) for times in seconds]
+    return [len(x) / min(times[1:]) for times in seconds]
 
 
 def pruning(
@@ -397,24 +304,24 @@ def settings_of(config, own):
 
 def write(run, model, images, test):
     """Measures the speed of what is left, and writes table, figure and results."""
-    points, limit = results.by_method(run.metrics)
-    kept = max(
-        (line for line in points["merge"] if line["recalibrated"] >= limit),
-        key=lambda line: line["channels"],
-        default=points["merge"][0],
-    )
-    smaller = model
-    if kept["method"] != "whole":
-        smaller = pruned_by("merge", model, kept["level"], images).model
+    points = results.by_method(run.metrics)
+    limit = results.limits(points)["recalibrated"]
+    merged = points["merge"]
+    kept = [line for line in merged[1:] if line["recalibrated"] >= limit]
+    lines = kept[-1:] + [line for line in merged[-1:] if line not in kept[-1:]]
+    speeds = []
+    for line in lines:
+        smaller = pruned_by("merge", model, line["level"], images).model
+        whole, fast = images_per_second([model, smaller], test[0])
+        speeds.append({**line, "images_per_second": fast, "of_whole": whole})
     outcome = {
-        "accuracy": points["merge"][0]["accuracy"],
+        "accuracy": merged[0]["accuracy"],
         "premise": premise(model, images),
-        "shares": results.shares(points, limit),
-        "kept": kept,
-        "images_per_second": images_per_second([model, smaller], test[0]),
+        "shares": results.shares(points),
+        "speeds": speeds,
         "points": run.metrics,
     }
-    results.draw(run.directory / "pruning.png", points, run.config, limit)
+    results.draw(run.directory / "pruning.png", points, run.config)
     grid.write(run.directory, results.table(outcome), outcome)
 
 

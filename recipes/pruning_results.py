@@ -17,27 +17,34 @@ KEYS = {"accuracy": "as pruned", "recalibrated": "statistics recalibrated"}
 
 
 def by_method(lines):
-    """The lines of each method, after that of the whole network; and the limit.
+    """The lines of each method after that of the whole network, by what is gone.
 
     Args:
         lines: Of metrics.jsonl, see `recipes.pruning.point`.
 
     Returns:
-        Dict of lists, and the accuracy of the whole network less one point.
+        Dict of lists.
     """
     (whole,) = [line for line in lines if line["method"] == "whole"]
-    found = {
-        method: [whole] + [line for line in lines if line["method"] == method]
-        for method in METHODS
-    }
-    return found, whole["accuracy"] - LOSS
+    found = {}
+    for method in METHODS:
+        own = [line for line in lines if line["method"] == method]
+        found[method] = [whole, *sorted(own, key=lambda line: line["level"])]
+    return found
 
 
-def shares(points, limit):
+def limits(points):
+    """One point less than the whole network has, of each of `KEYS`."""
+    whole = next(iter(points.values()))[0]
+    return {key: whole[key] - LOSS for key in KEYS}
+
+
+def shares(points):
     """What is gone where a point of accuracy is lost, of each method, as `share_at`."""
+    limit = limits(points)
     return {
         method: {
-            key: {gone: share_at(lines, limit, key, gone) for gone in GONE}
+            key: {gone: share_at(lines, limit[key], key, gone) for gone in GONE}
             for key in KEYS
         }
         for method, lines in points.items()
@@ -69,10 +76,12 @@ def share_at(lines, limit, key, gone):
     return last[gone]
 
 
-def draw(path, points, config, limit):
+def draw(path, points, config):
     """Draws test accuracy over what is gone: a row for each of `KEYS`."""
     title = f"{data.stem(config['dataset'])}, {config['model']}, {config['norm']}"
-    figure, axes = figures.subplots(len(KEYS), 2, title, sharey=True)
+    figure, axes = figures.subplots(len(KEYS), 2, "", sharey=True)
+    figure.suptitle(title, x=0.02, ha="left")  # the legend is on the right
+    limit = limits(points)
     colour_of = figures.colours(list(METHODS.values()))
     for row, (key, name) in zip(axes, KEYS.items()):
         for axis, gone in zip(row, ("channels", "macs")):
@@ -81,11 +90,11 @@ def draw(path, points, config, limit):
                 x, y = ([line[k] for line in lines] for k in (gone, key))
                 axis.plot(x, y, "o-", ms=3, color=colour_of[label], label=label)
             style = {"color": "black", "ls": "--", "lw": 1}
-            axis.axhline(limit, **style, label="one point lost")
+            axis.axhline(limit[key], **style, label="one point lost")
             axis.set(ylim=(0, 1))
         row[0].set_ylabel(f"test accuracy,\n{name}")
     for axis, gone in zip(axes[-1], ("channels", "macs")):
-        axis.set_xlabel(f"share of {GONE[gone]}\nremoved")
+        axis.set_xlabel(f"{GONE[gone]}\nremoved")
     figures.legend(figure, axes)
     figures.save(figure, path)
 
@@ -114,18 +123,30 @@ def table(outcome):
             f"{line['error']:.1e}",
             *(f"{line[key]:.2%}" for key in KEYS),
         ]
-        for line in outcome["points"]
+        for line in sorted(outcome["points"], key=_order)
     ]
     parts.append(grid.markdown(header, rows))
-    kept, premise = outcome["kept"], outcome["premise"]
-    whole, smaller = outcome["images_per_second"]
+    premise = outcome["premise"]
+    header = ["merging at tolerance", *(f"{text} removed" for text in GONE.values())]
+    header += ["recalibrated", "images a second", "times the whole network's"]
+    rows = [
+        [
+            f"{line['level']:g}",
+            *(f"{line[key]:.1%}" for key in GONE),
+            f"{line['recalibrated']:.2%}",
+            f"{line['images_per_second']:,.0f}",
+            f"{line['images_per_second'] / line['of_whole']:.2f}",
+        ]
+        for line in outcome["speeds"]
+    ]
+    parts.append(grid.markdown(header, rows))
     parts.append(
-        f"Merging at tolerance {kept['level']:g}: {kept['channels']:.1%} of the "
-        f"channels gone, {kept['recalibrated']:.2%} after recalibration, "
-        f"{smaller:,.0f} images a second, {smaller / whole:.2f} times the "
-        f"{whole:,.0f} of the whole network.\n\n"
         "|correlation| of the outputs of a unit with those of the unit of the nearest "
         f"gamma and beta: {premise['nearest']:.3f}, mean over all units of its layer: "
         f"{premise['all']:.3f}, largest: {premise['most']:.3f}.\n"
     )
     return "\n".join(parts)
+
+
+def _order(line):
+    return (["whole", *METHODS].index(line["method"]), line["level"])

@@ -170,15 +170,13 @@ def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
     before = model.count_params(), _macs(graph)
     for site in sites:
         _substitute(site, choice)
-    removed = _resize(channels, makers, choice)
+    removed, left = _resize(channels, makers, choice)
     pruned = graph.make()
     macs = before[1], _macs(Graph(pruned))
-    made = sum(len(r) for r in roots)
-    gone = sum(len(numbers) for numbers in removed.values())
     return Pruned(
         pruned,
         removed,
-        (made, made - gone),
+        (sum(len(r) for r in roots), left),
         (before[0], pruned.count_params()),
         None if None in macs else macs,
         *_errors(pruned, batches, outputs),
@@ -303,7 +301,11 @@ def _substitute(site, choice):
 
 
 def _resize(channels, makers, choice):
-    """Take channels out of all layers. Returns what is gone, by maker."""
+    """Take channels out of all layers.
+
+    Returns:
+        What is gone, by the names of makers, and how many channels are left.
+    """
     gone = np.array(list(choice.removed), dtype=int)
 
     def stays(labels):
@@ -315,13 +317,14 @@ def _resize(channels, makers, choice):
     for unit, (read, made) in channels.passers.items():
         if not np.all(stays(made)):
             resize.keep_channels(unit, read.axis, stays(read), made.axis, stays(made))
-    removed = {}
+    removed, left = {}, 0
     for unit, labels in makers.items():
         keep = stays(labels)
+        left += int(np.sum(keep))
         if not np.all(keep):
             resize.keep_outputs(unit, keep)
             removed[channels.names[unit]] = np.flatnonzero(~keep)
-    return removed
+    return removed, left
 
 
 # Counting

@@ -61,6 +61,7 @@ class Group:
         p = self.features.shape[1]
         self.means = self._sums / self._count
         self._squares = self._products / (self._count * p)
+        self._products = None
         self._mean_squares = self.means @ self.means.T / p
         self._covariances = self._squares - self._mean_squares
         self.noise = _ROUNDING * np.diag(self._squares)

@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 from keras_norms import CBN
-from recipes import models, pruning, pruning_results
+from recipes import models, pruning, pruning_results, slimming
 from tests.recipes import tiny
 
 CONFIG = {
@@ -38,7 +38,7 @@ def network(norm=layers.BatchNormalization, seed=0):
                 rng.permutation([0.1, -0.2, 0.3, 0.4, 0.5][: layer.gamma.shape[0]])
             )
             layer.beta.assign(rng.uniform(0.1, 1, layer.beta.shape))
-    return pruning.compiled(model)
+    return slimming.compiled(model)
 
 
 def numpy(x):
@@ -51,23 +51,23 @@ def images(n=32):
 
 def test_channels_of_sums_are_not_removed_by_gamma():
     model = network()
-    assert list(pruning.own_norms(model)) == ["one_norm"]
+    assert list(slimming.own_norms(model)) == ["one_norm"]
     np.testing.assert_allclose(
-        pruning.own_norms(model)["one_norm"], np.abs(numpy(model.layers[2].gamma))
+        slimming.own_norms(model)["one_norm"], np.abs(numpy(model.layers[2].gamma))
     )
 
 
 def test_gamma_of_cbn_is_in_units_of_the_deviation():
     model = network(lambda name: CBN(rho=2.0, name=name))
     gamma = np.abs(numpy(model.get_layer("one_norm").gamma))
-    np.testing.assert_allclose(pruning.own_norms(model)["one_norm"], gamma / 2)
+    np.testing.assert_allclose(slimming.own_norms(model)["one_norm"], gamma / 2)
 
 
 def test_smallest_gamma():
     """Against the kernel of the next layer without these channels, and without beta."""
     model, x = network(), images()
     before = model.get_weights()
-    pruned = pruning.without_smallest(model, 0.5, x)
+    pruned = slimming.without_smallest(model, 0.5, x)
     for old, new in zip(before, model.get_weights()):
         np.testing.assert_array_equal(old, new)
     gone = np.argsort(np.abs(numpy(model.get_layer("one_norm").gamma)))[:2]
@@ -80,7 +80,7 @@ def test_smallest_gamma():
 
 
 def test_a_layer_keeps_one_channel():
-    pruned = pruning.without_smallest(network(), 0.99, images())
+    pruned = slimming.without_smallest(network(), 0.99, images())
     assert pruned.model.get_layer("one").filters == 1
 
 
@@ -90,8 +90,8 @@ def test_a_step_with_the_penalty():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     after = []
     for gamma_l1 in (0.0, 0.3):
-        twin = pruning.copy(model)
-        optimizer = pruning.SlimmingSGD(0.1, 0.0, 0.0, gamma_l1=gamma_l1)
+        twin = slimming.copy(model)
+        optimizer = slimming.SlimmingSGD(0.1, 0.0, 0.0, gamma_l1=gamma_l1)
         twin.compile(optimizer, loss)
         twin.train_on_batch(images(8), np.arange(8) % 2)
         after.append({v.path: numpy(v) for v in twin.trainable_variables})
@@ -101,7 +101,7 @@ def test_a_step_with_the_penalty():
         step = 0.1 * 0.3 * np.sign(old[path]) if path.endswith("gamma") else 0
         np.testing.assert_allclose(penalised[path], value - step, atol=1e-6)
     config = optimizer.get_config()
-    assert pruning.SlimmingSGD.from_config(config).gamma_l1 == 0.3
+    assert slimming.SlimmingSGD.from_config(config).gamma_l1 == 0.3
 
 
 def test_premise():
