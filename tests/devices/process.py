@@ -26,8 +26,13 @@ class Backup(keras.callbacks.BackupAndRestore):
         super().__init__(backup_dir, double_checkpoint=True, delete_checkpoint=False)
 
     def _save_model(self):
-        if jax.process_index() == 0:
+        # `self.model` fetches the state, which all processes must do together.
+        if self.model is not None and jax.process_index() == 0:
+            distribution = keras.distribution.distribution()
+            # Keras makes variables while it saves: here, of this process alone.
+            keras.distribution.set_distribution(None)
             super()._save_model()
+            keras.distribution.set_distribution(distribution)
 
 
 class Epochs(keras.callbacks.Callback):
