@@ -1,11 +1,11 @@
 r"""RealNVP with BN and with LN: real digits and what is between two of them.
 
-The small run, on scikit-learn's 8x8 digits; MNIST averaged to 14x14; and MNIST with the
-depth of Dinh et al. for small images, for a GPU:
+The small run, on scikit-learn's 8x8 digits; MNIST averaged to 14x14; and MNIST of full
+size with deeper networks, for a GPU:
 
     python -m recipes.blindness_flow
     python -m recipes.blindness_flow --dataset=mnist --data_dir=<where it is> \
-        --train_size=4000
+        --train_size=4000 --seeds=2
     python -m recipes.blindness_flow --dataset=mnist --data_dir=<where it is> \
         --size=28 --scales=3 --width=32 --blocks=8 --epochs=100 \
         --architectures=full,shallow,narrow
@@ -16,6 +16,22 @@ and an x2 of the other; with BN it does not tell them apart, for -log p is one f
 for all samples. The paper has curves only, and its text names neither the digits nor
 the settings; BN and LN here stand in the networks and between couplings, see
 `recipes.flow_steps` for what LN between couplings is.
+
+The second command, digits 0 and 1, took 12 minutes of one core of an Intel Xeon that
+other work shared (TensorFlow; the others have not been run whole). Log-likelihoods of
+test images in nats, mean and deviation of 2 seeds:
+
+            real     halfway             gap            AUROC     bits/dim
+    BN    -289.3      -485.2      195.9 ± 3.3    0.964 ± 0.003       2.083
+    LN    -390.5      -672.9     282.4 ± 17.5    0.975 ± 0.008       2.822
+
+BN does tell them apart, so that the claim does not hold as it stands. Its gap is the
+smaller one, and its likelihood is flat between the digits, where that of LN falls to
+the middle; but BN is the better flow after these 992 steps.
+
+Reference: Zhou, Shen, Chen, Tang and Zhang, Batch Normalization Is Blind to the First
+and Second Derivatives of the Loss, 2022, Figures 1 and 3.
+https://arxiv.org/abs/2205.15146
 """
 
 import itertools
@@ -169,7 +185,7 @@ def _define_flags():
     sets = f"digits, {', '.join(data.TFDS)}, or the path of an .npz."
     flags.DEFINE_string("dataset", DEFAULTS["dataset"], sets)
     flags.DEFINE_list("norms", ["bn", "layer"], "Names in recipes.models.norms.")
-    flags.DEFINE_list("classes", ["0+1", "3+8"], "Pairs of labels.")
+    flags.DEFINE_list("classes", ["0+1"], "Pairs of labels, such as 0+1,3+8.")
     flags.DEFINE_list("architectures", ["full"], f"Of {', '.join(ARCHITECTURES)}.")
     flags.DEFINE_integer("seeds", 3, "How many seeds, from 0 on.", lower_bound=1)
     flags.DEFINE_bool("between", True, "Norms between couplings too, not only inside.")

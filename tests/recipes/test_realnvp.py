@@ -9,42 +9,43 @@ from recipes.precision import available, precision
 
 BACKEND = keras.backend.backend()
 LIMITS = {"float32": 1e-4, "float64": 1e-10}
-SMALL = {"scales": 2, "couplings": 2, "width": 4, "blocks": 1}
+SMALL = {"scales": 2, "couplings": 1, "width": 4, "blocks": 1}
 
 
 def array(tensor):
     return np.array(ops.convert_to_numpy(tensor))
 
 
-def jacobian(function, x):
-    """Of a function from `(n,)` to `(n,)`, as a dense float64 matrix."""
-    x = ops.convert_to_tensor(x)
+def dense_log_det(function, x):
+    """log |det| of the Jacobian at one image `x` of what a step or flow returns.
+
+    Every sample of a batch is that image, and its own output one of the sum that is
+    differentiated: row i of the Jacobian is the gradient at sample i.
+    """
+    size = x.size
+    batch = ops.convert_to_tensor(np.repeat(x[None], size, 0))
+
+    def diagonal(batch):
+        y, _ = function(batch)
+        return ops.sum(ops.reshape(y, (size, size)) * np.eye(size, dtype=x.dtype))
+
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
         with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = function(x)
-        found = tape.jacobian(y, x)
+            tape.watch(batch)
+            value = diagonal(batch)
+        rows = tape.gradient(value, batch)
     elif BACKEND == "jax":
         import jax
 
-        found = jax.jacrev(function)(x)
+        rows = jax.grad(diagonal)(batch)
     else:
         import torch
 
-        found = torch.autograd.functional.jacobian(function, x)
-    return array(found).astype("float64")
-
-
-def dense_log_det(function, x):
-    """log |det| of the Jacobian at one image `x` of what a step or flow returns."""
-
-    def flat(values):
-        y, _ = function(ops.reshape(values, (1, *x.shape)))
-        return ops.reshape(y, (-1,))
-
-    return np.linalg.slogdet(jacobian(flat, x.reshape(-1)))[1]
+        batch = batch.requires_grad_()
+        (rows,) = torch.autograd.grad(diagonal(batch), batch)
+    return np.linalg.slogdet(array(rows).reshape(size, size).astype("float64"))[1]
 
 
 def disturb(model, seed=0, deviation=0.2):
@@ -97,7 +98,7 @@ def images(shape, count=3, seed=0, dtype="float32"):
 def test_steps_against_the_dense_jacobian(name, dtype):
     with precision(dtype):
         made = step(name, (4, 2, 2))
-        x = images((4, 2, 2), dtype=dtype)
+        x = images((4, 2, 2), count=2, dtype=dtype)
         y, log_det = made(x)
         back = array(made.inverse(y))
         expected = [dense_log_det(made, image) for image in x]
@@ -177,7 +178,7 @@ def test_layer_normalization_knows_no_batch():
             assert float(change[0]) == pytest.approx(float(log_det[i]), rel=1e-6)
 
 
-@pytest.mark.parametrize("norm", ["bn", "layer", "none", "cbn"])
+@pytest.mark.parametrize("norm", ["bn", "layer"])
 def test_flow(norm):
     """Likelihood from the dense Jacobian; round trips from images and from z."""
     for dtype in available():
@@ -185,14 +186,14 @@ def test_flow(norm):
             keras.utils.set_random_seed(0)
             model = RealNVP((4, 4, 1), norm, **SMALL)
             disturb(model)
-            x = images((4, 4, 1), count=2, dtype=dtype)
+            x = images((4, 4, 1), count=1, dtype=dtype)
             z, log_det = model.transform(x)
             found = array(model(x))
             back = array(model.inverse(z))
             again = array(model.transform(back)[0])
             expected = [dense_log_det(model.transform, image) for image in x]
         z, limit = array(z).astype("float64"), LIMITS[dtype]
-        assert z.shape == (2, 16)
+        assert z.shape == (1, 16)
         np.testing.assert_allclose(array(log_det), expected, rtol=limit, atol=limit)
         log_normal = -0.5 * (z**2 + np.log(2 * np.pi)).sum(1)
         np.testing.assert_allclose(found, log_normal + expected, rtol=limit)
@@ -221,8 +222,8 @@ def test_places_of_norms():
         kinds = (steps.FlowBatchNormalization, steps.FlowLayerNormalization)
         return [sum(isinstance(s, kind) for s in model.steps) for kind in kinds]
 
-    assert between(norm="bn") == [7, 0]
-    assert between(norm="layer") == [0, 7]
+    assert between(norm="bn") == [4, 0]
+    assert between(norm="layer") == [0, 4]
     assert between(norm="layer", between=False) == [0, 0]
     assert between(norm="cbn") == [0, 0]  # in the networks alone
 
