@@ -1,14 +1,12 @@
 """Channels of a trained network that can go: small gamma, and values that agree.
 
-The small run, on scikit-learn's 8x8 digits; that of the tables, and one with a network
-of keras.applications, which `convert` gave CBN:
+The small run, on scikit-learn's 8x8 digits, and that of the table below:
 
     python -m recipes.pruning
     python -m recipes.pruning --dataset=cifar10 --data_dir=<where it is> --epochs=6 \
-        --measure_size=256 --test_size=2000
-    python -m recipes.pruning --dataset=cifar10 --data_dir=<where it is> \
-        --model=efficientnetb0 --norm=cbn --activation=swish --epochs=4 \
-        --train_size=5000 --measure_size=256 --test_size=2000
+        --until=4 --measure_size=128 --statistics_size=512 --test_size=1000 \
+        --levels=0.1,0.15,0.2,0.225,0.25,0.275,0.3,0.35 \
+        --shares=0.05,0.1,0.15,0.2,0.3,0.5
 
 Claim (Sun et al., Section 2.2, left there as future work): not only units with a small
 gamma can be removed (Liu et al.), but also units with similar gamma and beta, for they
@@ -28,7 +26,18 @@ penalty on gamma of Liu et al. And the premise: how much a unit's outputs correl
 those of the unit whose gamma and beta are nearest, beside the mean over all units of
 the layer, and the most.
 
-The outcome, with commands, times and the machine, is in docs/results/pruning.md.
+With ResNet-20 after 4 epochs of CIFAR-10 (76.4 %), one point of accuracy after
+recalibration is lost where this much is gone:
+
+                               channels   multiply-accumulates
+    smallest gamma               4.3 %          11.2 %
+    small gamma, mean kept       2.9 %          10.7 %
+    and merging                  5.6 %          16.7 %
+
+So merging is worth it, but not for the reason given: units correlate with those of the
+nearest gamma and beta by 0.222, and with any other by 0.210. The run took 20 minutes
+of one core, the small one 5, on an Intel Xeon that other work shared (TensorFlow). All
+of it, and what it means for speed, is in docs/results/pruning.md.
 
 Reference: Sun, Cao, Liang, Huang, Chen and Li, New Interpretations of Normalization
 Methods in Deep Learning, AAAI 2020, Section 2.2. https://arxiv.org/abs/2006.09104.
@@ -57,8 +66,8 @@ DEFAULTS = TRAINING | {
     "measure_size": 512,
     "statistics_size": 1024,
     "test_size": None,
-    "levels": "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8",
-    "shares": "0.05,0.1,0.15,0.2,0.3,0.4,0.5,0.6",
+    "levels": "0.3,0.4,0.5,0.6,0.7",
+    "shares": "0.05,0.1,0.15,0.2,0.3,0.5",
 }
 
 
