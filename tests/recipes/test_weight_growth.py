@@ -44,8 +44,7 @@ def test_weight_growth(tmp_path):
     }
 
 
-def test_lines_against_the_weights(tmp_path):
-    """The norm is that of the last weights, and growth that of the epoch."""
+def test_lines_of_a_new_a_used_and_a_resumed_network(tmp_path):
     kernels = []
 
     def measure(model, images, config):
@@ -53,14 +52,27 @@ def test_lines_against_the_weights(tmp_path):
         kernels.append(np.linalg.norm(kernel.astype("float64")))
         return {"rate": float(model.optimizer.learning_rate)}
 
+    def stop(model, images, config):
+        if len(list(tmp_path.glob("resumed/*/checkpoint.npz"))) == 1:
+            raise KeyboardInterrupt
+        return measure(model, images, config)
+
     config = {**weight_growth.SETTINGS, **SETTINGS, "epochs": 3, "norm": "bn"}
-    _, curve = grid.train(
-        {**config, "weight_decay": 0.0},
-        measure=measure,
-        optimizer=weight_growth.gradient_descent,
-        callbacks=weight_growth.callbacks,
-        runs_dir=tmp_path,
-    )
+    config["weight_decay"] = 0.0
+
+    def train(name, measure=measure, seed=0):
+        _, curve = grid.train(
+            {**config, "seed": seed},
+            measure=measure,
+            optimizer=weight_growth.gradient_descent,
+            callbacks=weight_growth.callbacks,
+            runs_dir=tmp_path / name,
+        )
+        for line in curve:
+            line.pop("seconds_per_step")
+        return curve
+
+    curve = train("new")
     np.testing.assert_allclose([line["conv norm"] for line in curve], kernels)
     squares = np.square(kernels)
     growth = [line["conv growth"] for line in curve]
@@ -78,45 +90,14 @@ def test_lines_against_the_weights(tmp_path):
     for line in curve:
         assert len(line["variance_distance"]) == len(line["mean_distance"]) == 4
 
-
-def test_a_network_that_is_used_again_keeps_its_rate(tmp_path):
-    arguments = {
-        "optimizer": weight_growth.gradient_descent,
-        "callbacks": weight_growth.callbacks,
-    }
-    config = {**weight_growth.SETTINGS, **SETTINGS, "norm": "bn"}
-    grid.train({**config, "seed": 1}, runs_dir=tmp_path / "shared", **arguments)
+    # The program of the last network is used again; its rate is no state of a run.
     model = grid._last["model"]
-    _, shared = grid.train(config, runs_dir=tmp_path / "shared", **arguments)
-    assert grid._last["model"] is model
-    grid._last.clear()
-    _, alone = grid.train(config, runs_dir=tmp_path / "alone", **arguments)
-    for line, expected in zip(shared, alone, strict=True):
-        assert line["conv norm"] == expected["conv norm"]
-        assert line["train_loss"] == expected["train_loss"]
-
-
-def test_stopped_and_resumed_equals_uninterrupted(tmp_path):
-    config = {**weight_growth.SETTINGS, **SETTINGS, "epochs": 3, "norm": "bn"}
-    arguments = {
-        "optimizer": weight_growth.gradient_descent,
-        "callbacks": weight_growth.callbacks,
-    }
-
-    def stop(model, images, config):
-        if len(list(tmp_path.glob("stopped/*/checkpoint.npz"))) == 1:
-            raise KeyboardInterrupt
-        return {}
-
+    assert train("other", seed=1) != curve
+    assert train("used") == curve
     with pytest.raises(KeyboardInterrupt):
-        grid.train(config, measure=stop, runs_dir=tmp_path / "stopped", **arguments)
-    grid._last.clear()
-    _, resumed = grid.train(config, runs_dir=tmp_path / "stopped", **arguments)
-    grid._last.clear()
-    _, expected = grid.train(config, runs_dir=tmp_path / "whole", **arguments)
-    for line, wanted in zip(resumed, expected, strict=True):
-        line.pop("seconds_per_step"), wanted.pop("seconds_per_step")
-        assert line == wanted
+        train("resumed", stop)
+    assert train("resumed") == curve
+    assert grid._last["model"] is model
 
 
 def test_what_diverged():
