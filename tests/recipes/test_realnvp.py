@@ -24,10 +24,11 @@ def dense_log_det(function, x):
     """
     size = x.size
     batch = ops.convert_to_tensor(np.repeat(x[None], size, 0))
+    own = ops.convert_to_tensor(np.eye(size, dtype=x.dtype))
 
     def diagonal(batch):
         y, _ = function(batch)
-        return ops.sum(ops.reshape(y, (size, size)) * np.eye(size, dtype=x.dtype))
+        return ops.sum(ops.reshape(y, (size, size)) * own)
 
     if BACKEND == "tensorflow":
         import tensorflow as tf
