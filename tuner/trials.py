@@ -1,5 +1,6 @@
 """A trial: one network for each seed, trained by `recipes.train`, and their scores."""
 
+import gc
 import pathlib
 
 import keras_tuner
@@ -71,6 +72,7 @@ class Tuner(base_tuner.BaseTuner):
         return metrics(outcomes)
 
     def _train(self, config, until):
+        gc.collect()  # the last network, in cycles that Python finds too late
         return train.train(
             config,
             runs_dir=self.runs_dir,

@@ -1,9 +1,10 @@
 """Kills a search (SIGKILL) at random moments, starts it again, and counts its trials.
 
-    python -m tests.tuner.killed --times=10 --most=45 -- --model=resnet8 --trials=8 ...
+    python -m tests.tuner.killed --times=10 --most=10 --model=resnet8 --trials=40 ...
 
-What follows `--` are flags of `tuner.search`. With `--workers=2` among them, the whole
-cluster is killed.
+Other flags are those of `tuner.search`. A search is killed up to `--most` seconds after
+its first epoch, so not while it starts. With `--small`, its networks are two Dense
+layers, so that many trials end between two kills.
 """
 
 import argparse
@@ -24,18 +25,22 @@ def main():
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--most", type=float, default=45.0, help="Seconds of a start.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--small", action="store_true")
     arguments, flags = parser.parse_known_args()
-    flags = [flag for flag in flags if flag != "--"]
     random.seed(arguments.seed)
     with tempfile.TemporaryDirectory() as directory:
         runs_dir = pathlib.Path(directory)
-        command = [sys.executable, "-m", "tuner.search", "--name=killed"]
+        module = "tests.tuner.small_search" if arguments.small else "tuner.search"
+        command = [sys.executable, "-m", module, "--name=killed"]
         command += [f"--runs_dir={runs_dir}", *flags]
         written, again, kills = {}, 0, 0
         while kills < arguments.times:
             process = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
+            before = _epochs(runs_dir)
+            while process.poll() is None and _epochs(runs_dir) == before:
+                time.sleep(0.05)
             seconds = random.uniform(0, arguments.most)
             deadline = time.monotonic() + seconds
             while process.poll() is None and time.monotonic() < deadline:
@@ -47,7 +52,7 @@ def main():
             kills += 1
             ended = _ended(runs_dir)
             again += _look(runs_dir, written)
-            print(f"killed after {seconds:.1f} s: {len(ended)} ended", flush=True)
+            print(f"killed after {seconds:.2f} s: {len(ended)} ended", flush=True)
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
         again += _look(runs_dir, written)
         ended = collections.Counter(_ended(runs_dir))
@@ -61,6 +66,12 @@ def main():
         print(
             f"{again} finished runs were written again, {len(torn)} have torn metrics"
         )
+
+
+def _epochs(runs_dir):
+    """How many epochs all runs have recorded."""
+    paths = runs_dir.glob("killed/runs/*/metrics.jsonl")
+    return sum(path.read_text().count("\n") for path in paths)
 
 
 def _ended(runs_dir):
