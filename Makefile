@@ -6,10 +6,12 @@
 PYTHON ?= python3
 PYTEST ?= JAX_PLATFORMS=cpu .venv/bin/python -m pytest -q -n auto --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL ?= 2
-# Whole trainings, written in terms of Keras only: on JAX in test-all.
-TRAININGS := tests/benchmarks $(addprefix tests/recipes/test_, $(addsuffix .py, \
+# Written in terms of Keras only, and slow to compile: on JAX in test-all.
+LATER_ON_JAX := tests/benchmarks tests/surgery/test_prune.py \
+	tests/surgery/test_prune_graphs.py $(addprefix tests/recipes/test_, $(addsuffix .py, \
 	cbn_ablation cbn_assumptions cbn_gradient_variance cbn_grid cbn_max_lr cbn_rho \
-	blindness_classifier blindness_layers landscape covariate_shift noisy_shift))
+	blindness_classifier blindness_features blindness_flow blindness_layers realnvp \
+	landscape covariate_shift noisy_shift pruning robustness weight_growth))
 
 .PHONY: demo test test-all test-extra lint format install
 .DELETE_ON_ERROR:
@@ -20,14 +22,14 @@ demo: install
 
 test: lint
 	KERAS_BACKEND=tensorflow $(PYTEST)
-	KERAS_BACKEND=jax $(PYTEST) $(TRAININGS:%=--ignore=%)
+	KERAS_BACKEND=jax $(PYTEST) $(LATER_ON_JAX:%=--ignore=%)
 
 test-all: test test-extra
 
 test-extra: .venv/installed-extra
 	KERAS_BACKEND=torch $(PYTEST)
 	KERAS_BACKEND=jax $(PYTEST) -m tpu
-	KERAS_BACKEND=jax $(PYTEST) $(TRAININGS)
+	KERAS_BACKEND=jax $(PYTEST) $(LATER_ON_JAX)
 
 lint: install
 	.venv/bin/ruff check .
