@@ -1,0 +1,87 @@
+"""One process of a training on many: run by test_processes.
+
+    python -m tests.devices.process <directory> <network> <epochs> <addresses> <number>
+
+Without the last two it trains alone. It writes its weights to <directory>, and backups,
+as docs/tpu.md shows.
+"""
+
+import pathlib
+import sys
+
+import jax
+import keras
+import numpy as np
+
+from keras_norms import AMAT
+from recipes import models, strategies
+
+BATCH, STEPS = 32, 10
+
+
+class Backup(keras.callbacks.BackupAndRestore):
+    """Process 0 writes, all read."""
+
+    def __init__(self, backup_dir):
+        super().__init__(backup_dir, double_checkpoint=True, delete_checkpoint=False)
+
+    def _save_model(self):
+        # `self.model` fetches the state, which all processes must do together.
+        if self.model is not None and jax.process_index() == 0:
+            distribution = keras.distribution.distribution()
+            # Keras makes variables while it saves: here, of this process alone.
+            keras.distribution.set_distribution(None)
+            super()._save_model()
+            keras.distribution.set_distribution(distribution)
+
+
+class Epochs(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        print(f"epoch {epoch}", flush=True)
+
+
+def part(array):
+    """The rows of each batch that this process has, batch after batch."""
+    count = jax.process_count()
+    batches = array.reshape(-1, count, BATCH // count, *array.shape[1:])
+    return batches[:, jax.process_index()].reshape(-1, *array.shape[1:])
+
+
+def main(directory, network, epochs, addresses=None, number=None):
+    directory = pathlib.Path(directory)
+    alone = addresses is None
+    if alone:
+        strategy = strategies.get("data_parallel")
+    else:
+        several = addresses, len(addresses.split(",")), int(number)
+        strategy = strategies.get("data_parallel", *several)
+    keras.utils.set_random_seed(0)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCH * STEPS, 8, 8, 1)).astype("float32")
+    y = rng.integers(10, size=len(x)).astype("int32")
+    with strategy.scope():
+        # A smooth activation: with ReLU, rounding grows to 0.2 in these 50 steps.
+        model = models.build(network, x.shape[1:], 10, "cbn", "sigmoid")
+        schedule = keras.optimizers.schedules.PiecewiseConstantDecay(
+            [25], [0.01, 0.001]
+        )
+        model.compile(
+            keras.optimizers.SGD(schedule, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    model.fit(
+        part(x),
+        part(y),
+        BATCH // jax.process_count(),
+        int(epochs),
+        shuffle=False,
+        verbose=0,
+        callbacks=[AMAT(), Backup(directory / "backup"), Epochs()],
+    )
+    name = "alone" if alone else f"process{jax.process_index()}"
+    arrays = [keras.ops.convert_to_numpy(v) for v in model.variables]
+    np.savez(directory / f"{name}.npz", *arrays)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
