@@ -11,7 +11,8 @@ LATER_ON_JAX := tests/benchmarks tests/surgery/test_prune.py \
 	tests/surgery/test_prune_graphs.py $(addprefix tests/recipes/test_, $(addsuffix .py, \
 	cbn_ablation cbn_assumptions cbn_gradient_variance cbn_grid cbn_max_lr cbn_rho \
 	blindness_classifier blindness_features blindness_flow blindness_layers realnvp \
-	landscape covariate_shift noisy_shift pruning robustness weight_growth))
+	landscape covariate_shift models noisy_shift pruning robustness weight_growth)) \
+	$(addprefix tests/tuner/test_, cluster.py oracles.py search.py)
 
 .PHONY: demo test test-all test-extra lint format install
 .DELETE_ON_ERROR:
