@@ -36,8 +36,8 @@ this share of channels and of multiply-accumulates is gone:
 
 So merging brings something where statistics are not recalibrated, but not for the
 reason given: units correlate with those of the nearest gamma and beta by 0.203, and
-with any other by 0.212. On digits (97.5 %) nothing is left of the gain after
-recalibration: 10.3, 2.6 and 9.7 % of the channels. The run took 20 minutes of two
+with any other by 0.212. On digits (98.3 %) nothing is left of the gain after
+recalibration: 7.6, 3.6 and 6.8 % of the channels. The run took 20 minutes of two
 cores, the small one 3 of one, on an Intel Xeon that other work shared (TensorFlow). All
 of it, another run, and what it means for speed, is in
 docs/results/pruning.md.
