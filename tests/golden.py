@@ -71,7 +71,8 @@ def build(name):
     model.compile(keras.optimizers.SGD(0.2, momentum=0.9), loss)
     callbacks = [AMAT()] if "cbn" in name else []
     model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
-    return model
+    # Without the optimizer: that of PyTorch loads where PyTorch is only.
+    return keras.Model(model.inputs, model.outputs, name=name)
 
 
 def outputs(model, x):
