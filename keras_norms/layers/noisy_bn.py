@@ -32,7 +32,8 @@ class NoisyBN(ChannelNormalization):
 
     **At inference**, `mean` and `var` are the moving statistics and there is no noise:
     `y = y0`, as in `keras.layers.BatchNormalization`. `layer.trainable = False` means
-    inference mode.
+    inference mode. Moving statistics are those of inputs that had the noise of layers
+    before: take them again without it, by `recalibrate`, before a network is tested.
 
     Args:
         axis: Integer, the channel axis. Use 1 after a convolution with
