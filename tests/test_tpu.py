@@ -84,7 +84,9 @@ def test_a_recipe_on_256_chips(tmp_path):
     # Two for each of 19 norms, and the sum of the gradients.
     assert row["collectives"] == {"all-reduce": 39}
     assert 0 < row["memory_share"] < 0.1
-    assert row["gigaflops"] > 128 * 3 * 2 * 0.0405  # 41 million products an image
+    # An image takes 37.2 million products that do not meet padding, and two gradients
+    # as many each; the rest is sums, norms and activations.
+    assert 1 < row["gigaflops"] / (128 * 3 * 2 * 0.0372) < 1.1
     # Statistics both ways, and gradients of 16 bits and of 32.
     assert 0.5 < row["collective_megabytes"] < 2
 
