@@ -345,7 +345,7 @@ def main(_):
 
 
 FLAGS = (
-    *("dataset", "model", "norm", "activation", "seed"),
+    *("dataset", "model", "norm", "activation", "rho", "omega", "seed"),
     *("epochs", "batch_size", "learning_rate", "weight_decay", "train_size"),
 )
 
@@ -356,6 +356,8 @@ def _define_flags():
     flags.DEFINE_string("model", SETTINGS["model"], models.NAMES)
     flags.DEFINE_enum("norm", SETTINGS["norm"], sorted(norms.NORMS), "")
     flags.DEFINE_string("activation", SETTINGS["activation"], "As Keras calls it.")
+    flags.DEFINE_float("rho", None, "CBN's rho, 1.", 0)
+    flags.DEFINE_float("omega", None, "CBN's omega, 10.", 0)
     flags.DEFINE_integer("seed", 0, "Of weights, order, augmentation.")
     flags.DEFINE_integer("epochs", None, "120; of digits 15, of mnist 10.", 1)
     flags.DEFINE_integer("batch_size", None, "128.", 1)
