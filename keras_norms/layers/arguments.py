@@ -1,62 +1,161 @@
-"""Checks of layer arguments: a wrong one says what it is, what it got and what fits."""
+"""Checks of arguments: a wrong one says what it is, what it got and what fits.
+
+Of layers, and of what stands on layers: `keras_norms.surgery` and `.diagnostics`.
+"""
 
 import math
 import numbers
 
 import keras
-from keras import ops
+import numpy as np
+from keras import constraints, initializers, ops, regularizers
 
 
-def number(name, value, *, above=None, at_least=None, below=None):
+def wrong(name, expected, value):
+    """The ValueError for an argument that must be something else."""
+    return ValueError(
+        f"Argument `{name}` must be {expected}. Received: {name}={shown(value)}"
+    )
+
+
+def shown(value):
+    """`repr(value)` where that is short."""
+    try:
+        text = repr(value)
+    except Exception:  # Python writes no integer of more than 4300 digits.
+        text = ""
+    if text and len(text) <= 400:
+        return text
+    shape = getattr(value, "shape", None)
+    of_shape = "" if shape is None else f" and shape {tuple(shape)}"
+    return f"an object of class {type(value).__name__}{of_shape}"
+
+
+def number(name, value, *, above=None, at_least=None, below=None, at_most=None):
     """Return `value` if it is a finite real number in the given range."""
-    limits = []
-    if above is not None:
-        limits.append("positive" if above == 0 else f"greater than {above}")
-    if at_least is not None:
-        limits.append("non-negative" if at_least == 0 else f"at least {at_least}")
-    if below is not None:
-        limits.append(f"less than {below}")
+    found = real(value)
+    if (
+        not math.isfinite(found)
+        or (above is not None and found <= above)
+        or (at_least is not None and found < at_least)
+        or (below is not None and found >= below)
+        or (at_most is not None and found > at_most)
+    ):
+        limits = {"greater than": above, "at least": at_least}
+        limits |= {"less than": below, "at most": at_most}
+        raise wrong(name, f"a number, {_range(limits) or 'finite'}", value)
+    return found
+
+
+def real(value):
+    """A real number as a float, infinite where it is too large; `nan` for no number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def integer(name, value, *, at_least=None, at_most=None):
+    """Return `value` if it is an integer in the given range."""
     if (
         isinstance(value, bool)
-        or not isinstance(value, numbers.Real)
-        or not math.isfinite(value)
-        or (above is not None and value <= above)
+        or not isinstance(value, numbers.Integral)
         or (at_least is not None and value < at_least)
-        or (below is not None and value >= below)
+        or (at_most is not None and value > at_most)
     ):
-        raise ValueError(
-            f"Argument `{name}` must be a number, {' and '.join(limits)}. "
-            f"Received: {name}={value!r}"
-        )
-    return float(value)
-
-
-def integer(name, value):
-    """Return `value` if it is an integer."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(
-            f"Argument `{name}` must be an integer. Received: {name}={value!r}"
-        )
+        limits = _range({"at least": at_least, "at most": at_most}, integers=True)
+        raise wrong(name, f"an integer, {limits}" if limits else "an integer", value)
     return int(value)
+
+
+def _range(limits, integers=False):
+    """Limits by relation in words."""
+    positive = ("at least", 1) if integers else ("greater than", 0)
+    words = {positive: "positive", ("at least", 0): "non-negative"}
+    return " and ".join(
+        words.get((relation, limit), f"{relation} {limit}")
+        for relation, limit in limits.items()
+        if limit is not None
+    )
 
 
 def boolean(name, value):
     """Return `value` if it is a boolean."""
     if not isinstance(value, bool):
-        raise ValueError(
-            f"Argument `{name}` must be True or False. Received: {name}={value!r}"
-        )
+        raise wrong(name, "True or False", value)
     return value
 
 
 def choice(name, value, choices):
-    """Return `value` if it is one of `choices`."""
-    if value not in choices:
-        possible = ", ".join(repr(c) for c in choices)
-        raise ValueError(
-            f"Argument `{name}` must be one of {possible}. Received: {name}={value!r}"
-        )
+    """Return `value` if it is one of `choices`, strings and numbers."""
+    # An array is compared by element.
+    if not isinstance(value, (str, numbers.Real)) or value not in choices:
+        raise wrong(name, f"one of {', '.join(map(repr, choices))}", value)
     return value
+
+
+def initializer(name, value):
+    """The initializer of Keras that `value` means."""
+    found = None if value is None else _get(initializers.get, value)
+    is_array = ops.is_tensor(value) or isinstance(value, (np.ndarray, np.generic))
+    if not callable(found) or (is_array and not _fills_weights(value)):
+        raise wrong(
+            name, "an initializer of Keras, its name, or such a function", value
+        )
+    return found
+
+
+def _fills_weights(array):
+    return bool(array.shape) and is_numeric(array)
+
+
+def array(name, value):
+    """Return `value`, array or tensor, as an array if it has elements, real numbers."""
+    try:
+        is_tensor = ops.is_tensor(value) or isinstance(value, keras.Variable)
+        found = ops.convert_to_numpy(value) if is_tensor else np.asarray(value)
+    except (TypeError, ValueError):  # Lists of lists of several lengths.
+        found = np.asarray(None)
+    if not found.size or not is_numeric(found):
+        raise wrong(name, "an array of real numbers, with elements", value)
+    return found
+
+
+def is_numeric(array):
+    """Whether elements of an array or tensor are real numbers or booleans."""
+    try:
+        dtype = keras.backend.standardize_dtype(array.dtype)
+    except ValueError:  # Of text, objects, dates.
+        return False
+    return dtype.startswith(("bool", "int", "uint", "float", "bfloat"))
+
+
+def regularizer(name, value):
+    """The regularizer of Keras that `value` means, or `None`."""
+    return _optional(name, value, regularizers.get, "a regularizer")
+
+
+def constraint(name, value):
+    """The constraint of Keras that `value` means, or `None`."""
+    return _optional(name, value, constraints.get, "a constraint")
+
+
+def _optional(name, value, get, kind):
+    if value is None:
+        return None
+    found = _get(get, value)
+    if not callable(found):
+        raise wrong(name, f"{kind} of Keras, its name, or None", value)
+    return found
+
+
+def _get(get, value):
+    try:
+        return get(value)
+    except Exception:  # Of many kinds, for a dictionary that is no configuration.
+        return None
 
 
 def synchronized(value):

@@ -157,8 +157,12 @@ class CBN(FollowsLearningRate, ChannelNormalization):
         self.mean_gradient = arguments.choice(
             "mean_gradient", mean_gradient, ("shift", "ratio")
         )
-        self.moving_mean_initializer = initializers.get(moving_mean_initializer)
-        self.moving_square_initializer = initializers.get(moving_square_initializer)
+        self.moving_mean_initializer = arguments.initializer(
+            "moving_mean_initializer", moving_mean_initializer
+        )
+        self.moving_square_initializer = arguments.initializer(
+            "moving_square_initializer", moving_square_initializer
+        )
         self.moving_mean = None
         self.moving_square = None
         self.average_weight = None

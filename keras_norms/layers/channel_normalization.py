@@ -39,12 +39,22 @@ class ChannelNormalization(keras.layers.Layer):
         self.center = arguments.boolean("center", center)
         self.scale = arguments.boolean("scale", scale)
         self.synchronized = arguments.synchronized(synchronized)
-        self.beta_initializer = initializers.get(beta_initializer)
-        self.gamma_initializer = initializers.get(gamma_initializer)
-        self.beta_regularizer = regularizers.get(beta_regularizer)
-        self.gamma_regularizer = regularizers.get(gamma_regularizer)
-        self.beta_constraint = constraints.get(beta_constraint)
-        self.gamma_constraint = constraints.get(gamma_constraint)
+        self.beta_initializer = arguments.initializer(
+            "beta_initializer", beta_initializer
+        )
+        self.gamma_initializer = arguments.initializer(
+            "gamma_initializer", gamma_initializer
+        )
+        self.beta_regularizer = arguments.regularizer(
+            "beta_regularizer", beta_regularizer
+        )
+        self.gamma_regularizer = arguments.regularizer(
+            "gamma_regularizer", gamma_regularizer
+        )
+        self.beta_constraint = arguments.constraint("beta_constraint", beta_constraint)
+        self.gamma_constraint = arguments.constraint(
+            "gamma_constraint", gamma_constraint
+        )
         self.supports_masking = True
         self.gamma = None
         self.beta = None

@@ -7,6 +7,7 @@ from keras import layers as keras_layers
 from keras import ops
 from keras.src.backend import AutocastScope
 
+from keras_norms.layers import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.kernels import check_layer
 from keras_norms.ops.fused import linear_of_affine
@@ -59,15 +60,21 @@ class FusedCBN(keras.layers.Layer):
     def __init__(self, layer, norm=None, **kwargs):
         self._several = isinstance(layer, (list, tuple))
         layers = list(layer) if self._several else [layer]
+        if not layers:
+            raise arguments.wrong("layer", "a layer or a list of layers", layer)
         for each in layers:
             _check(each)
         axis = 1 if _channels_first(layers[0]) else -1
         policy = layers[0].dtype_policy
+        if "dtype" in kwargs:
+            raise arguments.wrong(
+                "dtype", "left out: it is that of the layers", kwargs["dtype"]
+            )
+        if not isinstance(norm, (CBN, type(None))):
+            raise arguments.wrong("norm", "a CBN layer", norm)
         super().__init__(dtype=policy, **kwargs)
         self.norm = CBN(axis=axis, dtype=policy) if norm is None else norm
         self.layers = layers
-        if not isinstance(self.norm, CBN):
-            raise ValueError(f"Argument `norm` must be a CBN layer. Received: {norm=}")
         for each in (self.norm, *layers):
             if each.dtype_policy != policy:
                 raise ValueError(
@@ -148,7 +155,7 @@ def _check(layer):
         advice = "without an activity regularizer"
     else:
         return
-    raise ValueError(f"Argument `layer` must be {advice}. Received: layer={layer!r}")
+    raise arguments.wrong("layer", advice, layer)
 
 
 def _channels_first(layer):

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import keras
 from keras import layers
 
+from keras_norms.layers import arguments
+
 _CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
 _TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
 _DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
@@ -42,7 +44,7 @@ def check_layer(layer):
         advice = f"a layer without it: this one {obstacle}"
     else:
         return
-    raise ValueError(f"Argument `layer` must be {advice}. Received: layer={layer!r}")
+    raise arguments.wrong("layer", advice, layer)
 
 
 def check_unchanged(layer):

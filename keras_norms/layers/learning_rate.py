@@ -4,8 +4,12 @@ import functools
 import warnings
 import weakref
 
-from keras import initializers
+import keras
+from keras import initializers, ops
+from keras.optimizers.schedules import LearningRateSchedule
 from keras.src.backend import get_stateless_scope
+
+from keras_norms.layers import arguments
 
 UNKNOWN = -1.0
 
@@ -35,10 +39,15 @@ class FollowsLearningRate:
         """Say which learning rate the coming steps use, also before the layer is built.
 
         Args:
-            rate: Float, negative for unknown.
+            rate: Float, or such a scalar tensor; negative for unknown.
+
+        Raises:
+            ValueError: If it is not a finite number.
         """
+        if getattr(rate, "shape", None) == () and arguments.is_numeric(rate):
+            rate = float(ops.convert_to_numpy(rate))
+        self._first_rate = arguments.number("rate", rate)
         self._was_told = True
-        self._first_rate = float(rate)
         if self.built:
             self.learning_rate.assign(self._first_rate)
 
@@ -54,7 +63,16 @@ class FollowsLearningRate:
 
         Returns:
             Whether a compiled training function must be made again.
+
+        Raises:
+            ValueError: If an argument is of another class.
         """
+        if not isinstance(schedule, (LearningRateSchedule, type(None))):
+            raise arguments.wrong(
+                "schedule", "a LearningRateSchedule, or None", schedule
+            )
+        if not isinstance(iterations, (keras.Variable, type(None))):
+            raise arguments.wrong("iterations", "a keras.Variable, or None", iterations)
         self._was_told = True
         if schedule is self._schedule and iterations is _referent(self._iterations):
             return False

@@ -1,7 +1,6 @@
 """LpNorm: normalization by the average l_p norm."""
 
 import math
-import numbers
 
 import keras
 from keras import initializers, ops
@@ -127,16 +126,17 @@ class LpNorm(ChannelNormalization):
             gamma_constraint=gamma_constraint,
             **kwargs,
         )
-        value = math.inf if isinstance(p, str) and p == "inf" else p
-        if isinstance(p, bool) or not isinstance(value, numbers.Real) or not value >= 1:
-            raise ValueError(
-                "Argument `p` must be a number of at least 1, `math.inf` included. "
-                f"Received: p={p!r}"
-            )
-        self.p = float(value)
+        is_text = isinstance(p, str) and p == "inf"
+        self.p = math.inf if is_text else arguments.real(p)
+        if not self.p >= 1:
+            raise arguments.wrong("p", "a number of at least 1, `math.inf` included", p)
         self.norm_of = arguments.choice("norm_of", norm_of, ("input", "centered"))
-        self.moving_mean_initializer = initializers.get(moving_mean_initializer)
-        self.moving_norm_initializer = initializers.get(moving_norm_initializer)
+        self.moving_mean_initializer = arguments.initializer(
+            "moving_mean_initializer", moving_mean_initializer
+        )
+        self.moving_norm_initializer = arguments.initializer(
+            "moving_norm_initializer", moving_norm_initializer
+        )
         self.moving_mean = None
         self.moving_norm = None
 

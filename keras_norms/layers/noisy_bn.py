@@ -49,7 +49,8 @@ class NoisyBN(ChannelNormalization):
         scale_jitter: Non-negative float, standard deviation of an element's scale
             around that of its channel.
         noise_at_inference: Boolean, whether there is noise at inference as well.
-        seed: Optional integer. The same seed gives the same noise again, call by call.
+        seed: Optional integer, 0 to 2^31 - 1. The same seed gives the same noise again,
+            call by call.
         synchronized: Boolean, whether statistics are those of all TensorFlow replicas
             of a `tf.distribute` strategy, on one device the same as `False`. On JAX
             they always are those of the whole batch. Not available on PyTorch.
@@ -147,10 +148,17 @@ class NoisyBN(ChannelNormalization):
         self.noise_at_inference = arguments.boolean(
             "noise_at_inference", noise_at_inference
         )
-        self.seed = None if seed is None else arguments.integer("seed", seed)
+        if seed is not None:
+            # What every backend can keep in a variable.
+            seed = arguments.integer("seed", seed, at_least=0, at_most=2**31 - 1)
+        self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(self.seed)
-        self.moving_mean_initializer = initializers.get(moving_mean_initializer)
-        self.moving_variance_initializer = initializers.get(moving_variance_initializer)
+        self.moving_mean_initializer = arguments.initializer(
+            "moving_mean_initializer", moving_mean_initializer
+        )
+        self.moving_variance_initializer = arguments.initializer(
+            "moving_variance_initializer", moving_variance_initializer
+        )
         self.moving_mean = None
         self.moving_variance = None
 

@@ -322,7 +322,9 @@ class CWN(NormalizesKernel):
         super().__init__(layer, epsilon, **kwargs)
         self.scale = arguments.number("scale", scale, above=0)
         self.gain = arguments.boolean("gain", gain)
-        self.gain_initializer = initializers.get(gain_initializer)
+        self.gain_initializer = arguments.initializer(
+            "gain_initializer", gain_initializer
+        )
 
     def normalize(self, weight, axes, gain):
         return self.scale * spheres.cwn(weight, axes, gain, self.epsilon)
@@ -440,7 +442,7 @@ class WN(NormalizesKernel):
             ValueError: If the wrapped layer has no bias for each unit, or if a unit has
                 the same output everywhere.
         """
-        x = ops.convert_to_tensor(x)
+        x = ops.convert_to_tensor(x if ops.is_tensor(x) else arguments.array("x", x))
         if not self.built:
             self.build(tuple(x.shape))
         layer = self.layer
