@@ -12,9 +12,10 @@ from keras_norms.diagnostics.differentiation import (
     drawing_from,
     randomness,
 )
-from keras_norms.diagnostics.gradients import _batch, _check_model
+from keras_norms.diagnostics.gradients import _batch
 from keras_norms.diagnostics.model_loss import ModelLoss
 from keras_norms.layers import arguments
+from keras_norms.layers.model_arguments import check_compiled_or_loss, check_inputs
 
 NORMS = ("inf", 2)
 
@@ -94,16 +95,17 @@ class Attack:
     """The attack on a model, and the accuracy of what it makes."""
 
     def __init__(self, model, x, y, loss, epsilon, norm, steps, step_size, bounds):
-        _check_model(model, loss)
+        check_compiled_or_loss(model, loss)
         self._x, self._y = _arrays(x, y)
+        check_inputs(model, self._x)
         self.samples = len(self._x)
         self._epsilon = arguments.number("epsilon", epsilon, at_least=0)
         self._norm = arguments.choice("norm", norm, NORMS)
-        self._steps = _positive("steps", steps)
+        self._steps = arguments.integer("steps", steps, at_least=1)
         if step_size is None:
             step_size = self._epsilon / self._steps
         else:
-            arguments.number("step_size", step_size, above=0)
+            step_size = arguments.number("step_size", step_size, above=0)
         self._step_size = step_size
         self._bounds = _bounds(bounds, self._x)
         self._model = model
@@ -119,7 +121,8 @@ class Attack:
 
     def batches(self, batch_size, verbose):
         """All samples, in batches of one size, so that nothing is compiled again."""
-        size = min(_positive("batch_size", batch_size), self.samples)
+        batch_size = arguments.integer("batch_size", batch_size, at_least=1)
+        size = min(batch_size, self.samples)
         arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
         starts = range(0, self.samples, size)
         progress = keras.utils.Progbar(
@@ -268,11 +271,3 @@ def _bounds(bounds, x):
             f"bounds={bounds} for x from {x.min()} to {x.max()}"
         )
     return low, high
-
-
-def _positive(name, value):
-    if arguments.integer(name, value) < 1:
-        raise ValueError(
-            f"Argument `{name}` must be positive. Received: {name}={value}"
-        )
-    return value

@@ -11,6 +11,12 @@ from keras_norms.diagnostics.slopes import Slopes
 from keras_norms.layers import arguments
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.fused_cbn import FusedCBN
+from keras_norms.layers.model_arguments import (
+    check_batch,
+    check_compiled_or_loss,
+    check_layers,
+    check_model,
+)
 from keras_norms.layers.weight_normalization import NormalizesKernel
 
 TERMS = ("first", "diagonal", "off_diagonal", "third")
@@ -141,7 +147,14 @@ def blindness(
       https://arxiv.org/abs/2205.15146
     """
     arguments.number("deviation", deviation, above=0)
+    arguments.integer("axis", axis)
+    arguments.integer("seed", seed, at_least=0)
+    arguments.boolean("training", training)
+    check_compiled_or_loss(model, loss)
+    check_batch(model, x, y)
     layers = _layers(model, layers)
+    if source is not None:
+        find_layer(model, source)
     x, y = tree.map_structure(_numpy, (x, y))
     batches = _batches(x, y, labels)
     results = []
@@ -226,6 +239,7 @@ def second_order(model, x, y, loss=None, *, layer, source=None, training=True):
 
     - Zhou et al., 2022, Lemma 2, Theorem 3, Tables 3 and 4. See `blindness`.
     """
+    check_model(model)
     slopes = Slopes(model, x, y, loss, find_layer(model, layer), source, training)
     outputs = slopes.outputs
     if outputs.ndim != 2:
@@ -289,12 +303,9 @@ def _disturbances(outputs, deviation, rng):
 
 
 def _layers(model, layers):
+    check_layers(layers)
     if layers is not None:
         return [find_layer(model, layer) for layer in layers]
-    if not isinstance(model, keras.Model):
-        raise ValueError(
-            f"Argument `model` must be a keras.Model. Received: model={model}"
-        )
     every = model._flatten_layers(include_self=False)
     found = [layer for layer in every if isinstance(layer, NORMS)]
     # A FusedCBN has a CBN of its own, that it does not call.

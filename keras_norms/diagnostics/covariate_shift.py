@@ -7,6 +7,7 @@ import numpy as np
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.landscape import learning_rate_of
 from keras_norms.diagnostics.model_loss import find_layer
+from keras_norms.layers.model_arguments import check_layers, check_model
 
 
 class CovariateShift(NamedTuple):
@@ -77,12 +78,13 @@ def covariate_shift(
       Optimization?, NeurIPS 2018, Definition 2.1 (2.2 in the first version), Figure 3.
       https://arxiv.org/abs/1805.11604
     """
+    check_model(model)
+    places = weights_of_layers(model, layers)
+    if updated is None or learning_rate is not None:
+        rate = learning_rate_of(model, learning_rate)
     objective = Objective(model, x, y, loss, training=training)
     if updated is not None:
-        updated = objective.flatten(updated)
-    else:
-        rate = learning_rate_of(model, learning_rate)
-    places = weights_of_layers(model, layers)
+        updated = objective.flatten(updated, "updated")
     _, gradient = objective.value_and_grad()
     if updated is None:
         updated = objective.start - rate * gradient
@@ -141,6 +143,7 @@ def weights_of_layers(model, layers=None):
     Returns:
         A dict from the name of each layer to an array of indices, in order.
     """
+    check_layers(layers)
     variables = model.trainable_variables
     ends = np.cumsum([int(np.prod(v.shape)) for v in variables])
     places = {

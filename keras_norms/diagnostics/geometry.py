@@ -5,10 +5,10 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_norms.diagnostics.gradients import _check_batch
 from keras_norms.diagnostics.recorder import record
 from keras_norms.layers import arguments
 from keras_norms.layers.kernels import check_layer, kernels_of
+from keras_norms.layers.model_arguments import check_inputs, check_model
 from keras_norms.layers.weight_normalization import NormalizesKernel
 
 
@@ -41,19 +41,16 @@ def decompose(v, axes=-1):
         A `Decomposition`.
 
     Raises:
-        ValueError: If `v` has no elements.
+        ValueError: If `v` has no elements or other ones than real numbers, or if `axes`
+            are not axes of it.
 
     Reference:
 
     - Sun et al., New Interpretations of Normalization Methods in Deep Learning, AAAI
       2020, Lemma 1 and Eq. 3. https://doi.org/10.1609/aaai.v34i04.6046
     """
-    v = float64(v)
-    if not v.size:
-        raise ValueError(
-            f"Argument `v` must have elements. Received: v of shape {v.shape}"
-        )
-    axes = tuple(axis % v.ndim for axis in np.atleast_1d(axes))
+    v = float64(arguments.array("v", v))
+    axes = _axes(axes, v.ndim)
     # Less its first element, a constant vector is exactly zero.
     first = v[tuple(slice(0, 1) if i in axes else slice(None) for i in range(v.ndim))]
     shifted = v - first
@@ -68,6 +65,18 @@ def decompose(v, axes=-1):
         beta=np.squeeze(first + mean, axes),
         direction=centred / np.where(deviation > 0, deviation, 1),
     )
+
+
+def _axes(axes, ndim):
+    """Axes from the first on, a tuple."""
+    several = axes if isinstance(axes, (list, tuple)) else [axes]
+    found = {
+        arguments.integer("axes", axis, at_least=-ndim, at_most=ndim - 1) % ndim
+        for axis in several
+    }
+    if not found or len(found) < len(several):
+        raise arguments.wrong("axes", "one axis or more, each once", axes)
+    return tuple(sorted(found))
 
 
 class EffectiveWeight(NamedTuple):
@@ -118,8 +127,8 @@ def effective_weights(model, x, *, training=True):
 
     - Sun et al., AAAI 2020, Eq. 12. See `decompose`.
     """
-    _check_built(model)
-    _check_batch(x)
+    check_model(model)
+    check_inputs(model, x)
     arguments.boolean("training", training)
     layers = model._flatten_layers(include_self=False)
     linear = {id(layer): layer for layer in layers if _is_linear(layer)}
@@ -182,14 +191,6 @@ def _is_linear(layer):
         and len(kernels_of(layer)) == 1
         and layer.activation is keras.activations.linear
     )
-
-
-def _check_built(model):
-    if not isinstance(model, keras.Model) or not model.built:
-        raise ValueError(
-            "Argument `model` must be a keras.Model that is built: call it on data. "
-            f"Received: model={model}"
-        )
 
 
 def moments(x, axis):

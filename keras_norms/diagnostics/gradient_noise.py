@@ -5,6 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_norms.diagnostics.gradients import Objective
+from keras_norms.layers import arguments
+from keras_norms.layers.model_arguments import check_compiled_or_loss
 
 
 class GradientNoise(NamedTuple):
@@ -66,6 +68,10 @@ def gradient_noise(model, batches, loss=None, *, training=True):
     losses, not_finite = [], []
     mean, spread = 0.0, 0.0
     index = -1
+    check_compiled_or_loss(model, loss)
+    arguments.boolean("training", training)
+    if not hasattr(batches, "__iter__") or isinstance(batches, (str, dict)):
+        raise arguments.wrong("batches", "an iterable of pairs `(x, y)`", batches)
     for index, batch in enumerate(batches):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(

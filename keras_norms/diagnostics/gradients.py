@@ -17,6 +17,7 @@ from keras_norms.diagnostics.differentiation import (
 )
 from keras_norms.diagnostics.model_loss import SIDES, ModelLoss, find_layer
 from keras_norms.layers import arguments
+from keras_norms.layers.model_arguments import check_batch, check_compiled_or_loss
 
 # Compiled functions: model -> settings -> `_Program`. They hold no model alive.
 _PROGRAMS = weakref.WeakKeyDictionary()
@@ -82,7 +83,7 @@ def hessian_vector_product(
         ValueError: If `vector` has another shape. See also `Objective`.
     """
     objective = Objective(model, x, y, loss, layer=layer, side=side, training=training)
-    product = objective.hessian_vector_product(objective.flatten(vector))
+    product = objective.hessian_vector_product(objective.flatten(vector, "vector"))
     return objective.unflatten(product)
 
 
@@ -124,9 +125,10 @@ class Objective:
     def __init__(
         self, model, x, y, loss=None, *, layer=None, side="output", training=True
     ):
-        _check_model(model, loss)
-        _check_batch(x)
+        check_compiled_or_loss(model, loss)
+        check_batch(model, x, y)
         arguments.choice("side", side, SIDES)
+        arguments.boolean("training", training)
         if layer is None and not model.trainable_variables:
             raise ValueError(
                 "Argument `model` must have trainable weights. "
@@ -159,7 +161,7 @@ class Objective:
         """The objective with another batch, from the same weights and seeds."""
         if not self._of_weights:
             raise ValueError("The objective of a layer's activations has one batch.")
-        _check_batch(x)
+        check_batch(self._model, x, y)
         other = copy.copy(self)
         other._batch = _batch(self._model, x, y)
         other.gradient_evaluations = 0
@@ -168,7 +170,7 @@ class Objective:
     def value_and_grad(self, point=None):
         """The loss, a float, and its gradient at a point, a vector."""
         self.gradient_evaluations += 1
-        values = self._tensors(point)
+        values = self._tensors("point", point)
         with drawing_from(self._randomness):
             loss, gradient = self._program.value_and_grad(
                 values, self._state, *self._batch, self._scale
@@ -177,25 +179,32 @@ class Objective:
 
     def hessian_vector_product(self, vector, point=None):
         """The Hessian at a point times a vector, a vector."""
-        values, vectors = self._tensors(point), self._tensors(vector)
+        values = self._tensors("point", point)
+        vectors = self._tensors("vector", vector)
         with drawing_from(self._randomness):
             product = self._program.hessian_vector_product(
                 values, vectors, self._state, *self._batch, self._scale
             )
         return _numpy(product)
 
-    def flatten(self, values):
-        """A vector of a list of arrays; of one array, where there is a layer."""
+    def flatten(self, values, name="values"):
+        """A vector of a list of arrays; of one array, where there is a layer.
+
+        An error speaks of the argument `name`.
+        """
         values = values if isinstance(values, (list, tuple)) else [values]
-        shapes = [tuple(np.shape(value)) for value in values]
+        values = [arguments.array(name, value) for value in values]
+        shapes = [value.shape for value in values]
         if shapes != self.shapes:
             raise ValueError(
-                f"Arrays of shapes {self.shapes} are needed. Received: {shapes}"
+                f"Argument `{name}` must have the shapes {self.shapes}. "
+                f"Received: {name} of shapes {shapes}"
             )
         return np.concatenate([np.ravel(value).astype(self._dtype) for value in values])
 
     def unflatten(self, vector):
         """The list of arrays of a vector; the array, where there is a layer."""
+        vector = self._vector("vector", vector)
         ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
         parts = np.split(vector, ends[:-1])
         values = [part.reshape(shape) for part, shape in zip(parts, self.shapes)]
@@ -206,13 +215,19 @@ class Objective:
         dtypes = {keras.backend.standardize_dtype(dtype) for _, dtype in self._values}
         return "float64" if "float64" in dtypes else "float32"
 
-    def _tensors(self, vector):
-        vector = self.start if vector is None else np.asarray(vector)
-        if vector.shape != self.start.shape:
+    def _vector(self, name, vector):
+        """Return `vector` if it is like `start`."""
+        found = arguments.array(name, vector)
+        if found.shape != self.start.shape:
             raise ValueError(
-                f"A vector of shape {self.start.shape} is needed. "
-                f"Received: {vector.shape}"
+                f"Argument `{name}` must have the shape {self.start.shape}. "
+                f"Received: {name} of shape {found.shape}"
             )
+        return found
+
+    def _tensors(self, name, vector):
+        vector = self.start if name == "point" and vector is None else vector
+        vector = self._vector(name, vector)
         return [
             ops.convert_to_tensor(part, dtype)
             for part, (_, dtype) in zip(self._as_list(vector), self._values)
@@ -288,28 +303,6 @@ def _program(model, loss, layer, side, training):
     program = _Program(pure, compiler(model))
     programs[key] = (program, made_for, loss)
     return program
-
-
-def _check_model(model, loss):
-    if not isinstance(model, keras.Model) or not model.built:
-        raise ValueError(
-            "Argument `model` must be a keras.Model that is built: call it on data. "
-            f"Received: model={model}"
-        )
-    if loss is None and not model.compiled:
-        raise ValueError(
-            "Argument `loss` must be given, for the model is not compiled. "
-            "Received: loss=None"
-        )
-
-
-def _check_batch(x):
-    arrays = tree.flatten(x)
-    if not arrays or any(0 in np.shape(array) for array in arrays):
-        raise ValueError(
-            "Argument `x` must be a batch of at least one sample. "
-            f"Received: x of shape {[tuple(np.shape(array)) for array in arrays]}"
-        )
 
 
 def _batch(model, x, y):

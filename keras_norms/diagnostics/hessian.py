@@ -44,27 +44,27 @@ def hessian_eigenvalues(
         count: Integer, how many, less than the number of weights.
         which: `"LA"` for the largest, `"SA"` for the smallest, `"LM"` for the largest
             in magnitude, as in `scipy.sparse.linalg.eigsh`.
-        tolerance: Float, relative accuracy of the eigenvalues.
+        tolerance: Non-negative float, relative accuracy of the eigenvalues.
         seed: Integer, of the vector that the iteration starts from.
 
     Returns:
         Array of shape `(count,)`, from the largest to the smallest.
 
     Raises:
-        ValueError: If `count` or `which` is out of its range, or a product is not
-            finite. See also `Objective`.
+        ValueError: If an argument is out of its range, or a product is not finite. See
+            also `Objective`.
         scipy.sparse.linalg.ArpackNoConvergence: If the method does not converge.
     """
     from scipy.sparse.linalg import LinearOperator, eigsh
 
     arguments.choice("which", which, ("LA", "SA", "LM"))
+    arguments.integer("count", count, at_least=1)
+    arguments.number("tolerance", tolerance, at_least=0)
+    arguments.integer("seed", seed, at_least=0)
     objective = Objective(model, x, y, loss, training=training)
     size = objective.start.size
-    if not 1 <= arguments.integer("count", count) < size:
-        raise ValueError(
-            f"Argument `count` must be at least 1 and less than the {size} weights. "
-            f"Received: count={count}"
-        )
+    if count >= size:
+        raise arguments.wrong("count", f"less than the {size} weights", count)
     product = LinearOperator(
         (size, size), lambda vector: _product(objective, vector), dtype="float64"
     )
@@ -97,10 +97,8 @@ def hessian_trace(model, x, y, loss=None, *, samples=10, seed=0, training=True):
         ValueError: If `samples` is less than 2, or a product is not finite. See also
             `Objective`.
     """
-    if arguments.integer("samples", samples) < 2:
-        raise ValueError(
-            f"Argument `samples` must be at least 2. Received: samples={samples}"
-        )
+    arguments.integer("samples", samples, at_least=2)
+    arguments.integer("seed", seed, at_least=0)
     objective = Objective(model, x, y, loss, training=training)
     rng = np.random.default_rng(seed)
     signs = rng.choice([-1.0, 1.0], (samples, objective.start.size))

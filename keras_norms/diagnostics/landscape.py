@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.layers import arguments
+from keras_norms.layers.model_arguments import check_model
 
 DIRECTIONS = ("gradient", "random")
 
@@ -92,8 +93,10 @@ def landscape(
       Optimization?, NeurIPS 2018, Section 3.2, Appendix A.2.2, Figures 4, 9, 11.
       https://arxiv.org/abs/1805.11604
     """
+    check_model(model)
     steps = step_lengths(learning_rate_of(model, learning_rate), step_range, points)
     arguments.choice("direction", direction, DIRECTIONS)
+    arguments.integer("seed", seed, at_least=0)
     objective = Objective(model, x, y, loss, training=training)
     value, gradient = objective.value_and_grad()
     gradient = gradient.astype("float64")
@@ -165,14 +168,11 @@ def learning_rate_of(model, learning_rate):
 
 def step_lengths(learning_rate, step_range, points):
     """Array of `points` step lengths."""
-    least, largest = step_range
+    try:
+        least, largest = map(arguments.real, step_range)
+    except (TypeError, ValueError):  # No two of them.
+        least = largest = np.nan
     if not 0 < least <= largest < np.inf:
-        raise ValueError(
-            "Argument `step_range` must be two positive numbers in order. "
-            f"Received: step_range={step_range}"
-        )
-    if arguments.integer("points", points) < 1:
-        raise ValueError(
-            f"Argument `points` must be at least 1. Received: points={points}"
-        )
+        raise arguments.wrong("step_range", "two positive numbers in order", step_range)
+    arguments.integer("points", points, at_least=1)
     return learning_rate * np.linspace(least, largest, points)

@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.model_loss import find_layer
+from keras_norms.layers.model_arguments import check_model
 
 
 class LipschitzTerms(NamedTuple):
@@ -61,6 +62,7 @@ def lipschitz_terms(model, layer, x, y, loss=None):
       Optimization?, NeurIPS 2018, Theorem 4.1 and Eq. 9.
       https://arxiv.org/abs/1805.11604
     """
+    check_model(model)
     found = find_layer(model, layer)
     if not isinstance(found, keras.layers.BatchNormalization) or not found.trainable:
         raise ValueError(

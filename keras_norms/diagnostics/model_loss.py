@@ -8,6 +8,8 @@ from keras import ops, tree
 from keras.src.backend import compute_output_spec
 from keras.src.trainers.compile_utils import CompileLoss
 
+from keras_norms.layers import arguments
+
 SIDES = ("input", "output")
 
 
@@ -159,7 +161,8 @@ class ModelLoss:
 def find_layer(model, layer):
     """The layer of `model`, nested ones too, that `layer` is or is the name of."""
     layers = model._flatten_layers(include_self=False)
-    found = [each for each in layers if each is layer or each.name == layer]
+    name = layer if isinstance(layer, str) else None
+    found = [each for each in layers if each is layer or each.name == name]
     if len(found) == 1:
         return found[0]
     if found:
@@ -169,7 +172,8 @@ def find_layer(model, layer):
         )
     raise ValueError(
         f"Argument `layer` must be a layer of model '{model.name}', or its name. "
-        f"Received: layer={layer!r}. The model has {[each.name for each in layers]}"
+        f"Received: layer={arguments.shown(layer)}. "
+        f"The model has {[each.name for each in layers]}"
     )
 
 

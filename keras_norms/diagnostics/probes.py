@@ -1,5 +1,7 @@
 """Callbacks that measure a model while it is trained, and leave it as it is."""
 
+import os
+
 import keras
 from keras import ops
 
@@ -12,6 +14,7 @@ from keras_norms.diagnostics.landscape import (
     step_lengths,
 )
 from keras_norms.layers import arguments
+from keras_norms.layers.model_arguments import check_batch, check_layers, check_loss
 
 
 class Probe(keras.callbacks.Callback):
@@ -41,11 +44,9 @@ class Probe(keras.callbacks.Callback):
 
     def __init__(self, every, log_dir=None):
         super().__init__()
-        if arguments.integer("every", every) < 1:
-            raise ValueError(
-                f"Argument `every` must be positive. Received: every={every}"
-            )
-        self.every = every
+        self.every = arguments.integer("every", every, at_least=1)
+        if not isinstance(log_dir, (str, os.PathLike, type(None))):
+            raise arguments.wrong("log_dir", "a path, or None", log_dir)
         self.log_dir = log_dir
         self.history = {}
         self._writer = None
@@ -152,8 +153,12 @@ class LandscapeProbe(Probe):
     ):
         super().__init__(every, log_dir)
         self._batch = _batches(batch)
+        check_loss(loss)
+        if learning_rate is not None:
+            arguments.number("learning_rate", learning_rate, above=0)
         step_lengths(1.0, step_range, points)
         arguments.choice("direction", direction, DIRECTIONS)
+        arguments.integer("seed", seed, at_least=0)
         self._settings = {
             "loss": loss,
             "learning_rate": learning_rate,
@@ -193,7 +198,12 @@ class GradientNoiseProbe(Probe):
 
     def __init__(self, batches, every=200, log_dir=None, loss=None):
         super().__init__(every, log_dir)
-        self._batches = list(batches)
+        if not isinstance(batches, (list, tuple)) or len(batches) < 2:
+            raise arguments.wrong("batches", "a list of two batches or more", batches)
+        for batch in batches:
+            _check_pair("batches", batch, "hold pairs `(x, y)`")
+        check_loss(loss)
+        self._batches = batches
         self._loss = loss
 
     def measure(self):
@@ -225,6 +235,8 @@ class CovariateShiftProbe(Probe):
 
     def __init__(self, batch, layers=None, every=200, log_dir=None, loss=None):
         super().__init__(every, log_dir)
+        check_layers(layers)
+        check_loss(loss)
         self._batch = _batches(batch)
         self._layers = layers
         self._loss = loss
@@ -256,9 +268,14 @@ def _batches(batch):
     """A function of the step that returns a batch."""
     if callable(batch):
         return batch
+    expected = "be a pair `(x, y)`, or a function of the step that returns one"
+    _check_pair("batch", batch, expected)
+    return lambda step: batch
+
+
+def _check_pair(name, batch, expected):
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
-            "Argument `batch` must be a pair `(x, y)`, or a function of the step that "
-            f"returns one. Received: batch of class {type(batch).__name__}"
+            f"Argument `{name}` must {expected}. Received: {arguments.shown(batch)}"
         )
-    return lambda step: batch
+    check_batch(None, *batch, names=(name, name))

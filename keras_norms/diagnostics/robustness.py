@@ -75,7 +75,7 @@ def robustness(
       2020, Section 3.2, Tables 1 and 2. https://doi.org/10.1609/aaai.v34i04.6046
     """
     noise = arguments.number("noise", noise, at_least=0)
-    rng = np.random.default_rng(arguments.integer("seed", seed))
+    rng = np.random.default_rng(arguments.integer("seed", seed, at_least=0))
     attack = Attack(model, x, y, loss, epsilon, norm, steps, step_size, bounds)
     hits, still = np.zeros(3), 0
     for batch in attack.batches(batch_size, verbose):

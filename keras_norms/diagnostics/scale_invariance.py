@@ -9,6 +9,7 @@ from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.landscape import learning_rate_of
 from keras_norms.layers import arguments
 from keras_norms.layers.kernels import kernels_of
+from keras_norms.layers.model_arguments import check_model
 
 
 class WeightGeometry(NamedTuple):
@@ -113,6 +114,8 @@ def weight_geometry(
     - Sun et al., AAAI 2020, Lemmas 2 and 3. See `decompose`.
     """
     tolerance = arguments.number("tolerance", tolerance, above=0)
+    arguments.integer("seed", seed, at_least=0)
+    check_model(model)
     rate = learning_rate_of(model, learning_rate)
     objective = Objective(model, x, y, loss, training=training)
     fan_in = _fan_in(model)

@@ -47,9 +47,8 @@ class Slopes(Objective):
             ops.convert_to_tensor, (np.asarray(loss, dtype), disturbance)
         )
         with drawing_from(self._randomness):
-            gradient = self._slope(
-                self._tensors(None), loss, disturbance, self._state, *self._batch
-            )
+            start = self._tensors("point", None)
+            gradient = self._slope(start, loss, disturbance, self._state, *self._batch)
         return np.array(ops.convert_to_numpy(gradient)).astype("float64")
 
     def at_output(self):

@@ -9,7 +9,8 @@ y_hat = (y - mean(y)) / sigma        sigma = sqrt(var(y))        z = gamma y_hat
 
 `g` is the gradient of a loss with respect to `z`, which is also the gradient with
 respect to `y` of the network without normalisation that has the same activations there.
-No epsilon is in these formulas, so `y` must not be constant.
+No epsilon is in these formulas, so `y` must not be constant. An argument that is not
+finite, or of another shape, is a ValueError.
 
 Reference:
 
@@ -20,15 +21,37 @@ Reference:
 
 import numpy as np
 
+from keras_norms.layers import arguments
+
 
 def normalize(y):
     """`y_hat` and `sigma`."""
-    y = np.asarray(y, "float64")
+    y = _array("y", y)
     centred = y - np.mean(y)
     sigma = np.sqrt(np.mean(centred**2))
     if not sigma > 0:
-        raise ValueError(f"Argument `y` must not be constant. Received: y={y}")
+        raise arguments.wrong("y", "a vector that is not constant", y)
     return centred / sigma, sigma
+
+
+def _array(name, value, ndim=1, m=None):
+    """A vector or a square matrix, of `m` elements an axis, in float64."""
+    found = arguments.array(name, value).astype("float64")
+    shape = found.shape[:1] * ndim if m is None else (m,) * ndim
+    if found.shape != shape or not found.ndim or not np.all(np.isfinite(found)):
+        size = "of any length" if m is None else f"of shape {shape}"
+        raise ValueError(
+            f"Argument `{name}` must be finite numbers {size}. "
+            f"Received: {name}={arguments.shown(value)} of shape {found.shape}"
+        )
+    return found
+
+
+def _checked(g, gamma, y):
+    """`g`, `gamma`, and the two of `normalize`."""
+    y_hat, sigma = normalize(y)
+    g = _array("g", g, m=y_hat.size)
+    return g, arguments.number("gamma", gamma), y_hat, sigma
 
 
 def jacobian(y, gamma=1.0):
@@ -38,6 +61,7 @@ def jacobian(y, gamma=1.0):
     gamma / sigma * (1[b = k] - 1/m - y_hat_b y_hat_k / m)
     ```
     """
+    gamma = arguments.number("gamma", gamma)
     y_hat, sigma = normalize(y)
     m = y_hat.size
     return gamma / sigma * (np.eye(m) - 1 / m - np.outer(y_hat, y_hat) / m)
@@ -50,7 +74,7 @@ def gradient(g, y, gamma=1.0):
     gamma / (m sigma) * (m g - sum(g) - y_hat <g, y_hat>)
     ```
     """
-    y_hat, sigma = normalize(y)
+    g, gamma, y_hat, sigma = _checked(g, gamma, y)
     m = y_hat.size
     return gamma / (m * sigma) * (m * g - np.sum(g) - y_hat * (g @ y_hat))
 
@@ -65,7 +89,7 @@ def squared_gradient(g, y, gamma=1.0):
     Returns:
         The squared norm of the gradient with respect to `y`.
     """
-    y_hat, sigma = normalize(y)
+    g, gamma, y_hat, sigma = _checked(g, gamma, y)
     m = y_hat.size
     left = g @ g - np.sum(g) ** 2 / m - (g @ y_hat) ** 2 / m
     return gamma**2 / sigma**2 * left
@@ -86,8 +110,9 @@ def curvature(g, hessian, y, gamma=1.0):
     Returns:
         The quadratic form `G^T (d^2 L / dy dy) G`.
     """
-    y_hat, sigma = normalize(y)
+    g, gamma, y_hat, sigma = _checked(g, gamma, y)
     m = y_hat.size
+    hessian = _array("hessian", hessian, 2, m)
     G = gradient(g, y, gamma)
     scaled = gamma**2 / sigma**2 * (G @ hessian @ G)
     return scaled - gamma / (m * sigma**2) * (g @ y_hat) * (G @ G)
@@ -103,8 +128,9 @@ def hessian(g, hessian, y, gamma=1.0):
         - 3/m <g, y_hat> y_hat y_hat^T + <g, y_hat> (I - 1 1^T / m)) / (m gamma))
     ```
     """
-    y_hat, sigma = normalize(y)
+    g, gamma, y_hat, sigma = _checked(g, gamma, y)
     m = y_hat.size
+    hessian = _array("hessian", hessian, 2, m)
     centring = np.eye(m) - 1 / m
     projection = centring - np.outer(y_hat, y_hat) / m
     centred, product = g - np.mean(g), g @ y_hat
@@ -134,8 +160,10 @@ def weight_gradient_bound(g, y, largest, gamma=1.0):
     Returns:
         The bound without and with normalisation.
     """
-    without = largest**2 * (g @ g)
-    return without, largest**2 * squared_gradient(g, y, gamma)
+    largest = arguments.number("largest", largest, at_least=0)
+    passed = squared_gradient(g, y, gamma)
+    g = _array("g", g)
+    return largest**2 * (g @ g), largest**2 * passed
 
 
 def initialization_gain(w, optimum):
@@ -151,6 +179,8 @@ def initialization_gain(w, optimum):
     Returns:
         The squared distances from `w` without and with normalisation.
     """
+    w = _array("w", w)
+    optimum = _array("optimum", optimum, m=w.size)
     if not w @ optimum > 0:
         raise ValueError(
             "Arguments `w` and `optimum` must have a positive product. "
@@ -180,5 +210,6 @@ def output_sensitivity(x, y):
     """
     y_hat, sigma = normalize(y)
     m = y_hat.size
+    x = _array("x", x, m=m)
     alpha = x @ y_hat
     return np.sum(x**2), (m * np.var(x) - alpha**2 / m) / sigma**2

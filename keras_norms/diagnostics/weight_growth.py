@@ -7,6 +7,7 @@ from keras_norms.diagnostics.geometry import affine, float64, moments
 from keras_norms.diagnostics.probes import Probe
 from keras_norms.diagnostics.recorder import record
 from keras_norms.layers.channel_normalization import ChannelNormalization
+from keras_norms.layers.model_arguments import check_inputs, check_layers
 
 
 class WeightGrowth(Probe):
@@ -54,6 +55,7 @@ class WeightGrowth(Probe):
 
     def __init__(self, layers=None, every=1, log_dir=None):
         super().__init__(every, log_dir)
+        check_layers(layers)
         self._layers = layers
         self._kernels = {}
 
@@ -173,6 +175,9 @@ class BatchStatistics(Probe):
 
     def __init__(self, batch=None, layers=None, every=200, log_dir=None):
         super().__init__(every, log_dir)
+        check_layers(layers)
+        if batch is not None and not callable(batch):
+            check_inputs(None, batch, "batch")
         self._batch = batch if callable(batch) else lambda step: batch
         self._has_batch = batch is not None
         self._layers = layers

@@ -103,6 +103,11 @@ class ChannelNormalization(keras.layers.Layer):
         average = ops.cast(statistic, value.dtype)
         statistic.assign(moving_average(average, value, self.momentum, count))
 
+    def prior(self, moving_mean):
+        """What `moments` is told of a mean: an average, which need not be near."""
+        # A copy: PyTorch assigns in place, and gradients need what was there before.
+        return ops.copy(ops.cast(moving_mean, self.statistics_dtype)), False
+
     @property
     def statistics_dtype(self):
         return "float64" if self.compute_dtype == "float64" else "float32"

@@ -169,7 +169,9 @@ class LpNorm(ChannelNormalization):
             "mask": arguments.broadcast_mask(mask, inputs, self.axis),
             "synchronized": self.synchronized,
         }
-        batch = lp_norm.lp_statistics(inputs, gamma.dtype, **static)
+        batch = lp_norm.lp_statistics(
+            inputs, gamma.dtype, prior=self.prior(self.moving_mean), **static
+        )
         outputs = lp_norm.lp_normalization(
             inputs, gamma, beta, batch, epsilon=self.epsilon, **static
         )

@@ -177,7 +177,14 @@ class NoisyBN(ChannelNormalization):
         training = training and self.trainable
         if training:
             mask = arguments.broadcast_mask(mask, inputs, self.axis)
-            batch = moments(inputs, gamma.dtype, self.axis, mask, self.synchronized)
+            batch = moments(
+                inputs,
+                gamma.dtype,
+                self.axis,
+                mask,
+                self.synchronized,
+                self.prior(self.moving_mean),
+            )
             outputs = normalize.batch_normalization(
                 inputs,
                 gamma,

@@ -7,6 +7,7 @@ import warnings
 import keras
 import numpy as np
 
+from keras_norms.layers import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
@@ -16,7 +17,7 @@ from keras_norms.surgery import fuse, linear, weights
 from keras_norms.surgery.fused import fuse_model
 from keras_norms.surgery.graph import Graph, Unit
 from keras_norms.surgery.placement import insertions
-from keras_norms.surgery.recalibrate import measure, recalibrate
+from keras_norms.surgery.recalibrate import check_data, measure, recalibrate
 
 NAMES = {
     "cbn": CBN,
@@ -113,18 +114,16 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
     >>> model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
     >>> model.fit(images, labels, callbacks=[AMAT()])
     """
-    if not isinstance(preserve, bool):
-        raise ValueError(
-            "Argument `preserve` must be True or False. "
-            f"Received: preserve={preserve!r}"
-        )
+    arguments.boolean("preserve", preserve)
     template = _Template(norm)
     if not isinstance(fused, bool) or (fused and template.cls is not CBN):
         raise ValueError(
             "Argument `fused` must be True or False, and False unless `norm` is CBN. "
-            f"Received: fused={fused!r} with norm={norm!r}"
+            f"Received: fused={arguments.shown(fused)} with norm={norm!r}"
         )
     graph = Graph(model)
+    if data is not None:
+        check_data(model, data)
     skipped = _skipped(graph, skip)
     graphs = [g for g in graph.walk() if id(g) not in skipped]
     units = _units(graphs, skipped)
@@ -180,7 +179,7 @@ class _Template:
             self.is_given = True
             for name in ("name", "dtype", "layer", "build_config"):
                 self.keywords.pop(name, None)
-        elif callable(norm):
+        elif callable(norm) and not isinstance(norm, type):
             self.function = norm
         else:
             raise _wrong_norm(norm)
@@ -196,7 +195,8 @@ def _wrong_norm(norm):
     names = ", ".join(repr(name) for name in NAMES)
     return ValueError(
         f"Argument `norm` must be one of {names}, a layer or a class of layers, or a "
-        f"function from a BatchNormalization layer to a layer. Received: norm={norm!r}"
+        "function from a BatchNormalization layer to a layer. "
+        f"Received: norm={arguments.shown(norm)}"
     )
 
 
@@ -240,14 +240,16 @@ def _skipped(graph, skip):
     if callable(skip):
         chosen = [u for u in units if u.layer is not None and skip(u.layer)]
     else:
-        names = [skip] if isinstance(skip, str) else list(skip)
-        known = {unit.name for unit in units}
-        missing = [name for name in names if name not in known]
-        if missing:
-            raise ValueError(
-                "Argument `skip` must be a predicate or a collection of names of "
-                "layers of the model. "
-                f"Received: skip={skip!r}, of which {missing} are none"
+        names = [skip] if isinstance(skip, str) else skip
+        known = [unit.name for unit in units]
+        is_collection = isinstance(names, (list, tuple, set, frozenset))
+        if not is_collection or not all(
+            isinstance(name, str) and name in known for name in names
+        ):
+            raise arguments.wrong(
+                "skip",
+                "a predicate or a collection of names of layers of the model",
+                skip,
             )
         chosen = [unit for unit in units if unit.name in names]
     found = set()

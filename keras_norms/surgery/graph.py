@@ -15,6 +15,8 @@ from keras.src.backend import get_keras_mask
 from keras.src.models.functional import Functional, functional_like_constructor
 from keras.src.saving import serialization_lib
 
+from keras_norms.layers import arguments
+
 
 class Value:
     """A tensor of the graph: who makes it and who reads it."""
@@ -425,7 +427,7 @@ def functional_of(model):
     if not isinstance(model, keras.Model):
         raise ValueError(
             "Argument `model` must be a Functional or Sequential Keras model. "
-            f"Received: model={model!r}"
+            f"Received: model={arguments.shown(model)}"
         )
     if not is_graph(model):
         raise ValueError(

@@ -7,6 +7,7 @@ import numpy as np
 from keras import tree
 from keras.src.trainers.data_adapters import data_adapter_utils, get_data_adapter
 
+from keras_norms.layers import arguments
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery import linear, resize
 from keras_norms.surgery.channels import Channels
@@ -184,30 +185,18 @@ def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
 
 
 def _check(gamma, similarity, steps, batch_size):
-    for name, value, top in (("gamma", gamma, np.inf), ("similarity", similarity, 1)):
-        if value is None:
-            continue
-        number = isinstance(value, int | float | np.number)
-        fits = number and not isinstance(value, bool) and 0 <= value <= top
-        if not fits or (name == "similarity" and value == 0) or value == np.inf:
-            allowed = "0 or more" if name == "gamma" else "above 0 and at most 1"
-            raise ValueError(
-                f"Argument `{name}` must be a number, {allowed}, or None. "
-                f"Received: {name}={value!r}"
-            )
+    if gamma is not None:
+        arguments.number("gamma", gamma, at_least=0)
+    if similarity is not None:
+        arguments.number("similarity", similarity, above=0, at_most=1)
     if gamma is None and similarity is None:
         raise ValueError(
             "Arguments `gamma` and `similarity` must not both be None. Received: "
             "gamma=None, similarity=None"
         )
-    for name, value in (("steps", steps), ("batch_size", batch_size)):
-        if value is None and name == "steps":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"Argument `{name}` must be a positive integer. "
-                f"Received: {name}={value!r}"
-            )
+    if steps is not None:
+        arguments.integer("steps", steps, at_least=1)
+    arguments.integer("batch_size", batch_size, at_least=1)
 
 
 # Measuring

@@ -10,6 +10,7 @@ from keras import ops, tree
 from keras_norms.layers import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
+from keras_norms.layers.model_arguments import check_inputs
 from keras_norms.ops import lp_norm, normalize
 from keras_norms.ops.moments import Moments, moments, per_channel, reduction_axes
 from keras_norms.surgery.affine import NORMS, Statistics
@@ -38,30 +39,35 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
         data: What `fit` takes: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset`,
             a PyTorch `DataLoader`, or any iterable of batches. `(x, y)` and
             `(x, y, sample_weight)` are recognised; only `x` is used.
-        steps: Optional integer, how many batches to use. Needed where data is endless.
-        batch_size: Optional integer, for arrays. 32 by default.
+        steps: Optional positive integer, how many batches to use. Needed where data is
+            endless.
+        batch_size: Optional positive integer, for arrays. 32 by default.
         verbose: `"auto"`, 0, 1, or 2, as in `Model.predict`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If the model is not built, if it has no layer to measure, or if
-            `data` is of another kind or empty.
+        ValueError: If the model is not built, if it has no layer to measure, if `data`
+            is of another kind, empty, or does not fit the model, or if another argument
+            is out of its range.
 
     Example:
 
     >>> recalibrate(model, x_train, steps=100, batch_size=256)
     """
     if not isinstance(model, keras.Model):
-        raise ValueError(
-            f"Argument `model` must be a Keras model. Received: model={model!r}"
-        )
+        raise arguments.wrong("model", "a Keras model", model)
     if not model.built:
         raise ValueError(
             "Argument `model` must be built: call it on data. "
             f"Received: model '{model.name}'"
         )
+    if steps is not None:
+        arguments.integer("steps", steps, at_least=1)
+    if batch_size is not None:
+        arguments.integer("batch_size", batch_size, at_least=1)
+    arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
     found = [
         layer
         for layer in model._flatten_layers()
@@ -294,28 +300,36 @@ def _assign(layer, statistics):
         variable.assign(ops.cast(value, variable.dtype))
 
 
+def check_data(model, data):
+    """Raise ValueError unless it is of a kind that `recalibrate` takes."""
+    _batches(model, data)
+
+
 def _batches(model, data):
     """`data` as `predict` takes it."""
-    if isinstance(data, (str, bytes)) or data is None or np.isscalar(data):
+    is_class_or_text = isinstance(data, (str, bytes, type))
+    if is_class_or_text or data is None or np.isscalar(data):
         raise _wrong_data(data)
     inputs = getattr(model, "_inputs_struct", None)
     if isinstance(model, keras.Sequential):
         inputs = None
     one_input = inputs is None or len(tree.flatten(inputs)) == 1
     if isinstance(data, tuple) and len(data) in (2, 3) and one_input:
-        return data[0]
+        return _checked(model, data[0])
     if isinstance(data, tuple) and len(data) in (2, 3):
         nested = isinstance(data[0], (list, tuple, dict))
-        return data[0] if nested else list(data)
+        return _checked(model, data[0] if nested else list(data))
     is_array = hasattr(data, "shape") and hasattr(data, "dtype")
-    if is_array or isinstance(data, (dict, keras.utils.PyDataset)):
+    if is_array or isinstance(data, dict):
+        return _checked(model, data)
+    if isinstance(data, keras.utils.PyDataset):
         return data
     if isinstance(data, (list, tuple)):
         if not data:
             raise _wrong_data(data)
         if not one_input and all(hasattr(x, "shape") for x in data):
-            return list(data)
-        return _as_tuples(data)
+            return _checked(model, list(data))
+        return _as_tuples([_checked(model, _inputs(batch)) for batch in data])
     known = ("tensorflow", "torch", "grain", "pandas")
     if any(c.__module__.partition(".")[0] in known for c in type(data).__mro__):
         return data
@@ -324,10 +338,19 @@ def _batches(model, data):
     raise _wrong_data(data)
 
 
+def _checked(model, data):
+    check_inputs(model, data, "data")
+    return data
+
+
+def _inputs(batch):
+    return batch[0] if isinstance(batch, tuple) and batch else batch
+
+
 def _as_tuples(batches):
     """Batches of inputs alone, in tuples: Keras takes no other generators."""
     for batch in batches:
-        inputs = batch[0] if isinstance(batch, tuple) else batch
+        inputs = _inputs(batch)
         yield (tuple(inputs) if isinstance(inputs, list) else inputs,)
 
 

@@ -117,7 +117,7 @@ def test_bad_input(network):
         diagnostics.covariate_shift(model, x, y, layers=["conv1"])
     with pytest.raises(ValueError, match="`layers` must name at least one layer"):
         diagnostics.covariate_shift(model, x, y, layers=[])
-    with pytest.raises(ValueError, match="shapes .* are needed"):
+    with pytest.raises(ValueError, match="`updated` must have the shapes"):
         diagnostics.covariate_shift(model, x, y, updated=weights[:2])
     model.get_layer("norm").trainable = False
     with pytest.raises(ValueError, match="layers with trainable weights.*'norm'"):

@@ -65,7 +65,9 @@ def test_decompose_over_axes_and_of_constant_vectors():
     found = diagnostics.decompose(np.full(7, 0.1))
     assert (found.gamma, found.beta) == (0, 0.1)
     assert not found.direction.any()
-    with pytest.raises(ValueError, match="`v` must have elements"):
+    with pytest.raises(
+        ValueError, match="`v` must be an array of real numbers, with el"
+    ):
         diagnostics.decompose(np.zeros((3, 0)))
 
 

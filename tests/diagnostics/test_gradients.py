@@ -312,5 +312,5 @@ def test_a_layer_that_is_called_twice_or_has_several_tensors():
 
 def test_a_vector_of_another_shape():
     model, (x, y) = networks.build("none"), networks.batch()
-    with pytest.raises(ValueError, match="shapes .* are needed"):
+    with pytest.raises(ValueError, match="`vector` must have the shapes"):
         diagnostics.hessian_vector_product(model, x, y, [np.zeros(3)])

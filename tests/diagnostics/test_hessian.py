@@ -52,11 +52,13 @@ def test_trace_of_a_diagonal_hessian_is_exact():
 
 def test_bad_input():
     model, x, y, _ = dense_hessian()
-    with pytest.raises(ValueError, match="`count` must be at least 1 and less than"):
+    with pytest.raises(ValueError, match="`count` must be an integer, positive"):
         diagnostics.hessian_eigenvalues(model, x, y, count=0)
+    with pytest.raises(ValueError, match="`count` must be less than the .* weights"):
+        diagnostics.hessian_eigenvalues(model, x, y, count=model.count_params())
     with pytest.raises(ValueError, match="`which` must be one of"):
         diagnostics.hessian_eigenvalues(model, x, y, which="BE")
-    with pytest.raises(ValueError, match="`samples` must be at least 2"):
+    with pytest.raises(ValueError, match="`samples` must be an integer, at least 2"):
         diagnostics.hessian_trace(model, x, y, samples=1)
     model.trainable_variables[0].assign(np.full((5, 4), np.nan))
     with pytest.raises(ValueError, match="Hessian of the loss is not finite"):

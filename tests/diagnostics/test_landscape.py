@@ -158,7 +158,7 @@ def test_where_the_gradient_is_zero_there_is_no_beta():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"points": 0}, "`points` must be at least 1"),
+        ({"points": 0}, "`points` must be an integer, positive"),
         ({"points": 2.5}, "`points` must be an integer"),
         ({"step_range": (2, 1)}, "`step_range` must be two positive numbers in order"),
         ({"step_range": (0, 1)}, "`step_range` must be two positive numbers in order"),

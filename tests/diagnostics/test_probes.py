@@ -172,11 +172,11 @@ def test_training_that_diverges_goes_on_being_measured():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="`every` must be positive"):
+    with pytest.raises(ValueError, match="`every` must be an integer, positive"):
         diagnostics.LandscapeProbe(BATCH, every=0)
     with pytest.raises(ValueError, match="`batch` must be a pair"):
         diagnostics.LandscapeProbe(BATCH[0])
-    with pytest.raises(ValueError, match="`points` must be at least 1"):
+    with pytest.raises(ValueError, match="`points` must be an integer, positive"):
         diagnostics.LandscapeProbe(BATCH, points=0)
     with pytest.raises(ValueError, match="`layer` must be a layer of model"):
         train(network(), diagnostics.CovariateShiftProbe(BATCH, layers=["none"]))

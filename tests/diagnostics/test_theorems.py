@@ -161,7 +161,7 @@ def test_theorem_c3_of_the_first_version(seed):
 
 
 def test_a_constant_channel_cannot_be_normalised():
-    with pytest.raises(ValueError, match="`y` must not be constant"):
+    with pytest.raises(ValueError, match="`y` must be a vector that is not constant"):
         theorems.normalize(np.ones(4))
 
 

@@ -185,7 +185,7 @@ def test_names_of_kernels():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="`every` must be positive"):
+    with pytest.raises(ValueError, match="`every` must be an integer, positive"):
         diagnostics.WeightGrowth(every=0)
     with pytest.raises(ValueError, match="must hold layers of model"):
         train(network(), diagnostics.WeightGrowth(["none"]))

@@ -1,0 +1,143 @@
+"""Checks of models, and of what goes with one: batches, losses, layers in it."""
+
+import keras
+import numpy as np
+from keras import tree
+
+from keras_norms.layers import arguments
+
+
+def check_model(model):
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ValueError(
+            "Argument `model` must be a keras.Model that is built: call it on data. "
+            f"Received: model={arguments.shown(model)}"
+        )
+
+
+def check_compiled_or_loss(model, loss):
+    """Raise ValueError unless the model is built and compiled, or there is a loss."""
+    check_model(model)
+    check_loss(loss)
+    if loss is None and not model.compiled:
+        raise ValueError(
+            "Argument `loss` must be given, for the model is not compiled. "
+            "Received: loss=None"
+        )
+
+
+def check_loss(loss):
+    """Raise ValueError unless it is `None`, or what `compile` takes as a loss."""
+    if loss is None:
+        return
+    parts = [part for part in tree.flatten(loss) if part is not None]
+    if not parts or not all(map(_is_loss, parts)):
+        raise arguments.wrong(
+            "loss",
+            "a loss of Keras, its name, a function, or several of them",
+            loss,
+        )
+
+
+def _is_loss(part):
+    if not isinstance(part, str):
+        return callable(part)
+    try:
+        return callable(keras.losses.get(part))
+    except ValueError:
+        return False
+
+
+def check_inputs(model, x, name="x"):
+    """Raise ValueError unless `x` is a batch that fits the inputs of the model.
+
+    Args:
+        model: A model, or `None` where it is not known yet.
+        x: Array, or a structure of arrays.
+        name: Of the argument.
+    """
+    inputs = [] if model is None else _inputs_of(model)
+    parts = tree.flatten(x)
+    text = any(keras.backend.standardize_dtype(i.dtype) == "string" for i in inputs)
+    if not parts or not all(_is_array(part, text) for part in parts):
+        raise arguments.wrong(name, "an array of numbers, or a structure of such", x)
+    shapes = [tuple(np.shape(part)) for part in parts]
+    if any(0 in shape for shape in shapes):
+        raise ValueError(
+            f"Argument `{name}` must be a batch of at least one sample. "
+            f"Received: {name} of shape {shapes}"
+        )
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(
+            f"Argument `{name}` must hold arrays of equally many samples. "
+            f"Received: {name} of shapes {shapes}"
+        )
+    if not inputs:
+        return
+    if isinstance(x, dict):
+        pairs = [(i, np.shape(x[i.name])) for i in inputs if i.name in x]
+    else:
+        pairs = list(zip(inputs, shapes))
+        if len(inputs) != len(shapes):
+            pairs = [(inputs[0], None)]
+    for tensor, shape in pairs:
+        if shape is None or not _fits(shape[1:], tensor.shape[1:]):
+            wanted = [tuple(i.shape) for i in inputs]
+            raise ValueError(
+                f"Argument `{name}` must have the shape of the inputs of model "
+                f"'{model.name}', {wanted}. Received: {name} of shape {shapes}"
+            )
+
+
+def check_batch(model, x, y, names=("x", "y")):
+    """Raise ValueError unless `x` fits the model, and `y` is `None` or fits `x`."""
+    check_inputs(model, x, names[0])
+    name = names[1]
+    parts = [part for part in tree.flatten(y) if part is not None]
+    if not all(_is_array(part) for part in parts):
+        raise arguments.wrong(name, "an array of numbers, or a structure of such", y)
+    samples = np.shape(tree.flatten(x)[0])[0]
+    shapes = [tuple(np.shape(part)) for part in parts]
+    if any(shape[0] != samples for shape in shapes):
+        raise ValueError(
+            f"Argument `{name}` must hold a target for each of the {samples} samples. "
+            f"Received: {name} of shape {shapes}"
+        )
+
+
+def check_layers(layers):
+    """Raise ValueError unless it is `None`, or a collection of layers or names."""
+    fits = layers is None or isinstance(layers, (list, tuple))
+    if not fits or not all(
+        isinstance(layer, (str, keras.layers.Layer)) for layer in layers or ()
+    ):
+        raise arguments.wrong("layers", "a list of layers or of their names", layers)
+
+
+def _inputs_of(model):
+    """The symbolic inputs; none where it is subclassed."""
+    try:
+        return list(model.inputs)
+    except (AttributeError, TypeError, ValueError):
+        return []
+
+
+def _is_array(part, text=False):
+    """Whether it has a first axis, and numbers in it."""
+    if not (hasattr(part, "shape") and hasattr(part, "dtype")):
+        try:
+            part = np.asarray(part)
+        except (TypeError, ValueError):
+            return False
+    return len(part.shape) > 0 and (text or arguments.is_numeric(part))
+
+
+def _fits(shape, wanted):
+    """Whether Keras takes a sample of that shape; one axis of size 1 may be missing."""
+    if abs(len(shape) - len(wanted)) == 1:
+        longer, shorter = sorted((shape, wanted), key=len, reverse=True)
+        return longer[-1] == 1 and _fits(longer[:-1], shorter)
+    return len(shape) == len(wanted) and all(
+        size is None or full is None or size == full
+        for size, full in zip(shape, wanted)
+    )
