@@ -4,68 +4,106 @@
     metrics.jsonl     one line an epoch (or step), written as it happens
     checkpoint.npz    the state after the last whole epoch, until the run is complete
     results.json      the outcome; a run that has it is complete
+    .lock             of the process that trains it, while it does
 
 Files that are read again are written beside themselves and renamed, so that a process
-may die at any moment and the same command goes on where it was.
+may die at any moment and the same command goes on where it was. The checkpoint and the
+results have a seal: checksums of themselves, of the settings, and of the lines of
+metrics.jsonl until then. What does not agree is an error, and never another table.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import time
+import zipfile
 
 import keras
 import numpy as np
 
+from recipes import files
+from recipes.files import InUse, read_json, write_json
+
+__all__ = ["InUse", "Recorder", "Run", "numpy_copy", "read_json", "write", "write_json"]
+
+CHECKPOINT, RESULTS, METRICS = "checkpoint.npz", "results.json", "metrics.jsonl"
+SEAL = "seal.json"  # the member of a checkpoint
+
 
 def write(path, save):
-    """Calls `save(temporary path)` and renames the file to `path`, whole or not at all.
-
-    Args:
-        path: Where the file is to be. Missing directories are made.
-        save: Callable of one `pathlib.Path`, which has the suffix of `path`.
-    """
+    """Does what `recipes.files.write` does, and seals a checkpoint."""
     path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
-    try:
+
+    def save_and_seal(temporary):
         save(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        with zipfile.ZipFile(temporary, "a") as archive:
+            members = {"members": len(archive.namelist())}
+            archive.writestr(SEAL, json.dumps(_seal(path.parent) | members))
+
+    files.write(path, save_and_seal if path.name == CHECKPOINT else save)
 
 
-def write_json(path, value):
-    """Writes `value`, where NaN and infinities become null, as JSON cannot say them."""
-    text = json.dumps(_finite(value), indent=2) + "\n"
-    write(path, lambda temporary: temporary.write_text(text))
+def _seal(directory, count=None):
+    """Checksums of the settings and of the first `count` lines of metrics, or all."""
+    path = directory / "config.json"
+    config = read_json(path) if path.exists() else {}
+    lines = _lines(directory / METRICS)[:count]
+    return {
+        "settings": files.digest(dict(sorted(config.items()))),
+        "lines": len(lines),
+        METRICS: files.digest(b"".join(lines)),
+    }
 
 
-def _finite(value):
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
+def _lines(path):
+    """The whole lines of a file, bytes."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    # Without its end a line was being written when the process died.
+    return [line for line in lines if line.endswith(b"\n")]
+
+
+def _check_checkpoint(path):
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+            members = set(archive.namelist())
+            seal = dict(json.loads(archive.read(SEAL))) if SEAL in members else None
+    except Exception as error:  # of the many kinds of zipfile
+        raise files.damaged(path, f"it is no whole archive ({error})") from None
+    if bad is not None:
+        raise files.damaged(path, f"the checksum of {bad} in it is wrong")
+    if seal is not None:  # earlier versions wrote none
+        expected = {"members": len(members) - 1}
+        expected |= _seal(path.parent, int(seal.get("lines", 0)))
+        files.compare_seals(path, seal, expected)
 
 
 class Run:
     """The directory of a run.
 
+    It is one process's alone from the moment in which `results` is `None`, until
+    `finish`, `release`, or the end of the process. In `with run:` it is too.
+
     Args:
         directory: Where it is, or is to be.
         config: Dict of settings, each a string, a number, a boolean or `None`.
+
+    Raises:
+        ValueError: If the directory has other settings; and, here and in all methods,
+            if a file is damaged.
+        OSError: If a file cannot be written.
+        InUse: From `results` or `with` on, if another process has the run.
     """
 
     def __init__(self, directory, config):
         self.directory = pathlib.Path(directory)
         self.config = config
+        self._checked = False
         path = self.directory / "config.json"
         if not path.exists():
             write_json(path, config)
-        stored = json.loads(path.read_text())
+        stored = read_json(path)
         if differing := [
             f"{key}: {stored.get(key)!r} there, {config.get(key)!r} here"
             for key in sorted(stored.keys() | config.keys())
@@ -77,40 +115,89 @@ class Run:
                 "that directory."
             )
 
+    def __enter__(self):
+        self._lock()
+        return self
+
+    def __exit__(self, *_):
+        self.release()
+
+    def _lock(self):
+        if files.lock(self.directory):
+            # What is left of a killed process.
+            for name in (CHECKPOINT, RESULTS, METRICS):
+                files.sweep(self.directory / name)
+            path = self.directory / METRICS
+            whole = sum(map(len, _lines(path)))
+            if path.exists() and path.stat().st_size > whole:
+                os.truncate(path, whole)
+
+    def release(self):
+        """Leaves the run to other processes."""
+        files.unlock(self.directory)
+
     @property
     def checkpoint(self):
-        """The path of the checkpoint."""
-        return self.directory / "checkpoint.npz"
+        """The path of the checkpoint. If there is one, it is whole and of this run."""
+        path = self.directory / CHECKPOINT
+        if not self._checked:
+            self._lock()
+            if path.exists():
+                _check_checkpoint(path)
+            self._checked = True
+        return path
 
     @property
     def results(self):
         """The dict given to `finish`, or `None` as long as the run is not complete."""
-        path = self.directory / "results.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        path = self.directory / RESULTS
+        if not path.exists():
+            self._lock()
+            if not path.exists():
+                return None
+            self.release()  # another process completed it just now
+        with contextlib.suppress(OSError):  # where a process died before it did this
+            (self.directory / CHECKPOINT).unlink(missing_ok=True)
+        return read_json(path, _seal(self.directory))
 
     def finish(self, results):
         """Declares the run complete."""
-        write_json(self.directory / "results.json", results)
-        self.checkpoint.unlink(missing_ok=True)
+        write_json(self.directory / RESULTS, results, _seal(self.directory))
+        (self.directory / CHECKPOINT).unlink(missing_ok=True)
+        self.release()
 
     @property
     def metrics(self):
         """A list with the dict of each line of metrics.jsonl."""
-        path = self.directory / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        # Without its end a line was being written when the process died.
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        path = self.directory / METRICS
+        if (results := self.directory / RESULTS).exists():
+            read_json(results, _seal(self.directory))
+        metrics = []
+        for number, line in enumerate(_lines(path), 1):
+            try:
+                metrics.append(json.loads(line))
+            except ValueError as error:
+                reason = f"line {number} is not JSON ({error})"
+                raise files.damaged(path, reason) from None
+        return metrics
 
     def log(self, **values):
         """Adds a line to metrics.jsonl."""
-        with open(self.directory / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(_finite(values)) + "\n")
+        path = self.directory / METRICS
+        try:
+            with open(path, "a") as file:
+                file.write(json.dumps(files.finite(values)) + "\n")
+        except OSError as error:
+            raise files.unwritable(path, error) from error
 
     def keep(self, count):
         """Keeps the first `count` lines of metrics.jsonl and drops the others."""
-        text = "".join(json.dumps(line) + "\n" for line in self.metrics[:count])
-        path = self.directory / "metrics.jsonl"
-        write(path, lambda temporary: temporary.write_text(text))
+        path = self.directory / METRICS
+        lines = _lines(path)
+        if len(lines) < count:
+            reason = f"it has {len(lines)} lines, the checkpoint {count}"
+            raise files.damaged(path, reason)
+        files.write(path, lambda file: file.write_bytes(b"".join(lines[:count])))
 
 
 class Recorder(keras.callbacks.Callback):
@@ -147,12 +234,16 @@ class Recorder(keras.callbacks.Callback):
         model.optimizer.build(model.trainable_variables)
         with np.load(self.run.checkpoint) as file:
             arrays = dict(file)
-        self.epoch = int(arrays["epoch"])
-        # By path, for AMAT adds variables when training begins (and sets them itself).
-        for variable in model.variables:
-            variable.assign(arrays[f"model/{variable.path}"])
-        for i, variable in enumerate(model.optimizer.variables):
-            variable.assign(arrays[f"optimizer/{i}"])
+        try:
+            self.epoch = int(arrays["epoch"])
+            # By path, for AMAT adds variables when training begins, and sets them.
+            for variable in model.variables:
+                variable.assign(arrays[f"model/{variable.path}"])
+            for i, variable in enumerate(model.optimizer.variables):
+                variable.assign(arrays[f"optimizer/{i}"])
+        except (KeyError, ValueError) as error:
+            reason = f"it is not of this network ({error})"
+            raise files.damaged(self.run.checkpoint, reason) from None
         self.best = {
             key.removeprefix("best/"): array
             for key, array in arrays.items()

@@ -71,8 +71,9 @@ def _train(runs, images, saved_models_dir):
         stored = population.trials_in(checkpoint)
         if all(trial in stored for trial in trials.trials):
             trials.restore(checkpoint)
-    for run in runs:
-        run.keep(trials.epoch)
+    for run, diverged in zip(runs, trials.diverged, strict=True):
+        epochs = trials.epoch  # of which a run that diverged has fewer
+        run.keep(min(epochs, len(run.metrics)) if diverged else epochs)
     speeds = []
     saved = time.monotonic()
     while trials.epoch < runs[0].config["epochs"] and not trials.diverged.all():

@@ -32,7 +32,15 @@ import numpy as np
 from absl import app, flags
 
 from keras_norms import AMAT
-from recipes import data, experiment, imagenet, models, optimizers, strategies
+from recipes import (
+    data,
+    experiment,
+    files,
+    imagenet,
+    models,
+    optimizers,
+    strategies,
+)
 from recipes.models import norms
 
 # The settings that decide the outcome. They are the paper's for CIFAR.
@@ -186,7 +194,13 @@ def train(
     run = experiment.Run(pathlib.Path(runs_dir) / name, config)
     if run.results is not None:
         return run.results
+    places = saved_models_dir, data_dir, download
+    with run:
+        return _train(run, name, *places, verbose, until, strategy)
 
+
+def _train(run, name, saved_models_dir, data_dir, download, verbose, until, strategy):
+    config = run.config
     keras.backend.clear_session()
     keras.utils.set_random_seed(config["seed"])
     source = data.source(config, data_dir, download)
@@ -266,6 +280,7 @@ def finish(run, name, best_model, saved_models_dir, **more):
     saved_model = None
     if best_model is not None and saved_models_dir is not None:
         saved_model = pathlib.Path(saved_models_dir) / f"{name}.keras"
+        files.sweep(saved_model)
         # A new model has no optimizer, so that reading it needs keras_norms only.
         bare = keras.Model(best_model.inputs, best_model.outputs, name=best_model.name)
         experiment.write(saved_model, bare.save)

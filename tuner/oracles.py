@@ -15,6 +15,7 @@ import pathlib
 
 import keras_tuner
 import numpy as np
+from keras_tuner.engine.trial import Trial
 from keras_tuner.oracles import (
     BayesianOptimizationOracle,
     GridSearchOracle,
@@ -22,7 +23,7 @@ from keras_tuner.oracles import (
     RandomSearchOracle,
 )
 
-from recipes import experiment
+from recipes import experiment, files
 
 OBJECTIVE = keras_tuner.Objective("accuracy", "max")
 ENDED = ("COMPLETED", "FAILED")
@@ -79,17 +80,36 @@ class Durable:
             self.on_end(self.trials[trial.trial_id])
 
     def save(self):
-        experiment.write_json(self._get_oracle_fname(), self.get_state())
+        experiment.write_json(self._get_oracle_fname(), self.get_state(), seal={})
 
     def _save_trial(self, trial):
         directory = pathlib.Path(self._get_trial_dir(trial.trial_id))
-        experiment.write_json(directory / "trial.json", trial.get_state())
+        experiment.write_json(directory / "trial.json", trial.get_state(), seal={})
+
+    def _check_files(self):
+        """Raises a ValueError unless the files are whole, and of this search."""
+        path = pathlib.Path(self._get_oracle_fname())
+        names = {hp.name for hp in self.hyperparameters.space}
+        state = experiment.read_json(path)
+        _check(path, state, self.get_state().keys(), names)
+        trials = path.parent.glob("trial_*/trial.json")
+        found = {file.parent.name.removeprefix("trial_"): file for file in trials}
+        for key in state["start_order"]:
+            if key not in found:
+                raise files.damaged(path, f"there is no trial_{key}/trial.json")
+        keys = Trial(keras_tuner.HyperParameters()).get_state().keys()
+        for key, file in found.items():
+            trial = experiment.read_json(file)
+            _check(file, trial, keys, names)
+            if trial["trial_id"] != key:
+                raise files.damaged(file, f"it is of trial {trial['trial_id']}")
 
     def set_state(self, state):
         super().set_state(state)
         self._owners = {key: owner for owner, key in state["ongoing_trials"].items()}
 
     def reload(self):
+        self._check_files()
         super().reload()
         self._retry_queue = []
         # A trial that is in its own file only has never begun, and is made once more.
@@ -191,6 +211,15 @@ def make(algorithm, hyperparameters, trials, epochs, seed):
         oracle.max_trials = trials
         return oracle
     return ALGORITHMS[algorithm](max_trials=trials, **kwargs)
+
+
+def _check(path, state, keys, names):
+    """Raises a ValueError unless a state has these keys and these hyperparameters."""
+    if missing := sorted(keys - state.keys()):
+        raise files.damaged(path, f"it lacks {', '.join(missing)}")
+    space = state["hyperparameters"]["space"]
+    if (found := {hp["config"]["name"] for hp in space}) != names:
+        raise files.damaged(path, f"it has the hyperparameters {sorted(found)}")
 
 
 def _rounded(value):

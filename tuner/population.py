@@ -13,7 +13,6 @@ Reference: Li et al., A System for Massively Parallel Hyperparameter Tuning, MLS
 Algorithm 2, in the form that stops trials. https://arxiv.org/abs/1810.05934
 """
 
-import json
 import math
 import time
 
@@ -44,7 +43,7 @@ class Tuner(trials.Tuner):
         # From an epoch to a dict from a trial to its score and whether it stayed.
         self._rungs = {str(epoch): {} for epoch in rungs}
         if self._rungs_path.exists():
-            self._rungs = json.loads(self._rungs_path.read_text())
+            self._rungs = experiment.read_json(self._rungs_path)
 
     def search(self):
         saved = time.monotonic()
@@ -105,7 +104,8 @@ class Tuner(trials.Tuner):
                 self._population.restore(checkpoint, rows)
             epochs = int(self._population.epochs[rows[0]])
             for run in slot.runs:
-                run.keep(epochs)
+                if run.results is None:
+                    run.keep(epochs)
             if epochs >= slot.until:
                 self._end(slot)  # the search was killed just then
 
@@ -145,6 +145,8 @@ class Tuner(trials.Tuner):
         pop = self._population
         for slot in running:
             for run, row in zip(slot.runs, self._rows(slot), strict=True):
+                if run.results is not None:  # a seed of a search that was killed
+                    continue
                 run.log(
                     epoch=int(pop.epochs[row]),
                     **{key: float(values[row]) for key, values in scores.items()},
@@ -172,7 +174,7 @@ class Tuner(trials.Tuner):
                 list(rung).index(slot.trial.trial_id), scores, self._halving
             )
         if new:
-            experiment.write_json(self._rungs_path, self._rungs)
+            experiment.write_json(self._rungs_path, self._rungs, seal={})
         for slot, rung in waiting:
             if not rung[slot.trial.trial_id][1]:
                 self._end(slot)
@@ -186,9 +188,12 @@ class Tuner(trials.Tuner):
         trial = slot.trial
         outcomes = slot.outcomes()
         if slot.until < self.settings["epochs"]:
-            self._save(slot)  # Hyperband may go on with it
+            self._save(slot)  # Hyperband may go on with it, in any process
+            for run in slot.runs:
+                run.release()
         else:
-            for run, outcome in zip(slot.runs, outcomes, strict=True):
+            # The first, which has the checkpoint, at the end.
+            for run, outcome in reversed([*zip(slot.runs, outcomes, strict=True)]):
                 if run.results is None:
                     run.finish(outcome)
         try:

@@ -22,6 +22,7 @@ Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization
 Beyond, TPAMI 2023, Section 6.4. https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
+import contextlib
 import pathlib
 
 import keras_tuner
@@ -104,8 +105,10 @@ def search(
     }
     directory = pathlib.Path(runs_dir) / (name or _name(settings, about))
     role = cluster.role()
+    run = experiment.Run(directory, settings | about)
     if workers and role is None:
-        experiment.Run(directory, settings | about)  # other settings end here
+        with run:  # so that another search in this directory ends here
+            pass
         cluster.run(
             search,
             workers,
@@ -116,7 +119,6 @@ def search(
             **places,
         )
         return (directory / "report.txt").read_text()
-    experiment.Run(directory, settings | about)
 
     space = keras_tuner.HyperParameters()
     for each_name, each in names.items():
@@ -139,17 +141,18 @@ def search(
         make = _alone(settings, seeds, places)
     else:
         make = _tuner(settings, seeds, population, halving, algorithm, strategy, places)
-    tuner = make(oracle, directory)
-    if ended := len(oracle.end_order):
-        print(f"{ended} trials were finished before", flush=True)
-    if role == "chief":
-        cluster.serve(oracle)
-    else:
-        tuner.search()
-    if role == "worker":
-        return None
-    text = report.write(directory, found(), settings, list(names), data_dir)
-    experiment.write(directory / "report.txt", lambda path: path.write_text(text))
+    with contextlib.nullcontext() if role == "worker" else run:
+        tuner = make(oracle, directory)
+        if ended := len(oracle.end_order):
+            print(f"{ended} trials were finished before", flush=True)
+        if role == "chief":
+            cluster.serve(oracle)
+        else:
+            tuner.search()
+        if role == "worker":
+            return None
+        text = report.write(directory, found(), settings, list(names), data_dir)
+        experiment.write(directory / "report.txt", lambda path: path.write_text(text))
     return text
 
 

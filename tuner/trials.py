@@ -2,13 +2,16 @@
 
 import gc
 import pathlib
+import time
 
 import keras_tuner
 import numpy as np
 from keras_tuner.engine import base_tuner
 
-from recipes import train
+from recipes import experiment, train
 from recipes.models import norms
+
+IN_USE_SECONDS = 1.0  # until a run is asked for again that another worker trains
 
 
 class Tuner(base_tuner.BaseTuner):
@@ -73,15 +76,20 @@ class Tuner(base_tuner.BaseTuner):
 
     def _train(self, config, until):
         gc.collect()  # the last network, in cycles that Python finds too late
-        return train.train(
-            config,
-            runs_dir=self.runs_dir,
-            saved_models_dir=None,
-            verbose=0,
-            until=until,
-            strategy=self.strategy,
-            **self.places,
-        )
+        while True:
+            try:
+                return train.train(
+                    config,
+                    runs_dir=self.runs_dir,
+                    saved_models_dir=None,
+                    verbose=0,
+                    until=until,
+                    strategy=self.strategy,
+                    **self.places,
+                )
+            except experiment.InUse:
+                # By a worker that the chief believed to be gone. One of both tells it.
+                time.sleep(IN_USE_SECONDS)
 
     def configs(self, trial):
         """The settings of a trial's runs, and the epoch until which they train."""

@@ -3,7 +3,7 @@ import collections
 import numpy as np
 import pytest
 
-from recipes import experiment
+from recipes import files
 from tests.tuner import synthetic
 from tuner import oracles
 
@@ -26,7 +26,7 @@ def test_a_search_killed_at_any_write_loses_no_trial_and_runs_none_twice(
 ):
     whole = run(tmp_path / "whole", algorithm).oracle
     assert len(whole.end_order) == 8
-    write = experiment.write
+    write = files.write
     # Of the writes, of which there are more. A Gaussian process takes long.
     for fatal in range(1, 36, 2) if algorithm != "bayesian" else (20, 26, 29):
         directory = tmp_path / str(fatal)
@@ -39,7 +39,7 @@ def test_a_search_killed_at_any_write_loses_no_trial_and_runs_none_twice(
             write(path, save)
 
         with monkeypatch.context() as patch, pytest.raises(synthetic.Killed):
-            patch.setattr(experiment, "write", count_down)
+            patch.setattr(files, "write", count_down)
             run(directory, algorithm)
         before = synthetic.oracle(algorithm)
         before._set_project_dir(str(tmp_path), str(fatal))

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from recipes import experiment, models, together, train
+from recipes import files, models, together, train
 from tests.recipes import small
 from tuner import population
 from tuner.search import search
@@ -127,7 +127,7 @@ def test_killed_and_again(kills, arguments, tmp_path, monkeypatch):
     run(tmp_path / "whole", **arguments)
     expected = outcome(tmp_path / "whole")
     monkeypatch.setattr(together, "CHECKPOINT_SECONDS", 0)
-    write = experiment.write
+    write = files.write
     for fatal in kills:
         written = []
 
@@ -139,7 +139,7 @@ def test_killed_and_again(kills, arguments, tmp_path, monkeypatch):
 
         directory = tmp_path / str(fatal)
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(experiment, "write", count_down)
+            patch.setattr(files, "write", count_down)
             run(directory, **arguments)
         finished = {
             path: path.stat().st_mtime_ns
