@@ -96,8 +96,8 @@ class Attack:
 
     def __init__(self, model, x, y, loss, epsilon, norm, steps, step_size, bounds):
         check_compiled_or_loss(model, loss)
-        self._x, self._y = _arrays(x, y)
-        check_inputs(model, self._x)
+        self._x = _inputs(model, x)
+        self._y = _targets(self._x, y)
         self.samples = len(self._x)
         self._epsilon = arguments.number("epsilon", epsilon, at_least=0)
         self._norm = arguments.choice("norm", norm, NORMS)
@@ -224,25 +224,24 @@ def _labels(y, classes):
     )
 
 
-def _arrays(x, y):
+def _inputs(model, x):
     if isinstance(x, (dict, list, tuple)):
         raise ValueError(
             "Argument `x` must be one array, for a model with one input. "
             f"Received: x of class {type(x).__name__}"
         )
-    x, y = (
-        np.asarray(ops.convert_to_numpy(a) if ops.is_tensor(a) else a) for a in (x, y)
-    )
-    if not x.ndim or not x.size:
-        raise ValueError(
-            "Argument `x` must hold at least one sample. "
-            f"Received: x of shape {x.shape}"
-        )
+    x = arguments.array("x", x)
     if not np.issubdtype(x.dtype, np.floating):
         raise ValueError(
             "Argument `x` must be of floats, for integers have no gradient. "
             f"Received: x of dtype {x.dtype}"
         )
+    check_inputs(model, x)
+    return x
+
+
+def _targets(x, y):
+    y = arguments.array("y", y)
     if not y.ndim or len(y) != len(x):
         raise ValueError(
             "Argument `y` must hold a label for each sample. "
@@ -254,7 +253,7 @@ def _arrays(x, y):
             "Argument `y` must be integers of shape (samples,), or of shape (samples, "
             f"classes). Received: y of dtype {y.dtype} and shape {y.shape}"
         )
-    return x, y
+    return y
 
 
 def _bounds(bounds, x):
@@ -262,12 +261,18 @@ def _bounds(bounds, x):
         return -np.inf, np.inf
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
         raise ValueError(
-            f"Argument `bounds` must be a pair (low, high). Received: bounds={bounds}"
+            "Argument `bounds` must be a pair (low, high). "
+            f"Received: bounds={arguments.shown(bounds)}"
         )
-    low, high = (np.asarray(bound, x.dtype) for bound in bounds)
-    if not np.all(low < high) or np.any(x < low) or np.any(x > high):
+    low, high = (arguments.array("bounds", b).astype(x.dtype) for b in bounds)
+    try:
+        fits = np.broadcast_shapes(low.shape, high.shape, x.shape[1:]) == x.shape[1:]
+    except ValueError:
+        fits = False
+    if not fits or not np.all((low < high) & (low <= x) & (x <= high)):
         raise ValueError(
-            "Argument `bounds` must be the range of `x`, low and high. Received: "
-            f"bounds={bounds} for x from {x.min()} to {x.max()}"
+            "Argument `bounds` must be the range of `x`, low and high, numbers or "
+            "arrays that broadcast to a sample. "
+            f"Received: bounds={bounds} for x from {x.min()} to {x.max()}"
         )
     return low, high

@@ -154,7 +154,7 @@ def blindness(
     check_batch(model, x, y)
     layers = _layers(model, layers)
     if source is not None:
-        find_layer(model, source)
+        find_layer(model, source, "source")
     x, y = tree.map_structure(_numpy, (x, y))
     batches = _batches(x, y, labels)
     results = []
@@ -240,7 +240,10 @@ def second_order(model, x, y, loss=None, *, layer, source=None, training=True):
     - Zhou et al., 2022, Lemma 2, Theorem 3, Tables 3 and 4. See `blindness`.
     """
     check_model(model)
-    slopes = Slopes(model, x, y, loss, find_layer(model, layer), source, training)
+    layer = find_layer(model, layer)
+    if source is not None:
+        source = find_layer(model, source, "source")
+    slopes = Slopes(model, x, y, loss, layer, source, training)
     outputs = slopes.outputs
     if outputs.ndim != 2:
         raise ValueError(
@@ -305,7 +308,7 @@ def _disturbances(outputs, deviation, rng):
 def _layers(model, layers):
     check_layers(layers)
     if layers is not None:
-        return [find_layer(model, layer) for layer in layers]
+        return [find_layer(model, layer, "layers") for layer in layers]
     every = model._flatten_layers(include_self=False)
     found = [layer for layer in every if isinstance(layer, NORMS)]
     # A FusedCBN has a CBN of its own, that it does not call.
@@ -329,7 +332,7 @@ def _batches(x, y, labels):
     if labels is not None and not _are_labels(np.asarray(labels), _size(x)):
         raise ValueError(
             "Argument `labels` must hold an integer for each sample. "
-            f"Received: labels={labels}"
+            f"Received: labels={arguments.shown(labels)}"
         )
     everything = slice(None)
     labels = y if labels is None else np.asarray(labels)

@@ -84,7 +84,7 @@ def covariate_shift(
         rate = learning_rate_of(model, learning_rate)
     objective = Objective(model, x, y, loss, training=training)
     if updated is not None:
-        updated = objective.flatten(updated, "updated")
+        updated = objective._flatten("updated", updated)
     _, gradient = objective.value_and_grad()
     if updated is None:
         updated = objective.start - rate * gradient
@@ -158,11 +158,11 @@ def weights_of_layers(model, layers=None):
             and each.trainable
         ]
     else:
-        found = [find_layer(model, layer) for layer in layers]
+        found = [find_layer(model, layer, "layers") for layer in layers]
     if not found:
         raise ValueError(
-            "Argument `layers` must name at least one layer. "
-            f"Received: layers={layers} of model '{model.name}'"
+            "Argument `model` must have a layer with a trainable kernel. "
+            f"Received: model '{model.name}'"
         )
     for layer in found:
         if not layer.trainable_variables:

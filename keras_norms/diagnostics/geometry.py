@@ -49,7 +49,9 @@ def decompose(v, axes=-1):
     - Sun et al., New Interpretations of Normalization Methods in Deep Learning, AAAI
       2020, Lemma 1 and Eq. 3. https://doi.org/10.1609/aaai.v34i04.6046
     """
-    v = float64(arguments.array("v", v))
+    if not arguments.array("v", v).ndim:
+        raise arguments.wrong("v", "an array with an axis", v)
+    v = float64(v)
     axes = _axes(axes, v.ndim)
     # Less its first element, a constant vector is exactly zero.
     first = v[tuple(slice(0, 1) if i in axes else slice(None) for i in range(v.ndim))]

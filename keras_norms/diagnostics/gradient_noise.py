@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.layers import arguments
-from keras_norms.layers.model_arguments import check_compiled_or_loss
+from keras_norms.layers.model_arguments import check_batch, check_compiled_or_loss
 
 
 class GradientNoise(NamedTuple):
@@ -70,14 +70,17 @@ def gradient_noise(model, batches, loss=None, *, training=True):
     index = -1
     check_compiled_or_loss(model, loss)
     arguments.boolean("training", training)
-    if not hasattr(batches, "__iter__") or isinstance(batches, (str, dict)):
-        raise arguments.wrong("batches", "an iterable of pairs `(x, y)`", batches)
-    for index, batch in enumerate(batches):
+    try:
+        iterator = iter(None if isinstance(batches, (str, bytes)) else batches)
+    except TypeError:
+        raise arguments.wrong("batches", "an iterable of pairs", batches) from None
+    for index, batch in enumerate(iterator):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(
                 "Argument `batches` must hold pairs `(x, y)`. "
                 f"Received: a batch of class {type(batch).__name__}"
             )
+        check_batch(model, *batch, names=("batches", "batches"))
         if objective is None:
             objective = Objective(model, *batch, loss, training=training)
         else:

@@ -83,7 +83,7 @@ def hessian_vector_product(
         ValueError: If `vector` has another shape. See also `Objective`.
     """
     objective = Objective(model, x, y, loss, layer=layer, side=side, training=training)
-    product = objective.hessian_vector_product(objective.flatten(vector, "vector"))
+    product = objective.hessian_vector_product(objective._flatten("vector", vector))
     return objective.unflatten(product)
 
 
@@ -187,11 +187,11 @@ class Objective:
             )
         return _numpy(product)
 
-    def flatten(self, values, name="values"):
-        """A vector of a list of arrays; of one array, where there is a layer.
+    def flatten(self, values):
+        """A vector of a list of arrays; of one array, where there is a layer."""
+        return self._flatten("values", values)
 
-        An error speaks of the argument `name`.
-        """
+    def _flatten(self, name, values):
         values = values if isinstance(values, (list, tuple)) else [values]
         values = [arguments.array(name, value) for value in values]
         shapes = [value.shape for value in values]

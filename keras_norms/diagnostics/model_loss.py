@@ -158,7 +158,7 @@ class ModelLoss:
         return value
 
 
-def find_layer(model, layer):
+def find_layer(model, layer, argument="layer"):
     """The layer of `model`, nested ones too, that `layer` is or is the name of."""
     layers = model._flatten_layers(include_self=False)
     name = layer if isinstance(layer, str) else None
@@ -167,12 +167,15 @@ def find_layer(model, layer):
         return found[0]
     if found:
         raise ValueError(
-            "Argument `layer` must be a layer, or the name of only one. "
-            f"Received: layer={layer!r}, the name of {len(found)} layers"
+            f"Argument `{argument}` must be a layer, or the name of only one. "
+            f"Received: {argument}={layer!r}, the name of {len(found)} layers"
         )
+    expected = f"be a layer of model '{model.name}', or its name"
+    if argument == "layers":
+        expected = f"hold layers of model '{model.name}', or their names"
     raise ValueError(
-        f"Argument `layer` must be a layer of model '{model.name}', or its name. "
-        f"Received: layer={arguments.shown(layer)}. "
+        f"Argument `{argument}` must {expected}. "
+        f"Received: {argument}={arguments.shown(layer)}. "
         f"The model has {[each.name for each in layers]}"
     )
 

@@ -108,7 +108,7 @@ def initializer(name, value):
 
 
 def _fills_weights(array):
-    return bool(array.shape) and is_numeric(array)
+    return len(array.shape) > 0 and 0 not in array.shape and is_numeric(array)
 
 
 def array(name, value):

@@ -1,6 +1,7 @@
 """Layers whose moving averages follow the learning rate."""
 
 import functools
+import numbers
 import warnings
 import weakref
 
@@ -44,7 +45,9 @@ class FollowsLearningRate:
         Raises:
             ValueError: If it is not a finite number.
         """
-        if getattr(rate, "shape", None) == () and arguments.is_numeric(rate):
+        is_number = isinstance(rate, numbers.Real)
+        is_scalar = not is_number and getattr(rate, "shape", None) == ()
+        if is_scalar and arguments.is_numeric(rate):
             rate = float(ops.convert_to_numpy(rate))
         self._first_rate = arguments.number("rate", rate)
         self._was_told = True

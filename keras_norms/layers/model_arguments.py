@@ -93,8 +93,10 @@ def check_batch(model, x, y, names=("x", "y")):
     """Raise ValueError unless `x` fits the model, and `y` is `None` or fits `x`."""
     check_inputs(model, x, names[0])
     name = names[1]
+    if y is None:
+        return
     parts = [part for part in tree.flatten(y) if part is not None]
-    if not all(_is_array(part) for part in parts):
+    if not parts or not all(_is_array(part) for part in parts):
         raise arguments.wrong(name, "an array of numbers, or a structure of such", y)
     samples = np.shape(tree.flatten(x)[0])[0]
     shapes = [tuple(np.shape(part)) for part in parts]
@@ -106,11 +108,12 @@ def check_batch(model, x, y, names=("x", "y")):
 
 
 def check_layers(layers):
-    """Raise ValueError unless it is `None`, or a collection of layers or names."""
-    fits = layers is None or isinstance(layers, (list, tuple))
-    if not fits or not all(
-        isinstance(layer, (str, keras.layers.Layer)) for layer in layers or ()
-    ):
+    """Raise ValueError unless it is `None`, or a list of layers or of names."""
+    if layers is None:
+        return
+    kinds = (str, keras.layers.Layer)
+    is_list = isinstance(layers, (list, tuple)) and len(layers) > 0
+    if not is_list or not all(isinstance(layer, kinds) for layer in layers):
         raise arguments.wrong("layers", "a list of layers or of their names", layers)
 
 

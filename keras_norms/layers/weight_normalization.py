@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from keras import initializers, ops
 from keras.src.backend import AutocastScope, get_stateless_scope
+from keras.src.layers.input_spec import assert_input_compatibility
 
 from keras_norms.layers import arguments
 from keras_norms.layers.kernels import (
@@ -442,7 +443,12 @@ class WN(NormalizesKernel):
             ValueError: If the wrapped layer has no bias for each unit, or if a unit has
                 the same output everywhere.
         """
+        given = x
         x = ops.convert_to_tensor(x if ops.is_tensor(x) else arguments.array("x", x))
+        try:
+            assert_input_compatibility(self.layer.input_spec, x, self.layer.name)
+        except ValueError as e:
+            raise arguments.wrong("x", "a batch of inputs of the layer", given) from e
         if not self.built:
             self.build(tuple(x.shape))
         layer = self.layer

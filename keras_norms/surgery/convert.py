@@ -166,14 +166,16 @@ class _Template:
             if norm not in NAMES:
                 raise _wrong_norm(norm)
             self.cls = NAMES[norm]
+        elif isinstance(norm, keras.Model) or (
+            isinstance(norm, type) and issubclass(norm, keras.Model)
+        ):
+            raise _wrong_norm(norm)
         elif isinstance(norm, type) and issubclass(norm, keras.layers.Layer):
             self.cls = norm
         elif isinstance(norm, functools.partial) and isinstance(norm.func, type):
             if norm.args or not issubclass(norm.func, keras.layers.Layer):
                 raise _wrong_norm(norm)
             self.cls, self.keywords, self.is_given = norm.func, norm.keywords, True
-        elif isinstance(norm, keras.Model):
-            raise _wrong_norm(norm)
         elif isinstance(norm, keras.layers.Layer):
             self.cls, self.keywords = type(norm), dict(norm.get_config())
             self.is_given = True

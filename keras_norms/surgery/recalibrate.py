@@ -307,8 +307,7 @@ def check_data(model, data):
 
 def _batches(model, data):
     """`data` as `predict` takes it."""
-    is_class_or_text = isinstance(data, (str, bytes, type))
-    if is_class_or_text or data is None or np.isscalar(data):
+    if isinstance(data, (str, bytes, type, set)) or data is None or np.isscalar(data):
         raise _wrong_data(data)
     inputs = getattr(model, "_inputs_struct", None)
     if isinstance(model, keras.Sequential):

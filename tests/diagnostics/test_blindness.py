@@ -324,7 +324,7 @@ def test_batches():
 
 def test_bad_input():
     model, x = build(layers.BatchNormalization(name="norm")), inputs()
-    with pytest.raises(ValueError, match="`layer` must be a layer of model"):
+    with pytest.raises(ValueError, match="`layers` must hold layers of model"):
         probe.blindness(model, x, LABELS, layers=["other"])
     with pytest.raises(ValueError, match="`layer` must be a layer of model"):
         probe.second_order(model, x, LABELS, layer="other")

@@ -113,9 +113,9 @@ def test_a_step_to_nowhere_is_named(network):
 
 def test_bad_input(network):
     model, x, y, weights = network
-    with pytest.raises(ValueError, match="`layer` must be a layer of model.*conv1"):
+    with pytest.raises(ValueError, match="`layers` must hold layers of model.*conv1"):
         diagnostics.covariate_shift(model, x, y, layers=["conv1"])
-    with pytest.raises(ValueError, match="`layers` must name at least one layer"):
+    with pytest.raises(ValueError, match="`layers` must be a list of layers"):
         diagnostics.covariate_shift(model, x, y, layers=[])
     with pytest.raises(ValueError, match="`updated` must have the shapes"):
         diagnostics.covariate_shift(model, x, y, updated=weights[:2])

@@ -178,5 +178,5 @@ def test_bad_input():
         diagnostics.LandscapeProbe(BATCH[0])
     with pytest.raises(ValueError, match="`points` must be an integer, positive"):
         diagnostics.LandscapeProbe(BATCH, points=0)
-    with pytest.raises(ValueError, match="`layer` must be a layer of model"):
+    with pytest.raises(ValueError, match="`layers` must hold layers of model"):
         train(network(), diagnostics.CovariateShiftProbe(BATCH, layers=["none"]))

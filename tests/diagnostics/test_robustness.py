@@ -289,7 +289,7 @@ def test_progress(model, capsys):
         ({"verbose": 3}, "`verbose` must be one of"),
         ({"noise": -1}, "`noise` must be a number, non-negative"),
         ({"seed": 0.5}, "`seed` must be an integer"),
-        ({"x": X[:0], "y": Y[:0]}, "`x` must hold at least one sample"),
+        ({"x": X[:0], "y": Y[:0]}, "`x` must be an array of real numbers, with el"),
         ({"x": [X, X]}, "`x` must be one array"),
         ({"x": (10 * X).astype("int32")}, "`x` must be of floats"),
         ({"y": Y[:5]}, "`y` must hold a label for each sample"),
