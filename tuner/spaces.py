@@ -15,7 +15,10 @@ With KerasTuner and any model that has CBN layers, one line tunes them:
 import dataclasses
 import math
 
+import keras
+
 from keras_norms import CBN
+from keras_norms.layers import arguments
 
 
 def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
@@ -40,6 +43,9 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
         ValueError: If the model has no CBN layer, if bounds are not such, or `per` is
             something else.
     """
+    _check_hp(hp)
+    if not isinstance(model, keras.Model):
+        raise arguments.wrong("model", "a keras.Model", model)
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, CBN)]
     if not layers:
         raise ValueError(
@@ -47,14 +53,14 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
             f"Received: {model.name!r}, which has none"
         )
     for name, bounds in (("rho", rho), ("omega", omega)):
-        if bounds is not None:
-            check_bounds(name, *bounds, positive=name == "rho")
+        if bounds is None:
+            continue
+        if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+            raise arguments.wrong(name, "two numbers, or None", bounds)
+        _check_bounds(name, *bounds, positive=name == "rho")
     group_of = {"network": lambda layer: None, "layer": lambda layer: layer.name}
-    if not callable(per) and per not in group_of:
-        raise ValueError(
-            "Argument `per` must be 'network', 'layer' or a function of a layer. "
-            f"Received: per={per!r}"
-        )
+    if not callable(per) and not (isinstance(per, str) and per in group_of):
+        raise arguments.wrong("per", "'network', 'layer' or a function of a layer", per)
     group_of = per if callable(per) else group_of[per]
     for layer in layers:
         if rho is not None:
@@ -70,10 +76,32 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
     return model
 
 
+def _check_hp(hp):
+    if isinstance(hp, type) or not hasattr(hp, "Float") or not hasattr(hp, "Choice"):
+        raise arguments.wrong("hp", "a keras_tuner.HyperParameters", hp)
+
+
 def _set_rho(layer, rho):
     layer.initial_rho = float(rho)
     if layer.built:
         layer.rho.assign(layer.initial_rho)
+
+
+def _check_text(name, value):
+    if not isinstance(value, str):
+        raise arguments.wrong(name, "a text", value)
+
+
+def _check_bounds(name, low, high, positive):
+    """Raises a ValueError unless there is a number between two bounds."""
+    least, most = arguments.real(low), arguments.real(high)
+    fits = least > 0 if positive else least >= 0
+    if not (fits and least < most < math.inf):
+        raise ValueError(
+            f"Bounds of `{name}` must be {'positive' if positive else '>= 0'}, finite, "
+            "and the first one less than the second. "
+            f"Received: {name}={arguments.shown(low)}..{arguments.shown(high)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +123,23 @@ class Range:
     grid: tuple
     log: bool = False
 
+    def __post_init__(self):
+        _check_text("name", self.name)
+        arguments.boolean("log", self.log)
+        arguments.number("low", self.low, **{"above" if self.log else "at_least": 0})
+        arguments.number("high", self.high, above=self.low)
+        limits = {"at_least": self.low, "at_most": self.high}
+        arguments.number("default", self.default, **limits)
+        if not isinstance(self.grid, (tuple, list)) or not self.grid:
+            raise arguments.wrong("grid", "a tuple of numbers", self.grid)
+        for value in self.grid:
+            arguments.number("grid", value, **limits)
+
     def add(self, hp, name, grid):
         """Adds it to a `keras_tuner.HyperParameters`, under a name."""
+        _check_hp(hp)
+        _check_text("name", name)
+        arguments.boolean("grid", grid)
         if grid:
             hp.Choice(name, list(self.grid), ordered=True, default=self.default)
         else:
@@ -128,6 +171,7 @@ def parse(tune):
     Raises:
         ValueError: If there is none, if one is unknown or twice, or has no value.
     """
+    _check_text("tune", tune)
     parts = [part for part in tune.replace(" ", "").split(",") if part]
     names = [part.partition("=")[0] for part in parts]
     if not parts:
@@ -159,7 +203,7 @@ def _range(part):
             "Argument `tune` must have bounds like rho=0.5..2. "
             f"Received: tune with {part!r}"
         ) from error
-    check_bounds(name, low, high, positive=usual.log)
+    _check_bounds(name, low, high, positive=usual.log)
     if name == "momentum" and high >= 1:
         raise ValueError(
             f"Bounds of `momentum` must be less than 1. Received: {part!r}"
@@ -169,13 +213,3 @@ def _range(part):
     grid = tuple(sorted(inside | {low, high}))
     default = min(grid, key=lambda value: abs(value - default))
     return dataclasses.replace(usual, low=low, high=high, default=default, grid=grid)
-
-
-def check_bounds(name, low, high, positive):
-    """Raises a ValueError unless there is a number between two bounds."""
-    least = low > 0 if positive else low >= 0
-    if not (least and low < high and math.isfinite(high)):
-        raise ValueError(
-            f"Bounds of `{name}` must be {'positive' if positive else '>= 0'}, finite, "
-            f"and the first one less than the second. Received: {name}={low}..{high}"
-        )
