@@ -102,7 +102,8 @@ class Run:
         self._checked = False
         path = self.directory / "config.json"
         if not path.exists():
-            write_json(path, config)
+            with self:
+                write_json(path, config)
         stored = read_json(path)
         if differing := [
             f"{key}: {stored.get(key)!r} there, {config.get(key)!r} here"
@@ -125,7 +126,7 @@ class Run:
     def _lock(self):
         if files.lock(self.directory):
             # What is left of a killed process.
-            for name in (CHECKPOINT, RESULTS, METRICS):
+            for name in ("config.json", CHECKPOINT, RESULTS, METRICS):
                 files.sweep(self.directory / name)
             path = self.directory / METRICS
             whole = sum(map(len, _lines(path)))
@@ -156,9 +157,11 @@ class Run:
             if not path.exists():
                 return None
             self.release()  # another process completed it just now
+        results = read_json(path, _seal(self.directory))
         with contextlib.suppress(OSError):  # where a process died before it did this
             (self.directory / CHECKPOINT).unlink(missing_ok=True)
-        return read_json(path, _seal(self.directory))
+            (self.directory / ".lock").unlink(missing_ok=True)
+        return results
 
     def finish(self, results):
         """Declares the run complete."""

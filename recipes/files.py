@@ -103,6 +103,8 @@ def read_json(path, seal=None):
     if not isinstance(value, dict):
         raise damaged(path, "it has no keys")
     if "seal" not in value:
+        if any(isinstance(v, dict) and "content" in v for v in value.values()):
+            raise damaged(path, "its seal has another name")
         return value
     found = value.pop("seal")
     if not isinstance(found, dict) or found.pop("content", None) != digest(value):

@@ -1,0 +1,168 @@
+"""Ends a run at each of its file operations and at many bytes, and starts it again.
+
+    python -m tests.recipes.forked
+    python -m tests.recipes.forked --disk=<an empty directory on a small file system>
+
+An epoch of this run multiplies an array; what it writes, and how, is as in the recipes.
+Each time it is a process that ends, in one of three ways:
+
+    killed    SIGKILL before the k-th operation on a file (open, rename, remove ...)
+    cut       by the kernel, in the middle of a write, when a file has b bytes
+    failed    a write fails when a file has b bytes (a limit of the process) or, with
+              --disk, when the file system is full
+
+Then the same call goes on. All files must be, byte for byte, those of a run to which
+nothing happened, and nothing else may be left. It needs `os.fork`.
+"""
+
+import argparse
+import errno
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+
+import numpy as np
+
+from recipes import experiment
+
+CONFIG = {"epochs": 3, "seed": 0}
+EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir")
+
+
+def train(directory):
+    """What a recipe does, but for the network."""
+    run = experiment.Run(directory / "run", CONFIG)
+    if run.results is not None:
+        return
+    epoch, state = 0, np.linspace(0, 1, 1000)
+    if run.checkpoint.exists():
+        with np.load(run.checkpoint) as file:
+            epoch, state = int(file["epoch"]), file["state"]
+    run.keep(epoch)
+    while epoch < CONFIG["epochs"]:
+        epoch, state = epoch + 1, state * 1.1 + epoch
+        run.log(epoch=epoch, mean=float(state.mean()))
+        save = {"epoch": epoch, "state": state}
+        experiment.write(run.checkpoint, lambda file, save=save: np.savez(file, **save))
+    experiment.files.sweep(directory / "models" / "state.npy")
+    experiment.write(
+        directory / "models" / "state.npy", lambda file: np.save(file, state)
+    )
+    run.finish({"mean": float(state.mean()), "epochs": len(run.metrics)})
+
+
+def apart(function):
+    """Calls a function in a process of its own, and returns how that ended.
+
+    Returns:
+        The exit status; negative, the signal.
+    """
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            function()
+            status = 0
+        except OSError as error:
+            full = error.errno in (errno.EFBIG, errno.ENOSPC)
+            status = 3 if full and "cannot be written" in str(error) else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def killed(directory, k):
+    count = 0
+
+    def hook(event, arguments):
+        nonlocal count
+        if event in EVENTS and str(directory) in str(arguments[0]):
+            count += 1
+            if count == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    train(directory)
+
+
+def limited(directory, size, action):
+    signal.signal(signal.SIGXFSZ, action)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    train(directory)
+
+
+def filled(directory, left):
+    """Trains with so many bytes left on the file system."""
+    free = os.statvfs(directory)
+    free = free.f_bavail * free.f_frsize
+    with open(directory / "filling", "wb") as file:
+        file.write(bytes(max(free - left, 0)))
+    train(directory)
+
+
+def content(directory):
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", type=int, default=1, help="Of so many moments one.")
+    parser.add_argument("--disk", type=pathlib.Path, help="Empty, on a small disk.")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        root = pathlib.Path(root)
+        assert apart(lambda: train(root / "whole")) == 0
+        expected = content(root / "whole")
+        assert len(expected) == 4  # config, metrics, results, model
+        k, ended, wrong = 1, {"killed": 0, "cut": 0, "failed": 0}, []
+
+        def survives(kind, place, directory, function, end):
+            status = apart(lambda: function(directory))
+            if status == 0:
+                return False
+            ended[kind] += 1
+            (directory / "filling").unlink(missing_ok=True)
+            again = apart(lambda: train(directory))
+            if status != end or again != 0 or content(directory) != expected:
+                wrong.append((kind, place, status, again))
+            shutil.rmtree(directory / "run", ignore_errors=True)
+            shutil.rmtree(directory / "models", ignore_errors=True)
+            return True
+
+        directory = root / "killed"
+        while survives(
+            "killed", k, directory, lambda d, k=k: killed(d, k), -signal.SIGKILL
+        ):
+            k += arguments.every
+        # The largest file, a checkpoint, has 9 kB.
+        for size in range(0, 9000, 40 * arguments.every):
+            for kind, action, end in (
+                ("cut", signal.SIG_DFL, -signal.SIGXFSZ),
+                ("failed", signal.SIG_IGN, 3),
+            ):
+                survives(
+                    kind,
+                    size,
+                    root / f"{kind}{size}",
+                    lambda d, size=size, action=action: limited(d, size, action),
+                    end,
+                )
+        if arguments.disk:
+            for left in range(0, 40_000, 1024 * arguments.every):
+                survives(
+                    "failed", left, arguments.disk, lambda d, n=left: filled(d, n), 3
+                )
+    for kind, count in ended.items():
+        print(f"{kind}: {count} times")
+    for what in wrong:
+        print("not the same:", *what)
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
