@@ -76,7 +76,8 @@ def search(
         population: Integer, how many networks train at once in one program, on JAX.
         halving: Integer, one of so many trials of a population stays at each rung, 1
             for all; with Hyperband it is not used.
-        strategy: A name in `recipes.strategies`, for one training on many devices.
+        strategy: A name in `recipes.strategies`, for one training on many devices;
+            `None` and `"none"` are one device.
         search_seed: Integer, of the oracle.
         name: Name of the search, made of the settings if `None`.
         runs_dir, data_dir, download: See `recipes.train.train`.
@@ -89,6 +90,7 @@ def search(
     """
     places = {"data_dir": data_dir, "download": download}
     settings = _settings(settings, places)
+    strategy = None if strategy == "none" else strategy
     ranges = spaces.parse(tune)
     _check(settings, ranges, algorithm, trials, seeds, rho_per)
     _check_population(ranges, population, seeds, halving, strategy)
@@ -330,7 +332,8 @@ if __name__ == "__main__":
     flags.DEFINE_integer("workers", None, "Trials at once, in processes.", 1)
     flags.DEFINE_integer("population", None, "Networks in one program, on JAX.", 1)
     flags.DEFINE_integer("halving", 2, "One of so many stays at a rung.", 1)
-    flags.DEFINE_enum("strategy", None, list(strategies.BACKENDS), "Many devices.")
+    names = ["none", *strategies.BACKENDS]
+    flags.DEFINE_enum("strategy", "none", names, "Many devices.")
     flags.DEFINE_integer("search_seed", 0, "Of the oracle.", lower_bound=0)
     flags.DEFINE_string("name", None, "Name of the search, made of the settings.")
     app.run(main)
