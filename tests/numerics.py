@@ -2,24 +2,31 @@
 
     KERAS_BACKEND=tensorflow python -m tests.numerics
 
-prints a table for the backend: the largest errors of the output and of the gradient
-with respect to the inputs against the float64 references, in units of the largest value
-of the same channel, over training steps on the same input.
+prints tables in Markdown for the backend. A cell has the largest errors of the output
+and of the gradient with respect to the inputs against the float64 references, in units
+of the largest value of the same channel, over training steps on the same input, and
+over all the ways in which the backend runs a step (eager, graph, jit_compile). The
+inputs of WS, CWN and WN are kernels, a channel is a unit.
 """
+
+import functools
+import os
+import platform
 
 import keras
 import numpy as np
 
 from keras_norms import CBN, LpNorm, NoisyBN
+from keras_norms.ops import spheres
 from tests.autodiff import MODES, training_step
 from tests.batch_reference import BatchNormReference, LpNormReference
 from tests.reference import CBNReference
+from tests.weight_reference import AsLayer, WeightReference
 
 CHANNELS = 3
 SHAPE = (64, 8, 8, CHANNELS)
 RATE = 0.0078125  # exact in float32
 STEPS = 3
-MODE = "graph" if "graph" in MODES else MODES[-1]
 
 
 def _normal(mean=0.0, std=1.0, shape=SHAPE, dtype="float32"):
@@ -38,6 +45,7 @@ CASES = {
     "deviation 1e-18": (_normal(1e-18, 1e-18), "float32"),
     "deviation 1e-9": (_normal(1e-9, 1e-9), "float32"),
     "deviation 1e9": (_normal(1e9, 1e9), "float32"),
+    "deviation 1e17": (_normal(1e17, 1e17), "float32"),
     "deviation 1e18": (_normal(1e18, 1e18), "float32"),
     "denormal": (_normal(0, 1e-41), "float32"),
     "constant": (_normal(7.3, 0), "float32"),
@@ -52,35 +60,57 @@ LARGE = {
 }
 
 
-def _without_noise(**arguments):
-    return NoisyBN(
-        mean_range=0, scale_range=1, mean_jitter=0, scale_jitter=0, **arguments
+def _cbn(**form):
+    return (
+        functools.partial(CBN, **form),
+        functools.partial(CBNReference, **form),
     )
 
 
+def _lp_norm(**form):
+    return (
+        functools.partial(LpNorm, **form),
+        functools.partial(LpNormReference, **form),
+    )
+
+
+def _weights(kind):
+    def make(dtype):
+        normalize = getattr(spheres, kind)
+        return AsLayer(
+            lambda w: keras.ops.cast(
+                normalize(w, tuple(range(len(w.shape) - 1))), w.dtype
+            )
+        )
+
+    return make, lambda channels: WeightReference(kind)
+
+
 # Name -> (function of keyword arguments that makes a layer, reference of channels).
-KERAS = "BatchNormalization"
-LAYERS = {
+KERAS = "keras BN"
+BATCH = {
     KERAS: (keras.layers.BatchNormalization, BatchNormReference),
-    "CBN": (CBN, CBNReference),
-    "CBN, coupled": (
-        lambda **arguments: CBN(decouple=False, **arguments),
-        lambda channels: CBNReference(channels, decouple=False),
-    ),
-    "NoisyBN": (_without_noise, BatchNormReference),
-    "LpNorm 1": (
-        lambda **arguments: LpNorm(p=1, **arguments),
-        lambda channels: LpNormReference(channels, p=1),
-    ),
-    "LpNorm 2": (LpNorm, LpNormReference),
-    "LpNorm inf": (
-        lambda **arguments: LpNorm(p=np.inf, **arguments),
-        lambda channels: LpNormReference(channels, p=np.inf),
+    "CBN": _cbn(),
+    "CBN, ratio": _cbn(mean_gradient="ratio"),
+    "CBN, coupled": _cbn(decouple=False),
+    "CBN, coupled, ratio": _cbn(decouple=False, mean_gradient="ratio"),
+    "NoisyBN": (
+        functools.partial(
+            NoisyBN, mean_range=0, scale_range=1, mean_jitter=0, scale_jitter=0, seed=0
+        ),
+        BatchNormReference,
     ),
 }
+LP_NORMS = {
+    f"LpNorm {p}{', centered' * (of == 'centered')}": _lp_norm(p=p, norm_of=of)
+    for of in ("input", "centered")
+    for p in (1, 2, np.inf)
+}
+WEIGHTS = {kind.upper(): _weights(kind) for kind in ("ws", "cwn", "wn")}
+LAYERS = BATCH | LP_NORMS | WEIGHTS
 
 
-def errors(layer, case, steps=STEPS, mode=MODE):
+def errors(layer, case, steps=STEPS, mode=MODES[-1]):
     """The errors of a layer on an input.
 
     Args:
@@ -93,25 +123,11 @@ def errors(layer, case, steps=STEPS, mode=MODE):
         Array `(steps, 2)`: errors of the output and of the gradient with respect to the
         inputs, infinite where these are not finite.
     """
-    rng = np.random.default_rng(0)
     make_input, policy = (CASES | LARGE)[case]
-    x = make_input(rng)
-    make_layer, make_reference = LAYERS[layer]
-    layer, reference = make_layer(dtype=policy), make_reference(x.shape[-1])
-    layer.build((None, *x.shape[1:]))
-    gamma, beta = rng.normal(1, 0.3, x.shape[-1]), rng.normal(0, 0.3, x.shape[-1])
-    gamma, beta = (np.float64(np.float32(v)) for v in (gamma, beta))
-    layer.gamma.assign(gamma)
-    layer.beta.assign(beta)
-    if isinstance(layer, CBN):
-        layer.set_learning_rate(RATE)
-    g = rng.normal(size=x.shape).astype("float32")
-    slope = keras.ops.convert_to_tensor(g)
-
-    def loss(y):
-        return keras.ops.sum(keras.ops.cast(y, "float32") * slope)
-
-    step = training_step(layer, loss, mode)
+    x = make_input(np.random.default_rng(0))
+    gamma, beta, g = _affine_and_slope(x.shape)
+    reference = LAYERS[layer][1](x.shape[-1])
+    step = _step(layer, policy, x.shape, mode)()
     wide = x.astype("float64")
     found = []
     for _ in range(steps):
@@ -121,7 +137,50 @@ def errors(layer, case, steps=STEPS, mode=MODE):
     return np.array(found)
 
 
+@functools.lru_cache(1)
+def _affine_and_slope(shape):
+    """gamma, beta and the gradient with respect to the output."""
+    rng = np.random.default_rng(1)
+    gamma, beta = rng.normal(1, 0.3, shape[-1]), rng.normal(0, 0.3, shape[-1])
+    gamma, beta = (np.float64(np.float32(v)) for v in (gamma, beta))
+    return gamma, beta, rng.normal(size=shape).astype("float32")
+
+
+@functools.cache
+def _step(name, policy, shape, mode):
+    """A function that returns the training step of a layer as it is before the first.
+
+    Compiled once for all inputs of a kind.
+    """
+    layer = LAYERS[name][0](dtype=policy)
+    gamma, beta, g = _affine_and_slope(shape)
+    if name not in WEIGHTS:
+        layer.build((None, *shape[1:]))
+        layer.gamma.assign(gamma)
+        layer.beta.assign(beta)
+    if isinstance(layer, CBN):
+        layer.set_learning_rate(RATE)
+    start = [] if name in WEIGHTS else layer.get_weights()
+
+    def loss(y):
+        slope = keras.ops.convert_to_tensor(g)
+        return keras.ops.sum(keras.ops.cast(y, "float32") * slope)
+
+    step = training_step(layer, loss, mode)
+
+    def restart():
+        if start:
+            layer.set_weights(start)
+        return step
+
+    return restart
+
+
 def _reference_step(reference, x, gamma, beta, g):
+    if isinstance(reference, WeightReference):
+        axes, gain = tuple(range(x.ndim - 1)), np.ones(x.shape[-1])
+        y = reference.forward(x, gain, axes)
+        return y, reference.gradients(g, x, gain, axes)[0]
     if isinstance(reference, CBNReference):
         y, constants = reference.train(x, gamma, beta, RATE)
         return y, reference.gradients(g, x, gamma, beta, constants)[0]
@@ -139,15 +198,36 @@ def _error(found, expected):
     return error if np.isfinite(error) else np.inf
 
 
-def main():
-    """Prints a Markdown table: rows are inputs, columns layers."""
-    print(f"{keras.backend.backend()}, {MODE}\n")
-    print(f"| inputs | {' | '.join(LAYERS)} |")
-    print(f"|---|{'---|' * len(LAYERS)}")
+def fits(layer, case):
+    """Whether the layer takes the input: a unit of WS or CWN has several weights."""
+    return case != "one sample" or layer not in ("WS", "CWN")
+
+
+def _cell(layer, case):
+    if not fits(layer, case):
+        return ""
+    output, gradient = np.max([errors(layer, case, mode=m) for m in MODES], (0, 1))
+    return f"{output:.0e}, {gradient:.0e}"
+
+
+def _table(layers):
+    print(f"\n| inputs | {' | '.join(layers)} |\n|---|{'---|' * len(layers)}")
     for case in CASES | LARGE:
-        worst = (errors(layer, case).max(0) for layer in LAYERS)
-        cells = (f"{output:.0e}, {gradient:.0e}" for output, gradient in worst)
+        cells = (_cell(layer, case) for layer in layers)
         print(f"| {case} | {' | '.join(cells)} |", flush=True)
+        if case in LARGE:
+            _step.cache_clear()
+
+
+def main():
+    backend = keras.backend.backend()
+    version = __import__(backend).__version__
+    print(
+        f"{backend} {version} ({', '.join(MODES)}), Keras {keras.__version__}, "
+        f"NumPy {np.__version__}, {platform.machine()}, {os.cpu_count()} cores"
+    )
+    for layers in (BATCH, LP_NORMS, WEIGHTS):
+        _table(layers)
 
 
 if __name__ == "__main__":

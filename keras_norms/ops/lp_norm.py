@@ -16,6 +16,7 @@ from keras_norms.ops.passes import (
     affine,
     gradient_sums,
     gradient_x,
+    masked_gradient_sums,
     masked_gradient_x,
     per_channel,
     reduction_axes,
@@ -31,7 +32,9 @@ class LpStatistics(NamedTuple):
     norm: Any
 
 
-def lp_statistics(x, dtype, *, p, centered, axis, mask=None, synchronized=False):
+def lp_statistics(
+    x, dtype, *, p, centered, axis, mask=None, synchronized=False, prior=None
+):
     """Mean and s_p = (mean |x|^p)^(1/p) of every channel, s_inf = max |x|.
 
     Args:
@@ -42,13 +45,14 @@ def lp_statistics(x, dtype, *, p, centered, axis, mask=None, synchronized=False)
         axis: The channel axis.
         mask: Boolean, broadcasts to `x`; `False` elements do not count.
         synchronized: Whether statistics are those of all TensorFlow replicas.
+        prior: An estimate of the mean, see `moments`.
 
     Returns:
         `LpStatistics`. Without any element, mean and norm are zero.
     """
     # The norm goes along with the moments, unless it needs their mean first.
     together = synchronized and p != 2 and not centered
-    batch = moments(x, dtype, axis, mask, synchronized and not together)
+    batch = moments(x, dtype, axis, mask, synchronized and not together, prior)
     if p == 2:
         square = batch.variance
         if not centered:
@@ -190,13 +194,15 @@ def _gradient(
     """Gradients with respect to x, gamma and beta, through mean and norm.
 
     With a = gamma / (norm + epsilon) and g = `upstream`, the derivative that arrives at
-    the norm is -a * sum(g * (x - mean)) / (norm + epsilon).
+    the norm is -a * sum(g * (x - mean)) / (norm + epsilon). All leave out the factor a.
     """
     inverse = 1 / (norm + epsilon)
-    scale = gamma * inverse
     masks = () if mask is None else (mask,)
     center = mean if centered else ops.zeros_like(mean)
-    local = gradient_sums(upstream, x, mean, axis=axis)
+    if mask is None:
+        local = gradient_sums(upstream, x, mean, axis=axis)
+    else:
+        local = masked_gradient_sums(upstream, x, mean, mask, axis=axis)
     sums = local
     if p == 2:
         # (x - center) / norm: linear in x, and its mean is 0 where it is centered.
@@ -217,14 +223,14 @@ def _gradient(
             )
     total = sum_over_replicas(sums) if synchronized else sums
     count = ops.maximum(count, ops.ones_like(count))
-    through_norm = -scale * total[1] * inverse
+    through_norm = -total[1] * inverse
     # The factor that `_direction` left out.
     shares = ops.maximum(total[3], ops.ones_like(mean)) if p == math.inf else count
-    k = -through_norm * unit / shares
-    constant = scale * total[0] / count
+    k = -through_norm / shares * unit
+    constant = total[0] / count
     if centered and p != 2:
         constant = constant - k * total[2] / count
-    vectors = scale, k, pivot, constant
+    vectors = gamma * inverse, k, pivot, constant
     if mask is None:
         dx = gradient_x(upstream, direction, *vectors, axis=axis)
     else:

@@ -9,10 +9,17 @@ from keras import ops
 from keras_norms.ops.custom_gradient import custom_gradient, fused
 from keras_norms.ops.passes import affine, per_channel, reduction_axes
 from keras_norms.ops.replicas import (
+    devices_share_batches,
     gather_replicas,
     number_of_replicas,
     sum_over_replicas,
 )
+
+# A shift that is off by this many deviations costs six of 24 bits of the variance.
+_FAR = 8.0
+# Or, relative to the mean, by what costs no more than x was rounded by.
+_NEAR = 2.0**-12
+_LARGEST = 2.0**126
 
 
 class Moments(NamedTuple):
@@ -41,20 +48,23 @@ def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
             element does not count. Reads `x` twice.
         synchronized: Whether statistics are those of all TensorFlow replicas.
         prior: An estimate of the mean, `(channels,)`, and a boolean scalar: whether it
-            is one. It changes the rounding, not the result. Without one, elements of
-            the batch give a shift where `x` has float32 digits to lose.
+            is known to be near. It changes the rounding, not the result. Where it is
+            not, elements of the batch give a shift if `x` has float32 digits to lose.
 
     Returns:
         `Moments`. Without any element, mean and variance are zero.
     """
+    if prior is None:
+        prior = ops.zeros((x.shape[axis],), dtype), False
+    prior = prior[0], ops.convert_to_tensor(prior[1])
     if mask is None:
-        if prior is None:
-            prior = ops.zeros((x.shape[axis],), dtype), ops.convert_to_tensor(False)
         count = _elements(x, axis, dtype)
         mean, variance = _mean_and_variance(x, *prior, count, axis=axis)
+    elif devices_share_batches():
+        count, mean, variance = _masked_and_shared(x, mask, prior[0], axis)
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
-    local = Moments(count, mean, variance)
+    local = Moments(count, mean, _bounded(variance))
     return combine_replicas(local)[0] if synchronized else local
 
 
@@ -104,7 +114,7 @@ def shift_of(x, prior_mean, has_prior, axis):
     float32 sums, and XLA can take the sums in the kernel that makes x, which it cannot
     where it needs an element of x first.
     """
-    if keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16"):
+    if _in_half_precision(x):
         return prior_mean
     axes = reduction_axes(len(x.shape), axis)
 
@@ -123,17 +133,68 @@ def shift_of(x, prior_mean, has_prior, axis):
     return ops.where(has_prior, prior_mean, from_batch())
 
 
+def _bounded(variance):
+    """A number, with which averages go on, also where squares add up to more."""
+    largest = ops.full_like(variance, _LARGEST)
+    return ops.where(variance > largest, largest, variance)
+
+
+def _in_half_precision(x):
+    return keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16")
+
+
 @fused(cpu="mean_and_variance")
 def _mean_and_variance(x, prior_mean, has_prior, count, *, axis):
+    if devices_share_batches():
+        return _around_prior(x, prior_mean, count, axis)
+    shift = shift_of(x, prior_mean, has_prior, axis)
+    return _around(x, ops.stop_gradient(shift), count, axis)
+
+
+def _around(x, shift, count, axis, mask=None):
+    """Mean and variance from sums of `x - shift`."""
     axes = reduction_axes(len(x.shape), axis)
-    shift = ops.stop_gradient(shift_of(x, prior_mean, has_prior, axis))
     x = ops.cast(x, shift.dtype)
     divisor = ops.maximum(count, ops.ones_like(count))
     # Two differences, not one: XLA on CPU would write a shared one to memory.
-    mean = ops.sum(x + per_channel(-shift, len(x.shape), axis), axes) / divisor
-    square = ops.square(per_channel(shift, len(x.shape), axis) - x)
-    variance = ops.relu(ops.sum(square, axes) / divisor - ops.square(mean))
+    ahead = x + per_channel(-shift, len(x.shape), axis)
+    behind = per_channel(shift, len(x.shape), axis) - x
+    if mask is not None:
+        ahead, behind = (ops.where(mask, u, ops.zeros_like(u)) for u in (ahead, behind))
+    mean = ops.sum(ahead, axes) / divisor
+    square = ops.sum(ops.square(behind), axes) / divisor
+    variance = ops.relu(square - ops.square(mean))
     return shift + mean, variance
+
+
+def _around_prior(x, prior_mean, count, axis, mask=None):
+    """The same with the prior mean as shift, and again if that was far away.
+
+    An element of the batch would do better, but devices that do not hold it must fetch
+    it. So they add up once, and a second time only in the first steps, and only where a
+    mean is much larger than the deviation.
+    """
+    shift = ops.stop_gradient(prior_mean)
+    mean, variance = _around(x, shift, count, axis, mask)
+    if _in_half_precision(x):
+        return mean, variance
+    error = ops.square(mean - shift)
+    far = ops.logical_and(error > _FAR**2 * variance, error > ops.square(_NEAR * mean))
+    return ops.cond(
+        ops.any(far),
+        lambda: _around(x, ops.stop_gradient(mean), count, axis, mask),
+        lambda: (mean, variance),
+    )
+
+
+def _masked_and_shared(x, mask, prior_mean, axis):
+    mask = ops.broadcast_to(mask, ops.shape(x))
+    count = ops.sum(
+        ops.cast(mask, prior_mean.dtype), reduction_axes(len(x.shape), axis)
+    )
+    mean, variance = _around_prior(x, prior_mean, count, axis, mask)
+    nothing = ops.zeros_like(mean)
+    return count, *(ops.where(count > 0, v, nothing) for v in (mean, variance))
 
 
 @fused()

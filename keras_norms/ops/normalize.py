@@ -20,6 +20,7 @@ from keras_norms.ops.passes import (
     affine,
     gradient_sums,
     gradient_x,
+    masked_gradient_sums,
     masked_gradient_x,
 )
 
@@ -341,11 +342,14 @@ def _normalize_gradient(
     """Gradients with respect to x, gamma and beta, through all statistics.
 
     With c = `center`, a = gamma * inverse, g = `upstream`, m = `count` and
-    k = a * sum(g * (x - c)) / (m * (square + epsilon)), the derivative that arrives at
-    x' = x - c is a * g - k * x'. From there it goes on to x, and through the batch
+    k = sum(g * (x - c)) / m / (square + epsilon), the derivative that arrives at
+    x' = x - c is a * (g - k * x'). From there it goes on to x, and through the batch
     mean.
     """
-    local = gradient_sums(upstream, x, center, axis=axis)
+    if mask is None:
+        local = gradient_sums(upstream, x, center, axis=axis)
+    else:
+        local = masked_gradient_sums(upstream, x, center, mask, axis=axis)
     total = sum_over_replicas(local) if synchronized else local
     vectors, dgamma, dbeta = _gradient_vectors(
         local,
@@ -392,16 +396,16 @@ def _gradient_vectors(
     scale = gamma * inverse
     sum_g, sum_gx = total[0], total[1]
     count = ops.maximum(count, ops.ones_like(count))
-    k = scale * sum_gx / (count * (square + epsilon))
+    k = sum_gx / count / (square + epsilon)
+    through_mean = sum_g / count
     if decouple:
         # The batch mean of x' is not 0, so the derivative of its norm has a mean.
-        mean_x = mean - center
-        through_mean = scale * sum_g / count - k * mean_x
+        mean_of_norm = k * (mean - center)
+        through_mean = through_mean - mean_of_norm
         pivot = center
         # Each replica takes an equal part of the sum; the optimizer adds them up.
-        dbeta = scale * local[0] - k * mean_x * (count / replicas)
+        dbeta = scale * (local[0] - mean_of_norm * (count / replicas))
     else:
-        through_mean = scale * sum_g / count
         pivot = mean
         dbeta = local[0]
     vectors = scale, k, pivot, mean_weight * through_mean

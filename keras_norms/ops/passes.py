@@ -59,23 +59,30 @@ def gradient_sums(upstream, x, center, *, axis):
     return ops.stack([ops.sum(g, axes), ops.sum(g * shifted, axes)])
 
 
+@fused()
+def masked_gradient_sums(upstream, x, center, mask, *, axis):
+    """The same, but for hidden elements without a gradient, which may be NaN."""
+    ndim = len(x.shape)
+    counts = ops.logical_or(mask, ops.not_equal(upstream, 0))
+    x = ops.where(counts, ops.cast(x, center.dtype), per_channel(center, ndim, axis))
+    return gradient_sums.__wrapped__(upstream, x, center, axis=axis)
+
+
 @fused(cpu="gradient_x", xla=True)
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
-    """scale * g - k * (x - pivot) - constant."""
+    """scale * (g - k * (x - pivot) - constant); k may be as small as x is large."""
     ndim = len(x.shape)
     scale, k, pivot, constant = (
         per_channel(v, ndim, axis) for v in (scale, k, pivot, constant)
     )
     g, x = ops.cast(upstream, scale.dtype), ops.cast(x, scale.dtype)
-    return ops.cast(scale * g - k * (x - pivot) - constant, upstream.dtype)
+    return ops.cast(scale * (g - k * (x - pivot) - constant), upstream.dtype)
 
 
 @fused(xla=True)
 def masked_gradient_x(upstream, x, scale, k, pivot, constant, mask, *, axis):
     """The same where the mask is true, scale * g elsewhere."""
-    zero = ops.zeros_like(k)
-    return ops.where(
-        mask,
-        gradient_x.__wrapped__(upstream, x, scale, k, pivot, constant, axis=axis),
-        gradient_x.__wrapped__(upstream, x, scale, zero, zero, zero, axis=axis),
-    )
+    visible = gradient_x.__wrapped__(upstream, x, scale, k, pivot, constant, axis=axis)
+    scale = per_channel(scale, len(x.shape), axis)
+    hidden = ops.cast(scale * ops.cast(upstream, scale.dtype), upstream.dtype)
+    return ops.where(mask, visible, hidden)

@@ -34,6 +34,12 @@ def check_strategy(layer):
         )
 
 
+def devices_share_batches():
+    """Whether a batch is divided among the JAX devices of a `keras.distribution`."""
+    on_jax = keras.backend.backend() == "jax"
+    return on_jax and keras.distribution.distribution() is not None
+
+
 def number_of_replicas():
     """How many TensorFlow replicas run this step together."""
     context = _context()

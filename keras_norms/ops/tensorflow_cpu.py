@@ -11,6 +11,8 @@ from tensorflow.python.ops import control_flow_util
 
 from keras_norms.ops.passes import neighbours
 
+_NEAR = 2.0**-12  # a deviation is small by the mean
+
 
 def apply_to(x, *others, axis):
     """Whether this file can compute for these arguments.
@@ -50,13 +52,25 @@ def affine(x, center, scale, offset, *, axis):
 
 def mean_and_variance(x, prior_mean, has_prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself."""
-    groups = neighbours(x.shape)
-    shift = tf.zeros_like(prior_mean)
-    if groups == 1:
-        # The sums are long: of small numbers.
+
+    def of_small_numbers():
         first = tf.reduce_sum(tf.reshape(x, (-1, x.shape[-1]))[:1], 0)
         shift = tf.where(has_prior, prior_mean, first)
-        x = x - shift
+        mean, variance = _mean_and_variance(x - shift, count)
+        return mean + shift, variance
+
+    if neighbours(x.shape) == 1:  # the sums are long
+        return of_small_numbers()
+    mean, variance = _mean_and_variance(x, count)
+    # The last digits of a mean matter where nearly all of x is the mean.
+    nearly_constant = variance < tf.square(_NEAR * mean)
+    return tf.cond(
+        tf.reduce_any(nearly_constant), of_small_numbers, lambda: (mean, variance)
+    )
+
+
+def _mean_and_variance(x, count):
+    groups = neighbours(x.shape)
     unused = tf.zeros(groups * x.shape[-1])
     outputs = tf.raw_ops.FusedBatchNormV3(
         x=_rows(x, groups),
@@ -72,10 +86,8 @@ def mean_and_variance(x, prior_mean, has_prior, count, *, axis):
     variances = tf.reshape(outputs.batch_variance, (groups, -1)) * ((rows - 1) / rows)
     mean = tf.reduce_mean(means, 0)
     variance = tf.reduce_mean(variances + tf.square(means - mean), 0)
-    mean, variance = (
-        tf.where(count > 0, value, tf.zeros_like(value)) for value in (mean, variance)
-    )
-    return mean + shift, variance
+    zero = tf.zeros_like(mean)
+    return tuple(tf.where(count > 0, value, zero) for value in (mean, variance))
 
 
 def gradient_sums(upstream, x, center, *, axis):

@@ -32,8 +32,10 @@ def affine(x, center, scale, offset, *, axis):
 
 
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
-    """scale * g - k * (x - pivot) - constant."""
-    return (x - pivot).mul_(-k).sub_(constant).addcmul_(upstream, scale)
+    """scale * (g - k * (x - pivot) - constant)."""
+    y = x - pivot
+    torch.addcmul(upstream, y, k, value=-1, out=y)
+    return y.sub_(constant).mul_(scale)
 
 
 def mean_and_variance(x, prior_mean, has_prior, count, *, axis):

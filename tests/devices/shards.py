@@ -61,7 +61,7 @@ def two_steps(layer, arrays):
 
 
 def every_step(program):
-    """The collectives that each run starts, and not those of CBN's first step alone."""
+    """The collectives that each run starts, and not those where a mean is far away."""
     text = program.as_text()
     return COLLECTIVE.findall(text[text.index("\nENTRY") :])
 
@@ -82,6 +82,30 @@ def compared(name, count):
     return {**errors(as_numpy, expected), "collectives": len(collectives)}
 
 
+def large_means():
+    """Errors of the outputs of two steps against float64: means of 1e4 deviations."""
+    rng = np.random.default_rng(0)
+    x = (1e4 + rng.normal(size=(BATCH, 50, 3))).astype("float32")
+    wide = x.astype("float64")
+    centered, variance = wide - wide.mean((0, 1)), wide.var((0, 1))
+    expected = {
+        CBN: 0.3 + centered / np.sqrt(variance + 1e-5),
+        NoisyBN: centered / np.sqrt(variance + 1e-3),
+        LpNorm: centered / (np.sqrt(variance) + 0.1),
+    }
+    names = {CBN: "cbn, coupled", NoisyBN: "noisy", LpNorm: "lp 2, centered"}
+    found = {}
+    for cls, name in names.items():
+        layer = CASES[name].make()
+        layer.build(x.shape)
+        sharding = on(8).get_data_layout(x.shape).backend_layout
+        outputs, _ = two_steps(layer, [jax.device_put(a, sharding) for a in (x, x)])
+        found[name] = [
+            float(np.abs(y - expected[cls]).max()) for y in outputs["outputs"][::2]
+        ]
+    return found
+
+
 def collectives():
     """Those of the training step of a layer between two convolutions, on 8 devices."""
     on(8)
@@ -93,6 +117,11 @@ def collectives():
         "noisy_bn": NoisyBN,
         "lp_norm": LpNorm,
         "lp_norm 1": lambda: LpNorm(1),
+        "lp_norm 1, centered": lambda: LpNorm(1, norm_of="centered"),
+        "lp_norm 3": lambda: LpNorm(3),
+        "lp_norm 3, centered": lambda: LpNorm(3, norm_of="centered"),
+        "lp_norm inf": lambda: LpNorm(np.inf),
+        "lp_norm inf, centered": lambda: LpNorm(np.inf, norm_of="centered"),
     }
     found = {}
     for dtype in ("float32", "mixed_bfloat16"):
@@ -245,6 +274,7 @@ def main():
             name: {f"{count} devices": compared(name, count) for count in counts}
             for name, counts in SIZES.items()
         },
+        "large_means": large_means(),
         "collectives": collectives(),
         "model_parallel": model_parallel(),
         "evaluation": evaluation(),
