@@ -1,5 +1,8 @@
 """Saved files of every version and backend load, and damaged ones say so."""
 
+import ast
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -25,6 +28,14 @@ def test_every_layer_has_files_of_every_backend():
     public = [getattr(keras_norms, name) for name in keras_norms.__all__]
     public = {c.__name__ for c in public if isinstance(c, type)}
     assert public - {"AMAT"} <= saved
+    registered = keras.saving.get_custom_objects()
+    package, prefix = "keras_norms.", "keras_norms>"
+    registered = {
+        name.removeprefix(prefix)
+        for name, value in registered.items()
+        if name.startswith(prefix) and value.__module__.startswith(package)
+    }
+    assert registered and registered <= saved
 
 
 @pytest.mark.parametrize(
@@ -70,3 +81,62 @@ def test_flipped_bit_is_an_error_or_without_effect(copy, share, bit):
     with np.load(FILES[0].with_suffix(".npz")) as file:
         found = golden.outputs(model, file["x"])["inference"]
         np.testing.assert_allclose(found, file["inference"], rtol=2e-5, atol=2e-6)
+
+
+def test_keras_still_refuses_code_in_files(tmp_path):
+    """Of which a Lambda layer is some: the package leaves safe_mode on."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(lambda x: x + 1)])
+    model.save(tmp_path / "lambda.keras")
+    with pytest.raises(Exception, match="(?i)unsafe|safe_mode"):
+        keras.models.load_model(tmp_path / "lambda.keras")
+
+
+# What makes code out of what stands in a file.
+MODULES = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+CALLS = {"eval", "exec", "compile", "__import__", "enable_unsafe_deserialization"}
+KEYWORDS = {"allow_pickle", "safe_mode"}
+
+
+def code_from_files(source):
+    """The names in a module's source by which a file could become code."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found = {alias.name.split(".")[0] for alias in node.names} & MODULES
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            found = {(node.module or "").split(".")[0]} & MODULES
+            found |= names & (MODULES | CALLS | {"Lambda"})
+        elif isinstance(node, ast.Call):
+            called = node.func
+            # `model.compile` is another matter.
+            found = {called.id} & CALLS if isinstance(called, ast.Name) else set()
+            found |= {keyword.arg for keyword in node.keywords} & KEYWORDS
+        elif isinstance(node, ast.Attribute):
+            found = {node.attr} & {"Lambda", "enable_unsafe_deserialization"}
+        else:
+            continue
+        yield from found
+
+
+def test_nothing_makes_code_out_of_files():
+    root = pathlib.Path(__file__).parents[1]
+    paths = [
+        path
+        for package in ("keras_norms", "recipes", "tuner", "benchmarks")
+        for path in (root / package).rglob("*.py")
+    ]
+    assert len(paths) > 80
+    found = {str(path): [*code_from_files(path.read_text())] for path in paths}
+    assert not {path: names for path, names in found.items() if names}
+    for source in (
+        "import pickle.x",
+        "from pickle import loads",
+        "from keras.layers import Lambda",
+        "keras.layers.Lambda(f)",
+        "eval(text)",
+        "np.load(path, allow_pickle=True)",
+        "keras.models.load_model(path, safe_mode=False)",
+        "keras.config.enable_unsafe_deserialization()",
+    ):
+        assert [*code_from_files(source)]
+    assert not [*code_from_files("model.compile(); torch.eval()")]
