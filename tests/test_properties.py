@@ -1,0 +1,334 @@
+"""What holds for every batch, every weight and every state, on every backend.
+
+Each training step equals the float64 reference of its formulas, so that backends and
+modes equal each other. Elsewhere: that the order of a batch does not matter, and
+channels first are channels last transposed (`layers/test_channel_normalization.py`,
+`layers/test_cbn_layer.py`), and what every version and backend has written
+(`test_golden.py`).
+
+`--hypothesis-profile=many` has twenty times the examples.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import ops
+
+from keras_norms import CBN, CWN, WN, WS, FusedCBN
+from tests.any_layer import (
+    FAST,
+    FORMS,
+    SHAPES,
+    assert_near,
+    case,
+    example,
+    infer,
+    last,
+    numpy,
+    reference_of,
+    step_of,
+    upstream,
+)
+from tests.autodiff import BACKEND, MODES, compiled, training_step
+from tests.reference import CBNReference
+
+# The default profile of Hypothesis has 100, of which backends would compile too many.
+few = settings(deadline=None, max_examples=max(settings.default.max_examples // 10, 1))
+fewer = settings(few, max_examples=max(few.max_examples // 2, 1))
+forms, seeds = st.sampled_from(list(FORMS)), st.integers(0, 2**32 - 1)
+# A rate of CBN, for `eta` from 1 to 0; unknown where it is negative.
+rates = st.sampled_from([-1.0, 0.2]) | st.floats(1e-4, 0.1)
+
+
+@few
+@given(form=forms, shape=st.sampled_from(list(SHAPES)), seed=seeds, rate=rates)
+def test_a_step_is_that_of_the_formulas(form, shape, seed, rate):
+    """Outputs, gradients, state, and inference after it: on each backend the same."""
+    each = case(form, shape)
+    x, values = example(each, seed, rate)
+    each.assign(values)
+    reference = reference_of(form, each, values)
+    gamma, beta = (values[k].astype("float64") for k in ("gamma", "beta"))
+    wide, g = last(each, x).astype("float64"), last(each, upstream(each))
+    if isinstance(reference, CBNReference):
+        y, constants = reference.train(wide, gamma, beta, rate)
+        gradients = reference.gradients(g + y, wide, gamma, beta, constants)
+        state = reference.mean, reference.square
+    else:
+        y = reference.train(wide, gamma, beta)
+        gradients = reference.gradients(g + y, wide, gamma, beta)
+        state = reference.moving_mean, reference.moving_statistic
+    actual, dx, dgamma, dbeta = step_of(each, FAST)(x)
+    assert_near(last(each, actual), y)
+    # Gradients are differences of sums of this size.
+    largest = np.abs(g + y).max()
+    slope = largest * np.abs(y).max() / np.abs(wide - wide.mean()).max()
+    sums = largest * wide[..., 0].size
+    sizes = slope, sums * np.abs(y).max(), sums * max(np.abs(y).max(), 1)
+    for found, expected, size in zip(
+        (last(each, dx), dgamma, dbeta), gradients, sizes, strict=True
+    ):
+        assert_near(found, expected, size)
+    after = each.state()
+    for name, expected in zip(("mean", "square|variance|norm"), state):
+        (found,) = (v for k, v in after.items() if k.split("_")[-1] in name.split("|"))
+        assert_near(found, expected, np.abs(wide).max())
+    assert_near(last(each, infer(each, x)), reference.inference(wide, gamma, beta))
+
+
+def moved(values, **changes):
+    return {k: changes.get(k, lambda v: v)(v) for k, v in values.items()}
+
+
+def outcome(each, values, x):
+    """The output in training, the state after it, and the output at inference."""
+    each.assign(values)
+    y = step_of(each, FAST)(x)[0]
+    return last(each, y), each.state(), last(each, infer(each, x))
+
+
+@few
+@given(
+    form=st.sampled_from([f for f in FORMS if f not in ("LpNorm(1)", "LpNorm(inf)")]),
+    seed=seeds,
+    rate=rates,
+    shift=st.floats(-16, 16, width=16),
+)
+def test_a_shift_does_not_matter(form, seed, rate, shift):
+    """Of the batch and what the layer remembers of means. LpNorm of inputs has no such
+    property, for their norm depends on their mean."""
+    each = case(form, "dense")
+    x, values = example(each, seed, rate)
+    y, state, after = outcome(each, values, x)
+    there = moved(values, moving_mean=lambda v: v + np.float32(shift))
+    actual, shifted, later = outcome(each, there, x + np.float32(shift))
+    size = np.abs(y).max() * (1 + abs(shift) / x.std())
+    assert_near(actual, y, size)
+    assert_near(later, after, size)
+    assert_near(shifted["moving_mean"], state["moving_mean"] + shift, abs(shift))
+
+
+@few
+@given(
+    form=forms, seed=seeds, rate=rates, scale=st.sampled_from([-8, -0.5, -1, 0.3, 7])
+)
+def test_a_scale_does_not_matter(form, seed, rate, scale):
+    """Of the batch and of what has its unit; only the sign remains.
+
+    `beta` has the unit of the input where it is added before the division.
+    """
+    each = case(form, "dense", epsilon=1e-12)
+    x, values = example(each, seed, rate)
+    y, _, after = outcome(each, values, x)
+    inside = isinstance(each.layer, CBN) and each.layer.decouple
+    unit, sign = np.float32(scale), np.float32(np.sign(scale))
+    there = moved(
+        values,
+        beta=lambda v: v * (unit if inside else sign),
+        moving_mean=lambda v: v * unit,
+        moving_square=lambda v: v * unit**2,
+        moving_variance=lambda v: v * unit**2,
+        moving_norm=lambda v: v * abs(unit),
+    )
+    actual, _, later = outcome(each, there, x * unit)
+    assert_near(actual, sign * y)
+    assert_near(later, sign * after)
+
+
+@few
+@given(form=forms, shape=st.sampled_from(list(SHAPES)), seed=seeds, rate=rates)
+def test_channels_do_not_know_each_other(form, shape, seed, rate):
+    """Permuted, with their weights and state, they give the same, permuted."""
+    each = case(form, shape)
+    x, values = example(each, seed, rate)
+    order = np.random.default_rng(seed).permutation(each.channels)
+    each.assign(values)
+    y, dx, *rest = step_of(each, FAST)(x)
+    state = each.state()
+    each.assign({k: v[order] if v.ndim else v for k, v in values.items()})
+    actual = step_of(each, FAST)(x.take(order, each.axis))
+    expected = y.take(order, each.axis), dx.take(order, each.axis)
+    expected = *expected, *(v[order] for v in rest)
+    for found, wanted in zip(actual, expected, strict=True):
+        assert_near(found, wanted)
+    for name, found in each.state().items():
+        assert_near(found, state[name][order] if found.ndim else state[name])
+
+
+@few
+@given(form=forms, seed=seeds, rate=rates)
+def test_identical_batches_make_inference_what_training_is(form, seed, rate):
+    """CBN's averages are debiased: one batch is enough, at any rate. Others need as
+    many as their momentum takes; here half of the difference is left by each."""
+    each = case(form, "dense")
+    x, values = example(each, seed, rate)
+    if isinstance(each.layer, CBN):
+        values["average_weight"] = np.float32(0)
+    each.assign(values)
+    for _ in range(1 if isinstance(each.layer, CBN) else 30):
+        y = step_of(each, FAST)(x)[0]
+    # The difference that is left counts as much as the statistics did at the start.
+    assert_near(infer(each, x), y, np.abs(y).max(), 1e-4)
+
+
+@functools.cache
+def masked_of(form):
+    """A call with a mask of samples: output and state."""
+    each = case(form, "dense")
+
+    def call(parameters, state, x, mask):
+        return each.layer.stateless_call(parameters, state, x, training=True, mask=mask)
+
+    return each, compiled(call, FAST)
+
+
+def masked(form, values, x, mask):
+    each, call = masked_of(form)
+    each.assign(values)
+    layer = each.layer
+    variables = layer.trainable_variables, layer.non_trainable_variables
+    tensors = map(ops.convert_to_tensor, (x, mask))
+    y, state = call(*([v.value for v in vs] for vs in variables), *tensors)
+    return numpy(y)[mask], [numpy(v) for v in state]
+
+
+@few
+@given(
+    form=forms,
+    seed=seeds,
+    rate=rates,
+    rows=st.permutations(range(6)),
+    kept=st.integers(1, 6),
+)
+def test_what_is_masked_is_not_there(form, seed, rate, rows, kept):
+    """Whatever it holds, the rest is as it is without."""
+    each = case(form, "dense")
+    x, values = example(each, seed, rate)
+    mask = np.isin(np.arange(6), rows[:kept])
+    y, state = masked(form, values, x, mask)
+    noise = np.random.default_rng(seed).normal(size=x.shape) * 1e3
+    other = np.where(mask[:, None], x, noise).astype("float32")
+    actual, same = masked(form, values, other, mask)
+    for found, expected in zip((actual, *same), (y, *state), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    # Without them, by the formulas, for each number of samples would be compiled.
+    reference = reference_of(form, each, values)
+    arguments = [values[k].astype("float64") for k in ("gamma", "beta")]
+    if isinstance(reference, CBNReference):
+        expected, _ = reference.train(x[mask], *arguments, rate)
+    else:
+        expected = reference.train(x[mask].astype("float64"), *arguments)
+    assert_near(y, expected)
+
+
+@functools.cache
+def fused_pair():
+    pair = keras.Sequential([CBN(), keras.layers.Dense(3, activation="tanh")])
+    pair.build((6, 4))
+    fused = FusedCBN(keras.layers.Dense(3, activation="tanh"), CBN())
+    fused.build((6, 4))
+    steps = [training_step(each, ops.sum, FAST) for each in (pair, fused)]
+    return pair, fused, steps
+
+
+@few
+@given(seed=seeds, rate=rates)
+def test_fused_is_both(seed, rate):
+    pair, fused, (plain, at_once) = fused_pair()
+    x, values = example(case("CBN", "dense"), seed, rate)
+    kernel = np.random.default_rng(seed).normal(size=(4, 3))
+    for norm, dense in (pair.layers, (fused.norm, fused.layers[0])):
+        for name, value in values.items():
+            getattr(norm, name).assign(value)
+        dense.kernel.assign(kernel)
+    y, *gradients = plain(x)
+    actual, *found = at_once(x)
+    assert_near(actual, y)
+    largest = max(np.abs(g).max() for g in gradients)
+    for each, expected in zip(found, gradients, strict=True):
+        assert_near(each, expected, largest)
+    for each, expected in zip(fused.get_weights(), pair.get_weights(), strict=True):
+        assert_near(each, expected)
+
+
+WRAPPERS = {
+    "WS": functools.partial(WS, gain=True, epsilon=1e-12),
+    "CWN": functools.partial(CWN, scale=2.0, gain=True, epsilon=1e-12),
+    "WN": functools.partial(WN, epsilon=1e-12),
+}
+
+
+@functools.cache
+def wrapped(name):
+    """The layer, and its output for an input, a kernel and a gain."""
+    layer = WRAPPERS[name](keras.layers.Dense(3))
+    layer.build((5, 6))
+    # The order of its variables differs from wrapper to wrapper.
+    variables = layer.trainable_variables
+    names = [v.name for v in variables]
+
+    def call(training, x, **values):
+        parameters = [values[n] for n in names]
+        return layer.stateless_call(parameters, [], x, training=training)[0]
+
+    functions = [
+        compiled(functools.partial(_positional, call, training, names), FAST)
+        for training in (True, False)
+    ]
+
+    def outputs(x, training=True, **values):
+        arguments = [ops.convert_to_tensor(values[n], "float32") for n in names]
+        function = functions[not training]
+        return numpy(function(ops.convert_to_tensor(x, "float32"), *arguments))
+
+    return outputs
+
+
+def _positional(call, training, names, x, *arguments):
+    return call(training, x, **dict(zip(names, arguments)))
+
+
+@few
+@given(
+    name=st.sampled_from(list(WRAPPERS)),
+    seed=seeds,
+    scale=st.floats(0.1, 10),
+    shift=st.floats(-4, 4),
+    inputs=st.permutations(range(6)),
+    units=st.permutations(range(3)),
+)
+def test_normalized_kernels(name, seed, scale, shift, inputs, units):
+    """Size and mean of a unit do not matter (to WN, the size); order is kept."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(5, 6))
+    values = {"kernel": rng.normal(size=(6, 3)), "gain": rng.normal(size=3)}
+    values["bias"] = rng.normal(size=3)
+    outputs = wrapped(name)
+    y = outputs(x, **values)
+    np.testing.assert_array_equal(outputs(x, training=False, **values), y)
+    there = values["kernel"] * scale + shift * (name != "WN")
+    size = np.abs(y).max() * (1 + abs(shift) / scale)
+    assert_near(outputs(x, **{**values, "kernel": there}), y, size)
+    permuted = {k: v[..., units] for k, v in values.items()}
+    permuted["kernel"] = permuted["kernel"][inputs, :]
+    assert_near(outputs(x[:, inputs], **permuted), y[:, units])
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has one mode, eager")
+@fewer
+@given(form=forms, seed=seeds, rate=rates)
+def test_compiled_is_eager(form, seed, rate):
+    """Nearer to each other than either is to the formulas."""
+    each = case(form, "dense")
+    x, values = example(each, seed, rate)
+    results = []
+    for mode in MODES:
+        each.assign(values)
+        results.append((*step_of(each, mode)(x), *each.state().values()))
+    for other in results[1:]:
+        for found, expected in zip(other, results[0], strict=True):
+            assert_near(found, expected, bound=1e-5)
