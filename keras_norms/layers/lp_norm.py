@@ -57,7 +57,8 @@ class LpNorm(ChannelNormalization):
         mask: Optional boolean tensor. Elements where it is `False` are kept out of the
             statistics. Its shape is that of `inputs` without the channel axis, or the
             leading part of it, or any shape of the rank of `inputs` that broadcasts to
-            `inputs`.
+            `inputs`. Where it hides a whole channel, the mean and norm of the batch
+            are 0 and the moving ones stay. Inference does without it.
 
     Input shape:
         Any of rank 2 or more, with a known size of `axis`.
