@@ -37,15 +37,9 @@ from tqdm import tqdm
 
 from recipes import data, experiment, figures, together
 from recipes.models import NAMES
+from recipes.settings import DEFAULTS, changes, complete, run_name
 from recipes.summary import summarise, table
-from recipes.train import (
-    DEFAULTS,
-    changes,
-    complete,
-    define_shared_flags,
-    run_name,
-    train,
-)
+from recipes.train import define_shared_flags, train
 from recipes.workers import each
 
 

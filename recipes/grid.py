@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from keras_norms import AMAT
 from recipes import compare, data, experiment, models, optimizers
+from recipes.data import TEST_BATCH_SIZE
 from recipes.models import norms
-from recipes.train import TEST_BATCH_SIZE, complete, rho, run_name
+from recipes.settings import complete, rho, run_name
 from recipes.workers import each
 
 ACTIVATIONS = ("sigmoid", "tanh", "relu", "selu", "swish")

@@ -12,7 +12,8 @@ import time
 import numpy as np
 
 from recipes import data, experiment, population
-from recipes.train import complete, finish, run_name
+from recipes.settings import complete, run_name
+from recipes.train import finish
 
 CHECKPOINT_SECONDS = 60  # at most this much, and the last epoch, is trained again
 

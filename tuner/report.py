@@ -5,8 +5,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from recipes import experiment, figures, grid, train
+from recipes import experiment, figures, grid
 from recipes.data import stem
+from recipes.settings import NAMED, complete
 from tuner import spaces, trials
 
 COLOUR = figures.COLOUR_OF["cbn"]
@@ -62,11 +63,11 @@ def _row(trial, seeds):
 def command(settings, values, data_dir=None):
     """The command that trains the network of these hyperparameters on all images."""
     config = settings | trials.changes(values) | {"validation_size": None}
-    usual = train.complete({"dataset": config["dataset"]})
+    usual = complete({"dataset": config["dataset"]})
     flags = [
         f"--{key}={value:g}" if isinstance(value, float) else f"--{key}={value}"
         for key, value in config.items()
-        if key in ("dataset", *train.NAMED)
+        if key in ("dataset", *NAMED)
         or (key != "backend" and value is not None and value != usual[key])
     ]
     if data_dir:

@@ -218,7 +218,7 @@ def test_a_training_that_ends_at_a_write_goes_on_as_if_it_had_not(
     expected = outcome(tmp_path, run(tmp_path))
     replace = os.replace
     # Settings, metrics, a checkpoint for each epoch, the model, the results.
-    for fatal, before in ((3, True), (4, False), (6, True), (6, False), (7, True)):
+    for fatal, before in ((4, False), (6, True), (7, True)):
         place = tmp_path / f"{fatal}{before}"
         count = []
 

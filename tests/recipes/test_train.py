@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from recipes import data, train
+from recipes import data, settings, train
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Six epochs, three of them at the first learning rate, two at the next.
@@ -156,7 +156,7 @@ def test_bad_config():
 
 
 def test_defaults_are_those_of_the_data_set():
-    assert train.complete({})["epochs"] == train.EPOCHS["digits"]
+    assert train.complete({})["epochs"] == settings.EPOCHS["digits"]
     assert train.complete({"dataset": "some/where/mnist.npz"})["epochs"] == 10
     config = train.complete({"dataset": "cifar10"})
     assert (config["epochs"], config["batch_size"]) == (120, 128)
