@@ -23,9 +23,7 @@ import keras
 import numpy as np
 
 from recipes import files
-from recipes.files import InUse, read_json, write_json
-
-__all__ = ["InUse", "Recorder", "Run", "numpy_copy", "read_json", "write", "write_json"]
+from recipes.files import read_json, write_json
 
 CHECKPOINT, RESULTS, METRICS = "checkpoint.npz", "results.json", "metrics.jsonl"
 SEAL = "seal.json"  # the member of a checkpoint
@@ -93,7 +91,7 @@ class Run:
         ValueError: If the directory has other settings; and, here and in all methods,
             if a file is damaged.
         OSError: If a file cannot be written.
-        InUse: From `results` or `with` on, if another process has the run.
+        files.InUse: From `results` or `with` on, if another process has the run.
     """
 
     def __init__(self, directory, config):
@@ -298,6 +296,17 @@ class Recorder(keras.callbacks.Callback):
         if logs["val_accuracy"] > highest:
             self.best = {v.path: numpy_copy(v) for v in self.model.variables}
         write(self.run.checkpoint, self._save)
+
+
+def load_model(path):
+    """Loads the saved model of a run, or raises a ValueError that names the file."""
+    try:
+        return keras.saving.load_model(path)
+    except Exception as error:  # of the many kinds of zipfile, Keras and h5py
+        raise ValueError(
+            f"{path} cannot be loaded: {error}. Restore it from a copy; or delete it "
+            "and the directory of its run, and the same command makes both anew."
+        ) from None
 
 
 def numpy_copy(variable):

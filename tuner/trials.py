@@ -8,7 +8,7 @@ import keras_tuner
 import numpy as np
 from keras_tuner.engine import base_tuner
 
-from recipes import experiment, train
+from recipes import files, train
 from recipes.models import norms
 
 IN_USE_SECONDS = 1.0  # until a run is asked for again that another worker trains
@@ -87,7 +87,7 @@ class Tuner(base_tuner.BaseTuner):
                     strategy=self.strategy,
                     **self.places,
                 )
-            except experiment.InUse:
+            except files.InUse:
                 # By a worker that the chief believed to be gone. One of both tells it.
                 time.sleep(IN_USE_SECONDS)
 

@@ -27,7 +27,7 @@ import tempfile
 
 import numpy as np
 
-from recipes import experiment
+from recipes import experiment, files
 
 CONFIG = {"epochs": 3, "seed": 0}
 EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir")
@@ -48,7 +48,7 @@ def train(directory):
         run.log(epoch=epoch, mean=float(state.mean()))
         save = {"epoch": epoch, "state": state}
         experiment.write(run.checkpoint, lambda file, save=save: np.savez(file, **save))
-    experiment.files.sweep(directory / "models" / "state.npy")
+    files.sweep(directory / "models" / "state.npy")
     experiment.write(
         directory / "models" / "state.npy", lambda file: np.save(file, state)
     )

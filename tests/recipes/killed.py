@@ -32,6 +32,10 @@ RECIPES = {
         *[*IMAGES, "--epochs=40", "--workers=1", "--seeds=1"],
         *["--activations=tanh", "--rhos=1,2"],
     ],
+    "recipes.compare": [  # processes import the recipe anew: it is a real network
+        *[*IMAGES, "--models=resnet8", "--activations=tanh", "--epochs=12"],
+        *["--seeds=1", "--workers=2"],
+    ],
     "recipes.landscape": [
         *["--network=dln", "--depth=3", "--dtype=float32", "--steps=300", "--every=2"],
         "--norms=bn,lp1",
@@ -41,7 +45,7 @@ RECIPES = {
 
 def command(recipe, directory):
     places = [f"--runs_dir={directory}/runs"]
-    if recipe == "recipes.train":
+    if recipe in ("recipes.train", "recipes.compare"):
         places.append(f"--saved_models_dir={directory}/models")
     return [
         *[sys.executable, "-m", "tests.recipes.small_recipe", recipe],

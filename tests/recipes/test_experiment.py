@@ -1,5 +1,6 @@
 import json
 
+import keras
 import pytest
 
 from recipes import experiment
@@ -53,6 +54,21 @@ def test_write_is_whole_or_not_at_all(tmp_path):
         experiment.write(path, fail)
     assert path.read_text() == "old"
     assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_a_saved_model_that_is_damaged_or_gone_is_named(tmp_path):
+    path = tmp_path / "a.keras"
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save(path)
+    assert experiment.load_model(path).count_params() == 3
+    content = path.read_bytes()
+    flipped = content[:-900] + bytes([content[-900] ^ 1]) + content[-899:]
+    for damaged in (b"", content[:-1], flipped):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="a.keras cannot be loaded: .*delete it"):
+            experiment.load_model(path)
+    path.unlink()
+    with pytest.raises(ValueError, match="a.keras cannot be loaded: .*not found"):
+        experiment.load_model(path)
 
 
 def test_json_has_no_nan(tmp_path):
