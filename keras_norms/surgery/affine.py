@@ -160,25 +160,34 @@ def _or(value, default):
 
 
 def check_axes(graph, units):
-    """Raise unless all calls of `units` normalise the channels.
-
-    The channel axis is the last one, or 1 in a model with `channels_first` layers.
-    """
-    formats = {
-        unit.config.get("data_format")
-        for unit in graph.all_units()
-        if linear.is_linear(unit) and not issubclass(unit.cls, linear.WRAPPERS)
-    }
+    """Raise unless all calls of `units` normalise the channels."""
     for unit in units:
-        for node in unit.nodes:
-            rank = node.input.rank
-            axis = axis_of(unit, rank)
-            if axis == rank - 1 or (axis == 1 and "channels_first" in formats):
-                continue
+        node = elsewhere(graph, unit)
+        if node is not None:
+            axis = axis_of(unit, node.input.rank)
             raise ValueError(
                 f"Layer '{unit.name}' must normalise the channel axis of its input. "
                 f"Received: axis={axis}, where the input has shape {node.input.shape}"
             )
+
+
+def elsewhere(graph, unit):
+    """A call of `unit` whose axis is not that of the channels, or `None`.
+
+    The channel axis is the last one, or 1 in a model with `channels_first` layers.
+    """
+    formats = {
+        each.config.get("data_format")
+        for each in graph.all_units()
+        if linear.is_linear(each) and not issubclass(each.cls, linear.WRAPPERS)
+    }
+    for node in unit.nodes:
+        axis = axis_of(unit, node.input.rank)
+        if axis != node.input.rank - 1 and (
+            axis != 1 or "channels_first" not in formats
+        ):
+            return node
+    return None
 
 
 def hidden_norms(graph):

@@ -61,7 +61,7 @@ def fold(model):
         {
             unit: affine_lib.affine_of(unit)
             for unit in graph.all_units()
-            if _is_map(unit)
+            if _is_map(graph, unit)
         }
     )
     affine_lib.check_axes(graph, maps.units())
@@ -83,10 +83,11 @@ def fold(model):
     return graph.make()
 
 
-def _is_map(unit):
-    is_diagonal = linear.diagonal_axis(unit, 2) is not None
-    if not affine_lib.is_norm(unit) and not is_diagonal:
-        return False
+def _is_map(graph, unit):
+    if not affine_lib.is_norm(unit):
+        # An EinsumDense may as well scale steps.
+        is_diagonal = linear.diagonal_axis(unit, 2) is not None
+        return is_diagonal and affine_lib.elsewhere(graph, unit) is None
     if any(node.kwargs.get("training") for node in unit.nodes):
         if affine_lib.is_batch_norm(unit):
             return False
