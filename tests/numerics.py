@@ -4,9 +4,10 @@
 
 prints tables in Markdown for the backend. A cell has the largest errors of the output
 and of the gradient with respect to the inputs against the float64 references, in units
-of the largest value of the same channel, over training steps on the same input, and
-over all the ways in which the backend runs a step (eager, graph, jit_compile). The
-inputs of WS, CWN and WN are kernels, a channel is a unit.
+of the largest value of the same channel, over three training steps on the same input
+and over all the ways in which the backend runs a step (eager, graph, jit_compile); of
+the last two inputs, of one step in one way. The inputs of WS, CWN and WN are kernels, a
+channel is a unit.
 """
 
 import functools
@@ -123,8 +124,7 @@ def errors(layer, case, steps=STEPS, mode=MODES[-1]):
         Array `(steps, 2)`: errors of the output and of the gradient with respect to the
         inputs, infinite where these are not finite.
     """
-    make_input, policy = (CASES | LARGE)[case]
-    x = make_input(np.random.default_rng(0))
+    x, policy = _input(case)
     gamma, beta, g = _affine_and_slope(x.shape)
     reference = LAYERS[layer][1](x.shape[-1])
     step = _step(layer, policy, x.shape, mode)()
@@ -135,6 +135,12 @@ def errors(layer, case, steps=STEPS, mode=MODES[-1]):
         expected, wanted = _reference_step(reference, wide, gamma, beta, g)
         found.append((_error(y, expected), _error(dx, wanted)))
     return np.array(found)
+
+
+@functools.lru_cache(1)
+def _input(case):
+    make, policy = (CASES | LARGE)[case]
+    return make(np.random.default_rng(0)), policy
 
 
 @functools.lru_cache(1)
@@ -206,7 +212,12 @@ def fits(layer, case):
 def _cell(layer, case):
     if not fits(layer, case):
         return ""
-    output, gradient = np.max([errors(layer, case, mode=m) for m in MODES], (0, 1))
+    if case in LARGE:
+        found = [errors(layer, case, 1, MODES[:2][-1])]
+        _step.cache_clear()
+    else:
+        found = [errors(layer, case, mode=mode) for mode in MODES]
+    output, gradient = np.max(found, (0, 1))
     return f"{output:.0e}, {gradient:.0e}"
 
 
@@ -215,8 +226,6 @@ def _table(layers):
     for case in CASES | LARGE:
         cells = (_cell(layer, case) for layer in layers)
         print(f"| {case} | {' | '.join(cells)} |", flush=True)
-        if case in LARGE:
-            _step.cache_clear()
 
 
 def main():

@@ -14,6 +14,7 @@ from keras_norms.ops.custom_gradient import custom_gradient, fused
 from keras_norms.ops.moments import combine_replicas, moments
 from keras_norms.ops.passes import (
     affine,
+    channel_sums,
     gradient_sums,
     gradient_x,
     masked_gradient_sums,
@@ -50,23 +51,33 @@ def lp_statistics(
     Returns:
         `LpStatistics`. Without any element, mean and norm are zero.
     """
+    masks = () if mask is None else (mask,)
     # The norm goes along with the moments, unless it needs their mean first.
-    together = synchronized and p != 2 and not centered
+    waits = centered and p not in (2, math.inf)
+    together = synchronized and p != 2 and not waits
     batch = moments(x, dtype, axis, mask, synchronized and not together, prior)
     if p == 2:
         square = batch.variance
         if not centered:
             square = square + ops.square(batch.mean)
         return LpStatistics(batch.count, batch.mean, _root(square, 2))
+    if centered and p == math.inf:
+        ends = _ends(x, *masks, dtype=dtype, axis=axis)
+        if together:
+            batch, *ends = combine_replicas(batch, *ends)
+            ends = [ops.max(end, 0) for end in ends]
+        # Rounded as where they are taken from x: it is the same difference.
+        above, below = ends[0] - batch.mean, ends[1] + batch.mean
+        norm = ops.relu(ops.where(above > below, above, below))
+        return LpStatistics(batch.count, batch.mean, norm)
     center = batch.mean if centered else ops.zeros_like(batch.mean)
-    masks = () if mask is None else (mask,)
     norm = _norm(x, center, *masks, p=p, centered=centered, axis=axis)
     if synchronized:
         if together:
             batch, norms = combine_replicas(batch, norm)
         else:
             norms = gather_replicas(norm)
-        norm = _norm_of_norms(norms, p, axis=0)
+        norm = _norm_of_norms(norms, p, axis=-1)
     if p != math.inf:
         # Not ops.maximum, which makes float64 float32 on PyTorch.
         count = ops.where(batch.count > 0, batch.count, ops.ones_like(batch.count))
@@ -133,13 +144,14 @@ def _root(x, p):
 def _norm_of_norms(x, p, axis):
     """(sum x^p)^(1/p) of non-negative numbers, without overflow."""
     if p == 1:
-        return ops.sum(x, axis)
+        return channel_sums(x, axis)
+    axes = reduction_axes(len(x.shape), axis)
     # There may be no number at all.
-    largest = ops.max(x, axis, keepdims=True, initial=0)
+    largest = ops.max(x, axes, keepdims=True, initial=0)
     if p == math.inf:
-        return ops.squeeze(largest, axis)
+        return ops.squeeze(largest, axes)
     largest = ops.stop_gradient(ops.where(largest > 0, largest, ops.ones_like(largest)))
-    return _root(ops.sum((x / largest) ** p, axis), p) * ops.squeeze(largest, axis)
+    return _root(channel_sums((x / largest) ** p, axis), p) * ops.squeeze(largest, axes)
 
 
 def _offset(x, center, centered, axis):
@@ -153,7 +165,22 @@ def _norm(x, center, mask=None, *, p, centered, axis):
     size = ops.abs(_offset(x, center, centered, axis))
     if mask is not None:
         size = ops.where(mask, size, ops.zeros_like(size))
-    return _norm_of_norms(size, p, reduction_axes(len(x.shape), axis))
+    return _norm_of_norms(size, p, axis)
+
+
+@fused()
+def _ends(x, mask=None, *, dtype, axis):
+    """The largest x and the largest -x of every channel, in one reduction on JAX."""
+    x = ops.cast(x, dtype)
+    axes = reduction_axes(len(x.shape), axis)
+    none = -(2.0**127)  # finite: replicas multiply it by 0
+
+    def largest(x):
+        if mask is not None:
+            x = ops.where(mask, x, ops.full_like(x, none))
+        return ops.max(x, axes, initial=none)
+
+    return ops.stack([largest(x), largest(-x)])
 
 
 @fused()

@@ -7,7 +7,12 @@ import keras
 from keras import ops
 
 from keras_norms.ops.custom_gradient import custom_gradient, fused
-from keras_norms.ops.passes import affine, per_channel, reduction_axes
+from keras_norms.ops.passes import (
+    affine,
+    channel_sums,
+    per_channel,
+    reduction_axes,
+)
 from keras_norms.ops.replicas import (
     devices_share_batches,
     gather_replicas,
@@ -52,7 +57,9 @@ def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
             not, elements of the batch give a shift if `x` has float32 digits to lose.
 
     Returns:
-        `Moments`. Without any element, mean and variance are zero.
+        `Moments`. Without any element, mean and variance are zero. Squares of a channel
+        are added up in `dtype`: in float32, `count * variance` must be below 3e38, a
+        deviation below 1e19 / sqrt(count). Beyond that the variance is 2^126.
     """
     if prior is None:
         prior = ops.zeros((x.shape[axis],), dtype), False
@@ -199,17 +206,16 @@ def _masked_and_shared(x, mask, prior_mean, axis):
 
 @fused()
 def _masked_moments(x, mask, *, axis, dtype):
-    axes = reduction_axes(len(x.shape), axis)
     mask = ops.broadcast_to(mask, ops.shape(x))
     x = ops.cast(x, dtype)
-    count = ops.sum(ops.cast(mask, dtype), axes)
+    count = channel_sums(ops.cast(mask, dtype), axis)
     divisor = ops.maximum(count, ops.ones_like(count))
     # A second pass: a prior mean may be far from the few elements that a mask leaves.
-    mean = ops.sum(ops.where(mask, x, ops.zeros_like(x)), axes) / divisor
+    mean = channel_sums(ops.where(mask, x, ops.zeros_like(x)), axis) / divisor
     centered = ops.where(
         mask, x - per_channel(mean, len(x.shape), axis), ops.zeros_like(x)
     )
-    return count, mean, ops.sum(ops.square(centered), axes) / divisor
+    return count, mean, channel_sums(ops.square(centered), axis) / divisor
 
 
 def combine_replicas(local, *others):

@@ -2,6 +2,7 @@
 
 import math
 
+import keras
 from keras import ops
 
 from keras_norms.ops.custom_gradient import fused
@@ -36,6 +37,17 @@ def neighbours(shape):
         positions = shape[-2] or 1
     longest = max(_LONGEST_ROW // shape[-1], 1)
     return max(n for n in range(1, longest + 1) if positions % n == 0)
+
+
+def channel_sums(x, axis):
+    """Sum over every axis but that of the channels."""
+    if (
+        keras.backend.backend() == "tensorflow"
+        and axis % len(x.shape) == len(x.shape) - 1
+    ):
+        # On a CPU it adds one element after the other, see above.
+        x = ops.sum(ops.reshape(x, (-1, neighbours(x.shape), x.shape[-1])), 0)
+    return ops.sum(x, reduction_axes(len(x.shape), axis))
 
 
 @fused(cpu="affine")  # not by XLA: inference is exported to where there is none

@@ -35,15 +35,28 @@ def test_as_one_device(found, name):
 
 
 def test_collectives(found):
+    """One each way, where neither the mean nor a maximum is needed first."""
     for dtype, counts in found["collectives"].items():
-        without = counts["none"]
-        assert counts["cbn"] - without == 2, dtype
+        counts = {name: count - counts["none"] for name, count in counts.items()}
+        for name in ("cbn", "noisy_bn", "lp_norm", "lp_norm 1"):
+            assert counts[name] == 2, (dtype, name)
         # The gradient of its kernel goes with that of its shift.
-        assert counts["fused_cbn"] - without <= 2
-        assert counts["bn"] - without > 2
-    for name in ("noisy_bn", "lp_norm"):
-        # In float32 the shift of the sums is an element of the batch.
-        assert found["collectives"]["mixed_bfloat16"][name] - without == 2
+        assert counts["fused_cbn"] <= 2
+        for name in ("1, centered", "3", "inf", "inf, centered"):
+            assert counts[f"lp_norm {name}"] == 3, (dtype, name)
+        assert counts["lp_norm 3, centered"] == 4
+        assert counts["bn"] > 2
+
+
+def test_collectives_with_masks(found):
+    for name in ("cbn, masked", "noisy, masked", "lp 2, masked"):
+        assert found["errors"][name]["2 devices"]["collectives"] == 2
+
+
+def test_large_means_from_the_first_step_on(found):
+    for name, errors in found["large_means"].items():
+        # Half of the last bit of a mean of 1e4.
+        assert max(errors) < 5e-4, name
 
 
 def test_channels_divided_among_devices(found):
