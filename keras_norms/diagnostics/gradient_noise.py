@@ -74,13 +74,11 @@ def gradient_noise(model, batches, loss=None, *, training=True):
         iterator = iter(None if isinstance(batches, (str, bytes)) else batches)
     except TypeError:
         raise arguments.wrong("batches", "an iterable of pairs", batches) from None
+    # Those of a list at once, others when they come.
+    for batch in batches if isinstance(batches, (list, tuple)) else ():
+        _check_pair(model, batch)
     for index, batch in enumerate(iterator):
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ValueError(
-                "Argument `batches` must hold pairs `(x, y)`. "
-                f"Received: a batch of class {type(batch).__name__}"
-            )
-        check_batch(model, *batch, names=("batches", "batches"))
+        _check_pair(model, batch)
         if objective is None:
             objective = Objective(model, *batch, loss, training=training)
         else:
@@ -113,6 +111,15 @@ def gradient_noise(model, batches, loss=None, *, training=True):
         batches=index + 1,
         not_finite=tuple(not_finite),
     )
+
+
+def _check_pair(model, batch):
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(
+            "Argument `batches` must hold pairs `(x, y)`. "
+            f"Received: a batch of class {type(batch).__name__}"
+        )
+    check_batch(model, *batch, names=("batches", "batches"))
 
 
 def _ratio(signal, noise):
