@@ -1,0 +1,130 @@
+"""Moments against float64 NumPy where digits could be lost, and what masks leave."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_norms import CBN
+from keras_norms.ops.moments import moments, moving_average
+from tests.autodiff import BACKEND, MODES, training_step
+from tests.reference import CBNReference, relative_error
+from tests.weight_reference import AsLayer
+
+
+def numpy(x):
+    return ops.convert_to_numpy(x).astype("float64")
+
+
+def outliers(rng, shape, mean=3.0):
+    """The first and the last element of each channel are far from all others."""
+    x = rng.normal(mean, 1, shape)
+    x[(0,) * (len(shape) - 1)] = x[(-1,) * (len(shape) - 1)] = 1e5
+    return x.astype("float32")
+
+
+@pytest.mark.parametrize("shape", [(40_000, 3), (2000, 4, 5, 3)])
+def test_a_prior_mean_takes_the_place_of_an_element(shape):
+    x = outliers(np.random.default_rng(0), shape)
+    exact, axes = x.astype("float64"), tuple(range(len(shape) - 1))
+    prior = ops.full((3,), 3.0), ops.convert_to_tensor(True)
+    batch = moments(ops.convert_to_tensor(x), "float32", -1, prior=prior)
+    # From the outlier on, sums would be 20,000 times as large as what is left of them.
+    assert relative_error(batch.mean, exact.mean(axes)) < 1e-5
+    assert relative_error(batch.variance, exact.var(axes)) < 1e-4
+
+
+def test_the_moving_mean_is_that_prior():
+    rng = np.random.default_rng(1)
+    shape = (40_000, 3)
+    layer, reference = CBN(), CBNReference(3)
+    layer.build(shape)
+    layer.set_learning_rate(0.05)
+    rate = float(numpy(layer.learning_rate))
+    for x in (rng.normal(3, 1, shape).astype("float32"), outliers(rng, shape)):
+        y = layer(x, training=True)
+        expected, _ = reference.train(x, np.ones(3), np.zeros(3), rate)
+        assert relative_error(y, expected) < 1e-4
+    assert relative_error(layer.moving_square, reference.square) < 1e-4
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1])
+@pytest.mark.parametrize("outlier", [0, -1])
+def test_without_a_prior_an_element_takes_its_place(outlier, axis):
+    """The first or the last, whichever is nearer to 0."""
+    means = np.array([1e4, -1e4, 2e4])
+    x = np.random.default_rng(2).normal(0, 1, (5000, 4, 3)) + means
+    x[outlier, outlier] = 1e3 * means
+    x = np.moveaxis(x.astype("float32"), -1, axis)
+    exact, axes = x.astype("float64"), tuple({0, 1, 2} - {axis % 3})
+    batch = moments(ops.convert_to_tensor(x), "float32", axis)
+    assert relative_error(batch.mean, exact.mean(axes)) < 1e-5
+    assert relative_error(batch.variance, exact.var(axes)) < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(50_000, 4), (70, 1, 1, 4096)])
+def test_a_large_mean_of_long_sums(shape):
+    rng = np.random.default_rng(3)
+    sign = (-1) ** np.arange(shape[-1])
+    x = (rng.normal(size=shape) + 1e3 * sign).astype("float32")
+    exact, axes = x.astype("float64"), tuple(range(len(shape) - 1))
+    batch = moments(ops.convert_to_tensor(x), "float32", -1)
+    assert np.abs(numpy(batch.mean) - exact.mean(axes)).max() < 2e-4  # 3 ulp
+    assert relative_error(batch.variance, exact.var(axes)) < 5e-5
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="float64 is a process-wide switch of JAX")
+@pytest.mark.parametrize("shape", [(33, 2048), (5, 3, 4)])
+def test_float32_inputs_with_float64_statistics(shape):
+    x = np.random.default_rng(4).normal(1, 2, shape).astype("float32")
+    exact, axes = x.astype("float64"), tuple(range(len(shape) - 1))
+    mask = np.random.default_rng(5).random(shape) < 0.5
+    batch = moments(ops.convert_to_tensor(x), "float64", -1)
+    masked = moments(
+        ops.convert_to_tensor(x), "float64", -1, ops.convert_to_tensor(mask)
+    )
+    kept = np.ma.array(exact, mask=~mask)
+    for actual, wanted in ((batch, exact), (masked, kept)):
+        for value in actual:
+            assert keras.backend.standardize_dtype(value.dtype) == "float64"
+        assert relative_error(actual.mean, np.asarray(wanted.mean(axes))) < 1e-13
+        assert relative_error(actual.variance, np.asarray(wanted.var(axes))) < 1e-13
+
+
+def test_no_variance_rounds_to_less_than_zero():
+    """Constant channels, far from the prior mean."""
+    values = np.random.default_rng(7).uniform(1e3, 1e4, 200).astype("float32")
+    x = ops.convert_to_tensor(np.tile(values, (3, 1)))
+    prior = ops.zeros(200), ops.convert_to_tensor(True)
+    batch = moments(x, "float32", -1, prior=prior)
+    assert numpy(batch.variance).min() >= 0
+    assert relative_error(batch.mean, values) < 1e-6
+
+
+def test_counts():
+    x = np.random.default_rng(6).normal(size=(6, 5, 3)).astype("float32")
+    mask = np.arange(6) < 2
+    for axis, elements, kept in ((-1, 30, 10), (1, 18, 6)):
+        batch = moments(ops.convert_to_tensor(x), "float32", axis)
+        assert np.all(numpy(batch.count) == elements)
+        given = ops.convert_to_tensor(mask[:, None, None])
+        batch = moments(ops.convert_to_tensor(x), "float32", axis, given)
+        assert np.all(numpy(batch.count) == kept)
+
+
+@pytest.mark.parametrize("name", ["mean", "variance"])
+@pytest.mark.parametrize("shape", [(64, 8, 16, 9), (5, 3)])
+def test_the_gradient_of_one_moment_alone(name, shape):
+    x = np.random.default_rng(8).normal(1, 2, shape).astype("float32")
+    function = AsLayer(lambda x: getattr(moments(x, "float32", -1), name))
+    dx = training_step(function, ops.sum, MODES[-1])(x)[1]
+    n, exact = x.size / shape[-1], x.astype("float64")
+    centered = exact - exact.mean(tuple(range(len(shape) - 1)))
+    expected = np.ones(shape) / n if name == "mean" else 2 * centered / n
+    assert relative_error(dx, expected) < 1e-5
+
+
+def test_an_average_of_nothing_new_is_the_old_one():
+    old, new = ops.convert_to_tensor([2.0, 2.0]), ops.convert_to_tensor([5.0, np.nan])
+    count = ops.convert_to_tensor([0.5, 0.0])
+    np.testing.assert_allclose(numpy(moving_average(old, new, 0.9, count)), [2.3, 2.0])

@@ -1,0 +1,174 @@
+"""CBN where a mask leaves nothing and where a mean is 0; what its state passes on."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_norms import CBN
+from keras_norms.ops import normalize
+from tests.autodiff import MODES, training_step
+from tests.ops.test_cbn_numerics import FORMS, make, quadratic_loss
+from tests.ops.test_lp_norm import kernels
+from tests.reference import CBNReference, relative_error
+from tests.weight_reference import AsLayer
+
+SETTINGS = {
+    "rho": 0.7,
+    "epsilon": 1e-5,
+    "learning_rate": 0.03,
+    "omega": 10.0,
+    "momentum": 0.99,
+    "axis": -1,
+}
+
+
+def numpy(x):
+    return ops.convert_to_numpy(x).astype("float64")
+
+
+def tensors(*arrays):
+    return [ops.convert_to_tensor(np.asarray(a, "float32")) for a in arrays]
+
+
+@kernels
+@pytest.mark.parametrize("form", ["shift", "coupled_ratio"])
+def test_a_mask_that_leaves_a_channel_nothing(form, mode):
+    """That channel is normalised with what was stored, which stays as it is."""
+    rng = np.random.default_rng(0)
+    shape = (12, 3)
+    layer, _, gamma, beta = make(3, shape, rng, **FORMS[form])
+    alone = [CBNReference(1, rho=0.7, **FORMS[form]) for _ in range(3)]
+    layer.set_learning_rate(0.03)
+    rate = float(numpy(layer.learning_rate))
+    g = rng.normal(size=shape)
+    for hidden in (None, 1):
+        mask = rng.random(shape) < 0.7
+        if hidden is not None:
+            mask[:, hidden] = False
+        visible = mask | (np.arange(3) == hidden)
+        loss, _ = quadratic_loss(g * visible, np.zeros(shape))
+        x = rng.normal(1, 2, shape).astype("float32")
+        before = numpy(layer.moving_mean), numpy(layer.moving_square)
+        step = training_step(layer, loss, mode, mask=ops.convert_to_tensor(mask))
+        y, *actual = step(x)
+        for c, reference in enumerate(alone):
+            kept, a, b = visible[:, c], gamma[c : c + 1], beta[c : c + 1]
+            xc, gc = x[kept, c : c + 1], g[kept, c : c + 1]
+            if c == hidden:
+                expected = reference.inference(xc, a, b)
+                slope = a / (0.7 * np.sqrt(reference.square + 1e-5))
+                decoupled = FORMS[form].get("decouple", True)
+                dgamma = np.sum(gc * (expected - (0 if decoupled else b)) / a)
+                dbeta = None if decoupled else np.sum(gc)
+                gradients = slope * gc, dgamma, dbeta
+                assert numpy(layer.moving_mean)[c] == before[0][c]
+                assert numpy(layer.moving_square)[c] == before[1][c]
+                # The weight of the average, which all channels share, moves on.
+                eta = 1 - reference.omega * rate
+                reference.weight = eta * reference.weight + 1 - eta
+            else:
+                expected, constants = reference.train(xc, a, b, rate)
+                gradients = reference.gradients(gc, xc, a, b, constants)
+            assert relative_error(y[kept, c : c + 1], expected) < 1e-5
+            dx, dgamma, dbeta = gradients
+            assert relative_error(actual[0][kept, c : c + 1], dx) < 1e-5
+            np.testing.assert_allclose(actual[1][c], np.squeeze(dgamma), 1e-4, 1e-5)
+            if dbeta is not None:
+                np.testing.assert_allclose(actual[2][c], np.squeeze(dbeta), 1e-4, 1e-5)
+        for reference in alone:
+            assert relative_error(layer.average_weight, reference.weight) < 1e-5
+
+
+@kernels
+@pytest.mark.parametrize("form", ["shift", "coupled"])
+def test_batches_of_none(form, mode):
+    rng = np.random.default_rng(1)
+    layer, _, _, _ = make(3, (4, 3), rng, **FORMS[form])
+    layer.set_learning_rate(0.03)
+    layer(rng.normal(size=(4, 3)).astype("float32"), training=True)
+    before = layer.get_weights()
+    step = training_step(layer, ops.sum, mode)
+    y, dx, dgamma, dbeta = step(np.zeros((0, 3), "float32"))
+    assert y.shape == dx.shape == (0, 3)
+    assert np.all(dgamma == 0) and np.all(dbeta == 0)
+    for value, start in zip(layer.get_weights(), before):
+        np.testing.assert_array_equal(value, start)
+
+
+@kernels
+@pytest.mark.parametrize("form", ["ratio", "coupled_ratio"])
+def test_the_ratio_where_a_mean_is_0_and_where_it_is_not(form, mode):
+    rng = np.random.default_rng(2)
+    shape, means = (16, 6), [0, 0, 1, -1, 1e-3, -0.5]
+    layer, reference, gamma, beta = make(6, shape, rng, **FORMS[form])
+    layer.set_learning_rate(0.03)
+    rate = float(numpy(layer.learning_rate))
+    g = rng.normal(size=shape)
+    loss, _ = quadratic_loss(g, np.zeros(shape))
+    step = training_step(layer, loss, mode)
+    half = rng.integers(-8, 9, (2, 8, 6)) / 4  # whose sums are exact
+    for mean, part in zip((np.array([0, 1, -2, 0.5, 2, 2]), np.array(means)), half):
+        x = (np.concatenate([part, -part]) + mean).astype("float32")
+        y, *actual = step(x)
+        expected, constants = reference.train(x, gamma, beta, rate)
+        wanted = reference.gradients(g, x, gamma, beta, constants)
+        assert relative_error(y, expected) < 1e-5
+        for value, gradient in zip(actual, wanted):
+            assert relative_error(value, gradient) < 1e-5
+    # Bounded where the mean is next to 0, and 1 where it is 0.
+    np.testing.assert_allclose(constants.mean_weight[[0, 1, 4]], [1, 1, 10])
+
+
+@pytest.mark.parametrize("form", ["shift", "coupled_ratio"])
+def test_the_new_state_is_a_constant(form):
+    rng = np.random.default_rng(3)
+    x, g = rng.normal(1, 2, (2, 10, 3)).astype("float32")
+    settings = SETTINGS | {"decouple": True, "mean_gradient": "shift"} | FORMS[form]
+    settings["learning_rate"] = ops.convert_to_tensor(0.03)
+    settings["rho"] = ops.convert_to_tensor(0.7)
+    reference = CBNReference(3, rho=0.7, **FORMS[form])
+    reference.weight = 0.5
+    rate = float(numpy(settings["learning_rate"]))
+    expected, constants = reference.train(x, np.ones(3), np.zeros(3), rate)
+    factor = 1 + reference.mean + reference.square + reference.weight
+
+    def with_state(x):
+        ones, zeros = ops.ones(3), ops.zeros(3)
+        state = normalize.CBNState(zeros, ones, ops.convert_to_tensor(0.5))
+        y, state = normalize.cbn_training(
+            x, ones, zeros, state, synchronized=False, **settings
+        )
+        return y * (1 + state.mean + state.square + state.weight)
+
+    loss = quadratic_loss(g, np.zeros_like(g))[0]
+    y, dx = training_step(AsLayer(with_state), loss, MODES[-1])(x)
+    assert relative_error(y, expected * factor) < 1e-5
+    wanted, _, _ = reference.gradients(
+        g * factor, x, np.ones(3), np.zeros(3), constants
+    )
+    assert relative_error(dx, wanted) < 1e-5
+
+
+def test_decoupled_by_default():
+    """As the layer is."""
+    rng = np.random.default_rng(4)
+    x, gamma, beta, mean, square = tensors(
+        rng.normal(size=(10, 3)), *rng.uniform(0.5, 2, (4, 3))
+    )
+    rho, rate, weight = tensors(0.7, 0.03, 0.5)
+    state = normalize.CBNState(mean, square, weight)
+    settings = {"rho": rho, "epsilon": 1e-5, "axis": -1}
+    arrays = [numpy(v) for v in (gamma, x, mean, beta, square)]
+    expected = arrays[0] / 0.7 * (arrays[1] - arrays[2] + arrays[3])
+    expected /= np.sqrt(arrays[4] + 1e-5)
+    actual = normalize.cbn_inference(x, gamma, beta, state, **settings)
+    assert relative_error(actual, expected) < 1e-5
+    settings |= {"learning_rate": rate, "omega": 10.0, "momentum": 0.99}
+    given = {"decouple": True, "mean_gradient": "shift"}
+    pairs = zip(
+        *(normalize.cbn_map(x, beta, state, **settings, **more) for more in ({}, given))
+    )
+    for actual, expected in pairs:
+        for value, wanted in zip(actual, expected):
+            np.testing.assert_array_equal(numpy(value), numpy(wanted))
+    assert CBN().decouple and CBN().mean_gradient == "shift"

@@ -1,0 +1,167 @@
+"""The passes over activations against float64 NumPy, all operands at random.
+
+A layer's own centres, offsets and pivots are often 0, or equal to each other.
+"""
+
+import importlib
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_norms.ops import passes
+from tests.autodiff import BACKEND
+from tests.reference import relative_error
+
+# Shape and channel axis: tensors that the kernels for a CPU take, whose neighbouring
+# positions are channels of their own or not, and tensors that they leave alone.
+SHAPES = [
+    ((33, 2048), -1),
+    ((64, 8, 16, 9), -1),
+    ((9, 3, 5, 7, 80), 4),
+    ((2, 1, 1, 5), -1),
+    ((6, 16, 33, 24), 1),
+    ((6, 16, 33, 24), -2),
+    ((5, 3), 0),
+]
+shapes = pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=str)
+
+
+def operands(shape, axis, vectors):
+    """Two tensors, some vectors of the channels, and all of them for NumPy."""
+    rng = np.random.default_rng(0)
+    arrays = list(rng.normal(0.5, 2, (2, *shape)).astype("float32"))
+    arrays += list(rng.normal(0.5, 1, (vectors, shape[axis])).astype("float32"))
+    along = np.reshape(np.arange(len(shape)) == axis % len(shape), -1)
+    exact = [a.astype("float64") for a in arrays]
+    exact[2:] = [v.reshape(np.where(along, -1, 1)) for v in exact[2:]]
+    return [ops.convert_to_tensor(a) for a in arrays], exact
+
+
+def others(shape, axis):
+    return tuple(set(range(len(shape))) - {axis % len(shape)})
+
+
+@shapes
+def test_affine(shape, axis):
+    (x, _, *vectors), exact = operands(shape, axis, 3)
+    center, scale, offset = exact[2:]
+    expected = scale * (exact[0] - center) + offset
+    actual = passes.affine(x, *vectors, axis=axis)
+    assert relative_error(actual, expected) < 1e-6
+
+
+@shapes
+def test_gradient_x(shape, axis):
+    (g, x, *vectors), exact = operands(shape, axis, 4)
+    scale, k, pivot, constant = exact[2:]
+    expected = scale * (exact[0] - k * (exact[1] - pivot) - constant)
+    actual = passes.gradient_x(g, x, *vectors, axis=axis)
+    assert relative_error(actual, expected) < 1e-6
+    mask = np.random.default_rng(1).random(shape) < 0.6
+    expected = np.where(mask, expected, scale * exact[0])
+    mask = ops.convert_to_tensor(mask)
+    actual = passes.masked_gradient_x(g, x, *vectors, mask, axis=axis)
+    assert relative_error(actual, expected) < 1e-6
+
+
+@shapes
+def test_gradient_sums(shape, axis):
+    (g, x, center), exact = operands(shape, axis, 1)
+    terms = exact[0], exact[0] * (exact[1] - exact[2])
+    expected = np.stack([term.sum(others(shape, axis)) for term in terms])
+    actual = passes.gradient_sums(g, x, center, axis=axis)
+    assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_computes_in_float32(dtype):
+    """Half of the digits go when results are stored, and no more."""
+    shape, axis = (64, 8, 16, 9), -1
+    rounding = 2.0 ** {"float16": -11, "bfloat16": -8}[dtype]
+    (g, x, *vectors), exact = operands(shape, axis, 4)
+    g, x = (ops.cast(v, dtype) for v in (g, x))
+    halves = (ops.convert_to_numpy(ops.cast(v, "float32")) for v in (g, x))
+    exact[:2] = (v.astype("float64") for v in halves)
+
+    def check(actual, expected):
+        assert keras.backend.standardize_dtype(actual.dtype) == dtype
+        actual = ops.convert_to_numpy(ops.cast(actual, "float32"))
+        error = np.abs(actual - expected)
+        assert np.all(error <= rounding * np.abs(expected) + 1e-5)
+
+    a, b, c, d = exact[2:]
+    check(passes.affine(x, *vectors[:3], axis=axis), b * (exact[1] - a) + c)
+    check(
+        passes.gradient_x(g, x, *vectors, axis=axis),
+        a * (exact[0] - b * (exact[1] - c) - d),
+    )
+    terms = exact[0], exact[0] * (exact[1] - a)
+    expected = np.stack([term.sum(others(shape, axis)) for term in terms])
+    sums = passes.gradient_sums(g, x, vectors[0], axis=axis)
+    assert keras.backend.standardize_dtype(sums.dtype) == "float32"
+    assert relative_error(sums, expected) < 1e-5
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="float64 is a process-wide switch of JAX")
+def test_vectors_may_be_wider_than_the_tensor():
+    shape = (33, 2048)
+    (g, x, *vectors), exact = operands(shape, -1, 3)
+    center, scale, offset = exact[2:]
+    wide = [ops.cast(v, "float64") for v in vectors]
+    actual = passes.affine(x, *wide, axis=-1)
+    assert keras.backend.standardize_dtype(actual.dtype) == "float32"
+    assert relative_error(actual, scale * (exact[1] - center) + offset) < 1e-7
+    sums = passes.gradient_sums(g, x, wide[0], axis=-1)
+    terms = exact[0], exact[0] * (exact[1] - center)
+    expected = np.stack([term.sum(0) for term in terms])
+    assert keras.backend.standardize_dtype(sums.dtype) == "float64"
+    assert relative_error(sums, expected) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((64, 5), 1),  # a position to a sample
+        ((64, 32, 32, 64), 64),  # rows of 4096
+        ((64, 32, 32, 63), 64),  # 65 would fit, but divides nothing
+        ((64, 37, 3, 64), 37),
+        ((64, 8, 8, 4096), 1),
+        ((64, 8, 8, 5000), 1),
+        ((64, 8, 8, 2048), 2),
+        ((64, 8, 8, 2049), 1),
+        ((64, 67, 3, 64), 3),  # 67 is too many
+        ((None, 32, 32, 64), 64),
+        ((None, 3, 4, 64), 12),
+        ((None, None, 12, 64), 12),  # whatever the other size is
+        ((None, None, 3, 4, 64), 4),
+        ((None, 12, None, 64), 1),
+        ((None, 12, None, 10, 64), 10),
+        ((4, 0, 3, 8), 3),
+    ],
+)
+def test_neighbours(shape, expected):
+    assert passes.neighbours(shape) == expected
+    if None not in shape:
+        assert math.prod(shape[1:-1]) % expected == 0
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="XLA fuses the passes themselves")
+def test_where_the_kernels_for_a_cpu_apply():
+    kernels = importlib.import_module(f"keras_norms.ops.{BACKEND}_cpu")
+    x = ops.zeros((64, 8, 16, 9))
+
+    def applies(x, dtype="float32", axis=-1):
+        vector, true = ops.zeros(x.shape[axis], dtype), ops.convert_to_tensor(True)
+        return kernels.apply_to(x, vector, vector, true, axis=axis)
+
+    assert applies(x) and applies(x, axis=3)
+    for axis in (0, 1, 2, -2):
+        assert not applies(x, axis=axis)
+    assert not applies(x, "float64")
+    assert not applies(ops.cast(x, "float16"))
+    assert not applies(ops.cast(x, "float16"), "float16")
+    # A loop of double precision, which TensorFlow's operations do not have.
+    assert applies(ops.cast(x, "float64"), "float64") == (BACKEND == "torch")

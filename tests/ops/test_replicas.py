@@ -1,0 +1,168 @@
+"""Sums over replicas one replica at a time; `tests/devices` runs them at once."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_norms.ops import lp_norm, moments, replicas
+from tests.autodiff import BACKEND
+from tests.reference import relative_error
+
+pytestmark = pytest.mark.skipif(
+    BACKEND == "jax", reason="JAX has no replicas: its arrays are those of all devices"
+)
+
+
+def numpy(x):
+    return ops.convert_to_numpy(x).astype("float64")
+
+
+def run_on(count, function, monkeypatch):
+    """What `function(i)` returns on each of some replicas that wait for each other.
+
+    Each collective is one pass over all replicas: until a replica has the sum, it goes
+    on with what it sent.
+    """
+    sums = []
+
+    def attempt(replica):
+        sent = []
+
+        def all_reduce(operation, x):
+            assert operation == "sum"
+            sent.append(x)
+            return sums[len(sent) - 1] if len(sent) <= len(sums) else x
+
+        context = types.SimpleNamespace(
+            num_replicas_in_sync=count,
+            replica_id_in_sync_group=replica,
+            all_reduce=all_reduce,
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(replicas, "_context", lambda: context)
+            return function(replica), sent
+
+    while True:
+        results, sent = zip(*(attempt(i) for i in range(count)))
+        if len(sent[0]) == len(sums):
+            return results
+        sums.append(sum(each[len(sums)] for each in sent))
+
+
+def test_one_process_is_one_replica():
+    x = ops.convert_to_tensor([1.0, 2.0])
+    assert replicas.number_of_replicas() == 1
+    assert replicas.replica_number() == 0
+    assert replicas.sum_over_replicas(x) is x
+    np.testing.assert_array_equal(numpy(replicas.gather_replicas(x)), [[1, 2]])
+    batch = moments.Moments(*map(ops.convert_to_tensor, (3.0, [1.0], [2.0])))
+    same, other = moments.combine_replicas(batch, x)
+    assert same is batch
+    np.testing.assert_array_equal(numpy(other), [[1, 2]])
+
+
+def test_collectives(monkeypatch):
+    x = np.random.default_rng(0).normal(size=(3, 2, 4)).astype("float32")
+
+    def function(i):
+        mine = ops.convert_to_tensor(x[i])
+        return (
+            replicas.number_of_replicas(),
+            replicas.replica_number(),
+            replicas.sum_over_replicas(mine),
+            replicas.gather_replicas(mine),
+        )
+
+    for i, result in enumerate(run_on(3, function, monkeypatch)):
+        assert result[:2] == (3, i)
+        assert relative_error(result[2], x.sum(0, dtype="float64")) < 1e-6
+        np.testing.assert_array_equal(numpy(result[3]), x)
+
+
+PARTS = [(5, 4), (1, 4), (7, 4)]  # elements and channels of each replica
+if BACKEND != "torch":  # `keras.ops.max` of nothing has one channel there.
+    PARTS.append((0, 4))
+
+
+def parts_and_masks():
+    rng = np.random.default_rng(1)
+    parts = [rng.normal(3, 2, shape).astype("float32") for shape in PARTS]
+    masks = [rng.random(shape) < 0.6 for shape in PARTS]
+    for mask in masks:
+        mask[:, 3] = False
+    return parts, masks
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_moments_are_those_of_all(masked, monkeypatch):
+    parts, masks = parts_and_masks()
+
+    def function(i):
+        mask = ops.convert_to_tensor(masks[i]) if masked else None
+        x = ops.convert_to_tensor(parts[i])
+        return moments.moments(x, "float32", -1, mask, synchronized=True)
+
+    whole, seen = np.concatenate(parts).astype("float64"), np.concatenate(masks)
+    if masked:
+        whole = np.ma.array(whole, mask=~seen)
+    counts = seen.sum(0) if masked else np.full(4, 13)
+    expected = [np.ma.filled(v, 0) for v in (whole.mean(0), whole.var(0))]
+    for batch in run_on(len(parts), function, monkeypatch):
+        np.testing.assert_array_equal(numpy(batch.count), counts)
+        for actual, wanted in zip(batch[1:], expected):
+            np.testing.assert_allclose(numpy(actual), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("p", "centered", "masked"),
+    [
+        (1, False, True),
+        (1.5, True, True),
+        (2, False, False),
+        (3, False, False),
+        (np.inf, False, False),
+        (np.inf, True, True),
+    ],
+)
+def test_lp_statistics_are_those_of_all(p, centered, masked, monkeypatch):
+    parts, masks = parts_and_masks()
+
+    def function(i):
+        return lp_norm.lp_statistics(
+            ops.convert_to_tensor(parts[i]),
+            "float32",
+            p=p,
+            centered=centered,
+            axis=-1,
+            mask=ops.convert_to_tensor(masks[i]) if masked else None,
+            synchronized=True,
+        )
+
+    whole, seen = np.concatenate(parts).astype("float64"), np.concatenate(masks)
+    whole = np.ma.array(whole, mask=~seen) if masked else whole
+    size = np.abs(whole - whole.mean(0) if centered else whole)
+    norm = size.max(0) if p == np.inf else np.mean(size**p, 0) ** (1 / p)
+    expected = [np.ma.filled(v, 0) for v in (whole.mean(0), norm)]
+    for batch in run_on(len(parts), function, monkeypatch):
+        for actual, wanted in zip(batch[1:], expected):
+            np.testing.assert_allclose(numpy(actual), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
+@pytest.mark.parametrize(
+    "name", ["MultiWorkerMirroredStrategy", "ParameterServerStrategy"]
+)
+def test_strategies_that_keras_cannot_train(name, monkeypatch):
+    import tensorflow as tf
+
+    cls = getattr(tf.distribute, name)
+    layer = keras.layers.Layer(name="mine")
+    replicas.check_strategy(layer)  # There is none.
+    # Not made by its own constructor, which needs a cluster.
+    strategy = object.__new__(cls)
+    monkeypatch.setattr(tf.distribute, "get_strategy", lambda: strategy)
+    with pytest.raises(ValueError, match="DataParallel.*Received: layer 'mine' under"):
+        replicas.check_strategy(layer)
