@@ -67,7 +67,8 @@ def lp_statistics(
             batch, *ends = combine_replicas(batch, *ends)
             ends = [ops.max(end, 0) for end in ends]
         # Rounded as where they are taken from x: it is the same difference.
-        above, below = ends[0] - batch.mean, ends[1] + batch.mean
+        largest_x, largest_minus_x = ends
+        above, below = largest_x - batch.mean, largest_minus_x + batch.mean
         norm = ops.relu(ops.where(above > below, above, below))
         return LpStatistics(batch.count, batch.mean, norm)
     center = batch.mean if centered else ops.zeros_like(batch.mean)
@@ -180,7 +181,7 @@ def _ends(x, mask=None, *, dtype, axis):
             x = ops.where(mask, x, ops.full_like(x, none))
         return ops.max(x, axes, initial=none)
 
-    return ops.stack([largest(x), largest(-x)])
+    return largest(x), largest(-x)
 
 
 @fused()
