@@ -27,6 +27,7 @@ from recipes.files import read_json, write_json
 
 CHECKPOINT, RESULTS, METRICS = "checkpoint.npz", "results.json", "metrics.jsonl"
 SEAL = "seal.json"  # the member of a checkpoint
+END = 22  # bytes, the end record of a ZIP archive
 
 
 def write(path, save):
@@ -66,6 +67,11 @@ def _check_checkpoint(path):
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
             members = set(archive.namelist())
+            # zipfile may skip entries of a damaged directory, whose end counts them.
+            archive.fp.seek(-END, os.SEEK_END)
+            count = int.from_bytes(archive.fp.read(END)[10:12], "little")
+            if count not in (len(members), 0xFFFF):
+                raise ValueError(f"{len(members)} of {count} members are found")
             seal = dict(json.loads(archive.read(SEAL))) if SEAL in members else None
     except Exception as error:  # of the many kinds of zipfile
         raise files.damaged(path, f"it is no whole archive ({error})") from None

@@ -1,12 +1,17 @@
-"""Kills recipes (SIGKILL) at random moments, and compares with what nobody killed.
+r"""Kills recipes (SIGKILL) at random moments, and compares with what nobody killed.
 
     python -m tests.recipes.killed --times=20
+    python -m tests.recipes.killed --recipes=recipes.train \
+        --disk=<an empty directory on a disk of 256 kB>
 
 Each of `RECIPES`, with a small network and many epochs, is killed up to `--most`
 seconds after it went on, and started again, until it was killed so often; a recipe that
 ends before that is begun again in another directory. Then tables, results, metrics and
 the weights of saved models must be those of the uninterrupted recipe, bit for bit, but
 for times; and no temporary file, lock or checkpoint may be left.
+
+With `--disk`, nothing is killed: the recipe starts on a disk that has no space, and as
+often as it ends with the error that says so, again with 4 kB more.
 """
 
 import argparse
@@ -86,6 +91,25 @@ def killed_once(recipe, directory, most):
     return False
 
 
+def filled(recipe, disk):
+    """Runs a recipe on a disk with ever more space; returns how often that was full."""
+    filling = disk / "filling"
+    space = os.statvfs(disk)
+    filling.write_bytes(bytes(space.f_bavail * space.f_frsize))
+    times = 0
+    while True:
+        done = subprocess.run(
+            command(recipe, disk), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        if not done.returncode:
+            filling.unlink()
+            return times
+        if b"cannot be written: No space left on device" not in done.stderr:
+            raise RuntimeError(done.stderr.decode()[-3000:])
+        times += 1
+        os.truncate(filling, filling.stat().st_size - 4096)
+
+
 def outcome(directory):
     """A dict from each file to what is in it, without times and places."""
     found = {}
@@ -118,12 +142,36 @@ def _without_times(value):
     }
 
 
+def differing(expected, found):
+    """The names of files that are not the same."""
+    names = expected.keys() | found.keys()
+    return [name for name in names if found.get(name, 0) != expected.get(name, 0)]
+
+
+def killed(recipe, root, expected, arguments):
+    """Kills a recipe; returns how often, in how many trainings, and what differed."""
+    kills, rounds, different = 0, 0, []
+    while kills < arguments.times:
+        directory = root / f"round{rounds}"
+        directory.mkdir()
+        rounds += 1
+        while kills < arguments.times and killed_once(
+            recipe, directory, arguments.most
+        ):
+            kills += 1
+        if start(recipe, directory).wait():
+            raise RuntimeError((directory / "stderr").read_text()[-3000:])
+        different += differing(expected, outcome(directory))
+    return kills, rounds, different
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--most", type=float, default=2.0, help="Seconds of a start.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--disk", type=pathlib.Path)
     arguments = parser.parse_args()
     random.seed(arguments.seed)
     wrong = 0
@@ -134,27 +182,17 @@ def main():
             whole.mkdir()
             subprocess.run(command(recipe, whole), check=True, capture_output=True)
             expected = outcome(whole)
-            kills, rounds, different = 0, 0, []
-            while kills < arguments.times:
-                directory = root / f"round{rounds}"
-                directory.mkdir()
-                rounds += 1
-                while kills < arguments.times and killed_once(
-                    recipe, directory, arguments.most
-                ):
-                    kills += 1
-                if start(recipe, directory).wait():
-                    raise RuntimeError((directory / "stderr").read_text()[-3000:])
-                found = outcome(directory)
-                different += [
-                    name
-                    for name in expected.keys() | found.keys()
-                    if found.get(name, 0) != expected.get(name, 0)
-                ]
+            if arguments.disk:
+                full, rounds = filled(recipe, arguments.disk), 1
+                different = differing(expected, outcome(arguments.disk))
+                what = f"{full} times without space"
+            else:
+                kills, rounds, different = killed(recipe, root, expected, arguments)
+                what = f"{kills} kills"
             epochs = sum(len(v) for k, v in expected.items() if k[-5:] == "jsonl")
             print(
-                f"{recipe}: {kills} kills in {rounds} trainings of {epochs} lines of "
-                f"metrics, {len(different)} of {len(expected) * rounds} files differ",
+                f"{recipe}: {what} in {rounds} trainings of {epochs} lines of metrics, "
+                f"{len(different)} of {len(expected) * rounds} files differ",
                 *different,
                 flush=True,
             )
