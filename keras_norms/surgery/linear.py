@@ -170,10 +170,9 @@ def add_missing_bias(unit):
         if not unit.config["use_bias"]:
             _add_bias(unit, np.zeros(_units(unit)))
     elif unit.config["bias_axes"] is None and _einsum_bias_fits(unit):
-        made = _einsum_letters(unit)[2]
-        kernel = unit.weight("kernel")
-        size = kernel.shape[_einsum_letters(unit)[1].index(made[-1])]
-        _add_bias(unit, np.zeros(size))
+        size = unit.nodes[0].output.shape[-1]
+        if _einsum_letters(unit)[2][-1] != "." and size is not None:
+            _add_bias(unit, np.zeros(size))
 
 
 def _units(unit):

@@ -26,7 +26,7 @@ def two_readers(x):
 
 
 def sum_of_inputs(x):
-    x = CBN()(layers.Dense(4)(x))
+    x = CBN()(layers.Dense(4, activation="tanh")(x))
     return layers.Dense(2)(layers.Add()([x, layers.Dense(4)(x)]))
 
 
@@ -35,7 +35,7 @@ def shared(norms):
 
     def outputs(x):
         reader = layers.Dense(3)
-        read = [norm(layers.Dense(4)(x)) for norm in norms()]
+        read = [norm(layers.Dense(4, activation="tanh")(x)) for norm in norms()]
         return layers.Add()([reader(y) for y in read])
 
     return outputs
@@ -50,6 +50,16 @@ def shared_before_two_norms(x):
     dense = layers.Dense(4)
     x, y = dense(x), dense(layers.ReLU()(x))
     return layers.Add()([bn()(x), bn()(y)])
+
+
+def joined_calls_of_a_shared_layer(x):
+    dense = layers.Dense(4)
+    return bn()(layers.Concatenate()([dense(x), dense(layers.ReLU()(x))]))
+
+
+def read_by_a_function(x):
+    x = CBN()(layers.Dense(4, activation="tanh")(x))
+    return layers.Dense(2)(ops.square(x))
 
 
 def norm_of_concatenation_in_place(x):
@@ -114,13 +124,32 @@ FOLDED = {
         1,
     ),
     "norm is an output": ((4,), two_readers, 0),
-    "norm read by a sum": ((4,), sum_of_inputs, 0),
-    "norms of a shared layer": ((4,), shared(lambda: (CBN(), CBN())), 0),
+    "norm read by a sum": ((4,), sum_of_inputs, 1),
+    "norms of a shared layer": ((4,), shared(lambda: (CBN(), CBN())), 2),
     "a shared norm of a shared layer": ((4,), shared(one_norm_twice), 0),
+    "equal norms of a shared layer": (
+        (4,),
+        shared(lambda: (CBN(name="equal"), CBN(name="equal_too"))),
+        0,
+    ),
+    "joined calls of a shared layer": ((4,), joined_calls_of_a_shared_layer, 1),
+    "norm read by a function": ((4,), read_by_a_function, 1),
+    "norms of inputs": ((4,), chain(bn, bn), 1),
+    "einsum over steps": ((3, 4), chain(lambda: einsum("abc,bd->adc", (2, 4)), bn), 1),
+    "before einsum over steps": (
+        (3, 4),
+        chain(CBN, lambda: einsum("abc,bd->adc", (2, 4))),
+        1,
+    ),
+    "depthwise": (
+        (5, 4),
+        chain(lambda: layers.DepthwiseConv1D(3, use_bias=False), bn),
+        0,
+    ),
     "a norm of one call of a shared layer": (
         (4,),
         shared(lambda: (CBN(), layers.ReLU())),
-        0,
+        1,
     ),
     "two norms of a shared layer": ((4,), shared_before_two_norms, 2),
     "two norms": ((4,), chain(lambda: layers.Dense(3), bn, CBN), 0),
@@ -158,7 +187,11 @@ FOLDED = {
 
 def model_of(shape, outputs, seed=0):
     inputs = keras.Input(shape)
-    return m.randomize(keras.Model(inputs, outputs(inputs)), seed)
+    model = m.randomize(keras.Model(inputs, outputs(inputs)), seed)
+    equal = [layer for layer in model.layers if layer.name.startswith("equal")]
+    for layer in equal:
+        layer.set_weights(equal[0].get_weights())
+    return model
 
 
 def quietly(function, *arguments, **kwargs):
@@ -185,6 +218,20 @@ def test_convert(name):
     converted = quietly(convert, model, "cbn", data=m.batch_for(model))
     m.assert_same_outputs(converted, model, m.batch_for(model, seed=3))
     assert not m.of_class(converted, layers.BatchNormalization)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FOLDED if name.startswith(("einsum", "depthwise"))]
+)
+def test_convert_gives_a_bias_where_the_norm_had_one(name):
+    shape, outputs, _ = FOLDED[name]
+    model = model_of(shape, outputs)
+    converted = quietly(convert, model, "cbn", preserve=False)
+    assert not m.of_class(converted, layers.BatchNormalization)
+    before, after = (each.layers[1] for each in (model, converted))
+    assert type(before) is type(after)
+    if name in ("einsum without bias", "einsum over steps", "depthwise"):
+        assert before.bias is None and after.bias is not None
 
 
 def dense_after(*makers, filters=5):
