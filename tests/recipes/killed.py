@@ -11,7 +11,7 @@ the weights of saved models must be those of the uninterrupted recipe, bit for b
 for times; and no temporary file, lock or checkpoint may be left.
 
 With `--disk`, nothing is killed: the recipe starts on a disk that has no space, and as
-often as it ends with the error that says so, again with 4 kB more.
+often as it ends with the error that says so, again with 16 kB more.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def filled(recipe, disk):
         if b"cannot be written: No space left on device" not in done.stderr:
             raise RuntimeError(done.stderr.decode()[-3000:])
         times += 1
-        os.truncate(filling, filling.stat().st_size - 4096)
+        os.truncate(filling, max(filling.stat().st_size - 16384, 0))
 
 
 def outcome(directory):
