@@ -64,13 +64,8 @@ def test_a_step_is_that_of_the_formulas(form, shape, seed, rate):
         state = reference.moving_mean, reference.moving_statistic
     actual, dx, dgamma, dbeta = step_of(each, FAST)(x)
     assert_near(last(each, actual), y)
-    # Gradients are differences of sums of this size.
-    largest = np.abs(g + y).max()
-    slope = largest * np.abs(y).max() / np.abs(wide - wide.mean()).max()
-    sums = largest * wide[..., 0].size
-    sizes = slope, sums * np.abs(y).max(), sums * max(np.abs(y).max(), 1)
     for found, expected, size in zip(
-        (last(each, dx), dgamma, dbeta), gradients, sizes, strict=True
+        (last(each, dx), dgamma, dbeta), gradients, sizes(g, y, wide), strict=True
     ):
         assert_near(found, expected, size)
     after = each.state()
@@ -78,6 +73,14 @@ def test_a_step_is_that_of_the_formulas(form, shape, seed, rate):
         (found,) = (v for k, v in after.items() if k.split("_")[-1] in name.split("|"))
         assert_near(found, expected, np.abs(wide).max())
     assert_near(last(each, infer(each, x)), reference.inference(wide, gamma, beta))
+
+
+def sizes(g, y, x):
+    """Of what the gradients of x, gamma and beta are differences of."""
+    largest = np.abs(g + y).max()
+    sums = largest * x[..., 0].size
+    slope = largest * np.abs(y).max() / np.abs(x - x.mean()).max()
+    return slope, sums * np.abs(y).max(), sums * max(np.abs(y).max(), 1)
 
 
 def moved(values, **changes):
@@ -322,13 +325,17 @@ def test_normalized_kernels(name, seed, scale, shift, inputs, units):
 @fewer
 @given(form=forms, seed=seeds, rate=rates)
 def test_compiled_is_eager(form, seed, rate):
-    """Nearer to each other than either is to the formulas."""
     each = case(form, "dense")
     x, values = example(each, seed, rate)
     results = []
     for mode in MODES:
         each.assign(values)
-        results.append((*step_of(each, mode)(x), *each.state().values()))
-    for other in results[1:]:
-        for found, expected in zip(other, results[0], strict=True):
-            assert_near(found, expected, bound=1e-5)
+        results.append((step_of(each, mode)(x), each.state()))
+    (y, *gradients), state = results[0]
+    for (actual, *found), after in results[1:]:
+        assert_near(actual, y)
+        each_size = sizes(upstream(each), y, x)
+        for gradient, expected, size in zip(found, gradients, each_size, strict=True):
+            assert_near(gradient, expected, size)
+        for name, statistic in after.items():
+            assert_near(statistic, state[name], np.abs(x).max())

@@ -329,13 +329,12 @@ def _size(x):
 
 def _batches(x, y, labels):
     """Name -> what to take of each array: everything, or the samples of one label."""
-    if labels is not None and not _are_labels(np.asarray(labels), _size(x)):
-        raise ValueError(
-            "Argument `labels` must hold an integer for each sample. "
-            f"Received: labels={arguments.shown(labels)}"
-        )
+    given, labels = labels, y
+    if given is not None:
+        labels = arguments.array("labels", given)
+        if not _are_labels(labels, _size(x)):
+            raise arguments.wrong("labels", "an integer for each sample", given)
     everything = slice(None)
-    labels = y if labels is None else np.asarray(labels)
     if not _are_labels(labels, _size(x)) or not _size(x):
         return {"mixed": everything}
     labels = np.reshape(labels, -1)

@@ -332,7 +332,7 @@ def test_bad_input():
         probe.blindness(model, x[:0], LABELS[:0])
     with pytest.raises(ValueError, match="`deviation` must be a number, positive"):
         probe.blindness(model, x, LABELS, deviation=0)
-    with pytest.raises(ValueError, match="`labels` must hold an integer for each"):
+    with pytest.raises(ValueError, match="`labels` must be an integer for each"):
         probe.blindness(model, x, LABELS, labels=[0.5, 1.5])
     plain = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="d")])
     with pytest.raises(ValueError, match="where a model has no normalisation"):
