@@ -12,8 +12,9 @@ import pytest
 from keras import ops
 
 from keras_norms.ops import passes
-from tests.autodiff import BACKEND
+from tests.autodiff import BACKEND, MODES, second_derivative
 from tests.reference import relative_error
+from tests.weight_reference import AsLayer
 
 # Shape and channel axis: tensors that the kernels for a CPU take, whose neighbouring
 # positions are channels of their own or not, and tensors that they leave alone.
@@ -67,6 +68,21 @@ def test_gradient_x(shape, axis):
     assert relative_error(actual, expected) < 1e-6
 
 
+@pytest.mark.parametrize(("shape", "axis"), SHAPES[1:2], ids=str)
+def test_second_derivatives(shape, axis):
+    (x, direction, *vectors), exact = operands(shape, axis, 3)
+
+    def affine(x):
+        return passes.affine(x, *vectors, axis=axis)
+
+    def loss(y):
+        return ops.sum(y * y)
+
+    x, direction = (ops.convert_to_numpy(v) for v in (x, direction))
+    actual = second_derivative(AsLayer(affine), x, loss, direction, MODES[0])
+    assert relative_error(actual, 2 * exact[3] ** 2 * exact[1]) < 1e-5
+
+
 @shapes
 def test_gradient_sums(shape, axis):
     (g, x, center), exact = operands(shape, axis, 1)
@@ -74,6 +90,22 @@ def test_gradient_sums(shape, axis):
     expected = np.stack([term.sum(others(shape, axis)) for term in terms])
     actual = passes.gradient_sums(g, x, center, axis=axis)
     assert relative_error(actual, expected) < 1e-5
+
+
+def test_gradient_sums_of_what_a_mask_hides():
+    """A hidden element counts where its output has a gradient; else it may be NaN."""
+    (_, x, center), exact = operands((6, 4), -1, 1)
+    g = np.array([1, -1, 0, 0, 2, 1], "float32")[:, None] * np.ones((6, 4), "float32")
+    mask = np.array([[True], [False], [True], [False], [False], [False]])
+    hidden = np.where(np.arange(6)[:, None] == 3, np.nan, ops.convert_to_numpy(x))
+    sums = passes.masked_gradient_sums(
+        *map(ops.convert_to_tensor, (g, hidden.astype("float32"))),
+        center,
+        ops.convert_to_tensor(np.broadcast_to(mask, (6, 4))),
+        axis=-1,
+    )
+    expected = np.stack([g.sum(0), (g * (exact[1] - exact[2])).sum(0)])
+    assert relative_error(sums, expected) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -64,8 +64,9 @@ def test_one_process_is_one_replica():
     np.testing.assert_array_equal(numpy(other), [[1, 2]])
 
 
-def test_collectives(monkeypatch):
-    x = np.random.default_rng(0).normal(size=(3, 2, 4)).astype("float32")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_collectives(dtype, monkeypatch):
+    x = np.random.default_rng(0).normal(size=(3, 2, 4)).astype(dtype)
 
     def function(i):
         mine = ops.convert_to_tensor(x[i])
@@ -78,6 +79,8 @@ def test_collectives(monkeypatch):
 
     for i, result in enumerate(run_on(3, function, monkeypatch)):
         assert result[:2] == (3, i)
+        dtypes = {keras.backend.standardize_dtype(v.dtype) for v in result[2:]}
+        assert dtypes == {dtype}
         assert relative_error(result[2], x.sum(0, dtype="float64")) < 1e-6
         np.testing.assert_array_equal(numpy(result[3]), x)
 

@@ -64,7 +64,7 @@ def test_long_vectors_of_very_different_sizes(name, sign):
     """The squares of the first add up to more than float32 holds."""
     function, power = OF_SIZE[name]
     v = sign * np.abs(normal(1000, 3))
-    v[7] = 1e-3  # next to nothing, in each of them
+    v[7] = sign * 1e-30  # nothing next to the others
     sizes = np.array([1e18, 1, 1e-18], "float32")
     actual, expected = numpy(function(sizes * v, 0)), numpy(function(v, 0))
     for i, size in enumerate(sizes**power):
@@ -114,14 +114,24 @@ def test_units_that_do_not_vary_have_a_derivative():
     kernel, *values = (np.asarray(v, "float32") for v in layer_and_statistics())
     kernel[:, 1] = 0
 
-    def effective(kernel):
-        weight, bias = spheres.effective_weight(kernel, *values)
+    gamma, *rest = values
+
+    def of_kernel(kernel):
+        return effective(kernel, ops.convert_to_tensor(gamma))
+
+    def of_gamma(gamma):
+        return effective(ops.convert_to_tensor(kernel), gamma)
+
+    def effective(kernel, gamma):
+        weight, bias = spheres.effective_weight(kernel, gamma, *rest)
         return ops.concatenate([weight, bias[None]], axis=0)
 
-    weight, gradient = training_step(AsLayer(effective), ops.sum, MODES[-1])(kernel)
-    assert np.all(weight[:-1, 1] == 0)
-    assert np.all(np.isfinite(gradient))
-    assert np.any(gradient[:, 0] != 0)
+    for function, start in ((of_kernel, kernel), (of_gamma, gamma)):
+        step = training_step(AsLayer(function), ops.sum, MODES[-1])
+        weight, gradient = step(start)
+        assert np.all(weight[:-1, 1] == 0)
+        assert np.all(np.isfinite(gradient))
+        assert np.all(gradient[..., 0] != 0)
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="float64 is a process-wide switch of JAX")
