@@ -211,6 +211,7 @@ def blindness_classifier(
         lines = {line["network"]: line for line in run.metrics}
         results = {"networks": [lines[network] for network in networks]}
         grid.write(run.directory, table(results["networks"]), results)
+        run.release()
     return run.directory
 
 

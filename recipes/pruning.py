@@ -160,7 +160,7 @@ def trained(config, source, runs_dir, saved_models_dir):
         if recorder.diverged:
             raise ValueError(f"The training of {name} diverged: see {run.directory}")
         train.finish(run, name, model, saved_models_dir)
-    model = keras.saving.load_model(run.results["saved_model"])
+    model = experiment.load_model(run.results["saved_model"])
     return compiled(model)
 
 
@@ -335,6 +335,7 @@ def write(run, model, images, test):
     }
     results.draw(run.directory / "pruning.png", points, run.config)
     grid.write(run.directory, results.table(outcome), outcome)
+    run.release()
 
 
 def main(_):
