@@ -67,6 +67,15 @@ MASKS = {"none": None, "some": VISIBLE, "all": np.zeros_like(VISIBLE)}
 OTHERS = [0, 2]
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="float64 is a process-wide switch of JAX")
+@pytest.mark.parametrize("layer", ["CBN", "NoisyBN", "LpNorm 2"])
+def test_squares_have_more_room_in_float64(layer):
+    layer = numerics.LAYERS[layer][0](dtype="float64")
+    wide = X.astype("float64")
+    small, large = (layer(scale * wide, training=True) for scale in (1e8, 1e30))
+    np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (small, large)))
+
+
 @functools.cache
 def steps(name, hidden):
     """A layer after one step, its state then, and the step with a mask."""

@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_norms.ops.custom_gradient import custom_gradient, fused
@@ -24,7 +25,6 @@ from keras_norms.ops.replicas import (
 _FAR = 8.0
 # Or, relative to the mean, by what costs no more than x was rounded by.
 _NEAR = 2.0**-12
-_LARGEST = 2.0**126
 
 
 class Moments(NamedTuple):
@@ -142,7 +142,8 @@ def shift_of(x, prior_mean, has_prior, axis):
 
 def _bounded(variance):
     """A number, with which averages go on, also where squares add up to more."""
-    largest = ops.full_like(variance, _LARGEST)
+    dtype = keras.backend.standardize_dtype(variance.dtype)
+    largest = ops.full_like(variance, float(np.finfo(dtype).max) / 4)
     return ops.where(variance > largest, largest, variance)
 
 
