@@ -229,6 +229,8 @@ def _map_of_moments(
     if decouple:
         square = square + ops.square(ahead + beta)
         center, offset = mean - beta, ops.zeros_like(beta)
+        # Where nothing was seen, the old averages normalise, which beta does not move.
+        square = ops.where(seen, square, ops.stop_gradient(square))
     # sqrt(sq_A+ + eps) = r * sqrt(sq_B + eps) with r a constant for the gradient.
     root = ops.sqrt(square + epsilon)
     used = square + kept_here * (state.square - square)
@@ -395,8 +397,10 @@ def _gradient_vectors(
     """
     scale = gamma * inverse
     sum_g, sum_gx = total[0], total[1]
+    seen = count > 0
     count = ops.maximum(count, ops.ones_like(count))
     k = sum_gx / count / (square + epsilon)
+    k = ops.where(seen, k, ops.zeros_like(k))
     through_mean = sum_g / count
     if decouple:
         # The batch mean of x' is not 0, so the derivative of its norm has a mean.

@@ -47,6 +47,7 @@ def channel_sums(x, axis):
     ):
         # On a CPU it adds one element after the other, see above.
         x = ops.sum(ops.reshape(x, (-1, neighbours(x.shape), x.shape[-1])), 0)
+        axis = -1
     return ops.sum(x, reduction_axes(len(x.shape), axis))
 
 
