@@ -1,18 +1,20 @@
 # make demo      the main job: CBN against BatchNormalization on real images
-# make test      the tests, on TensorFlow and JAX
+# make test      the tests, on TensorFlow and JAX, and the coverage of keras_norms
 # make test-all  the same, and PyTorch, the TPU compiler, all recipes on JAX
 # make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
 
 PYTHON ?= python3
 PYTEST ?= JAX_PLATFORMS=cpu .venv/bin/python -m pytest -q -n auto --dist worksteal
+# On one backend, with what lines and branches of keras_norms ran.
+pytest = KERAS_BACKEND=$(1) COVERAGE_FILE=.coverage.$(1) $(PYTEST) --cov --cov-report=
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Written in terms of Keras only, and slow to compile: on JAX in test-all.
-LATER_ON_JAX := tests/benchmarks tests/surgery/test_prune.py \
+LATER_ON_JAX := tests/benchmarks tests/surgery/test_prune.py tests/surgery/test_corners.py \
 	tests/surgery/test_prune_graphs.py $(addprefix tests/recipes/test_, $(addsuffix .py, \
 	cbn_ablation cbn_assumptions cbn_gradient_variance cbn_grid cbn_max_lr cbn_rho \
 	blindness_classifier blindness_features blindness_flow blindness_layers realnvp \
 	landscape covariate_shift models noisy_shift pruning robustness weight_growth)) \
-	$(addprefix tests/tuner/test_, cluster.py oracles.py search.py)
+	$(addprefix tests/tuner/test_, cluster.py files.py oracles.py search.py)
 
 .PHONY: demo test test-all test-extra lint format install
 .DELETE_ON_ERROR:
@@ -22,13 +24,15 @@ demo: install
 		--norms=bn,cbn --activations=sigmoid,tanh,relu,selu,swish --seeds=3 --rho=2
 
 test: lint
-	KERAS_BACKEND=tensorflow $(PYTEST)
-	KERAS_BACKEND=jax $(PYTEST) $(LATER_ON_JAX:%=--ignore=%)
+	$(call pytest,tensorflow)
+	$(call pytest,jax) $(LATER_ON_JAX:%=--ignore=%)
+	.venv/bin/coverage combine -q --keep .coverage.tensorflow .coverage.jax
+	.venv/bin/coverage report --fail-under=95
 
 test-all: test test-extra
 
 test-extra: .venv/installed-extra
-	KERAS_BACKEND=torch $(PYTEST)
+	$(call pytest,torch)
 	KERAS_BACKEND=jax $(PYTEST) -m tpu
 	KERAS_BACKEND=jax $(PYTEST) $(LATER_ON_JAX)
 
