@@ -4,7 +4,9 @@
 # make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
 
 PYTHON ?= python3
-PYTEST ?= JAX_PLATFORMS=cpu .venv/bin/python -m pytest -q -n auto --dist worksteal
+# A process a core: more threads would wait for each other.
+PYTEST ?= JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 \
+	.venv/bin/python -m pytest -q -n auto --dist worksteal
 # On one backend, with what lines and branches of keras_norms ran.
 pytest = KERAS_BACKEND=$(1) COVERAGE_FILE=.coverage.$(1) $(PYTEST) --cov --cov-report=
 export TF_CPP_MIN_LOG_LEVEL ?= 2
