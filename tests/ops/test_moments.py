@@ -58,8 +58,8 @@ def test_without_a_prior_an_element_takes_its_place(outlier, axis):
     x = np.moveaxis(x.astype("float32"), -1, axis)
     exact, axes = x.astype("float64"), tuple({0, 1, 2} - {axis % 3})
     batch = moments(ops.convert_to_tensor(x), "float32", axis)
-    # A thread of TensorFlow on a CPU adds up 5,000 squares, one after the other, to that
-    # of the outlier, and each time the sum is rounded by 2^-24 of it at most.
+    # A thread of TensorFlow on a CPU adds 5,000 squares to that of the outlier, one
+    # after the other, and each time the sum is rounded by 2^-24 of it at most.
     bound = 5000 * 2**-24 if BACKEND == "tensorflow" else 1e-4
     assert relative_error(batch.mean, exact.mean(axes)) < 1e-5
     assert relative_error(batch.variance, exact.var(axes)) < bound
