@@ -11,11 +11,12 @@ PYTEST ?= JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 \
 pytest = KERAS_BACKEND=$(1) COVERAGE_FILE=.coverage.$(1) $(PYTEST) --cov --cov-report=
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Written in terms of Keras only, and slow to compile: on JAX in test-all.
-LATER_ON_JAX := tests/benchmarks tests/surgery/test_prune.py tests/surgery/test_corners.py \
-	tests/surgery/test_prune_graphs.py $(addprefix tests/recipes/test_, $(addsuffix .py, \
+LATER_ON_JAX := tests/benchmarks tests/surgery \
+	$(addprefix tests/recipes/test_, $(addsuffix .py, \
 	cbn_ablation cbn_assumptions cbn_gradient_variance cbn_grid cbn_max_lr cbn_rho \
 	blindness_classifier blindness_features blindness_flow blindness_layers realnvp \
-	landscape covariate_shift models noisy_shift pruning robustness weight_growth)) \
+	compare landscape covariate_shift models noisy_shift pruning robustness stages \
+	weight_growth)) \
 	$(addprefix tests/tuner/test_, cluster.py files.py oracles.py search.py)
 
 .PHONY: demo test test-all test-extra lint format install
