@@ -35,7 +35,7 @@ test: lint
 test-all: test test-extra
 
 test-extra: .venv/installed-extra
-	$(call pytest,torch)
+	KERAS_BACKEND=torch $(PYTEST)
 	KERAS_BACKEND=jax $(PYTEST) -m tpu
 	KERAS_BACKEND=jax $(PYTEST) $(LATER_ON_JAX)
 
