@@ -4,10 +4,10 @@
 
 prints tables in Markdown for the backend. A cell has the largest errors of the output
 and of the gradient with respect to the inputs against the float64 references, in units
-of the largest value of the same channel, over three training steps on the same input
-and over the ways in which the backend runs a step (on TensorFlow eager, graph and
-jit_compile); of the last two inputs, of one step in one way. The inputs of WS, CWN and
-WN are kernels, a channel is a unit.
+of the largest value of the same channel, over three training steps on the same input,
+or one on each of a sequence, and over the ways in which the backend runs a step (on
+TensorFlow eager, graph and jit_compile); of the large inputs, of one step in one way.
+The inputs of WS, CWN and WN are kernels, a channel is a unit.
 """
 
 import functools
@@ -63,6 +63,28 @@ LARGE = {
 }
 
 
+def _sequence(*means_and_deviations):
+    def make(rng):
+        return [_normal(*numbers)(rng) for numbers in means_and_deviations]
+
+    return make
+
+
+# Batches whose means and deviations are not those of the batches before: name ->
+# function of a generator that returns a list of inputs.
+SEQUENCES = {
+    f"mean 0, then {jump:.0e}": _sequence(*[(0, 1)] * 4, *[(jump, 1)] * 2)
+    for jump in (1e2, 1e3, 1e4)
+} | {
+    "mean 1e4, then 0": _sequence(*[(1e4, 1)] * 4, *[(0, 1)] * 2),
+    "deviation 1, then 1e6": _sequence(*[(1, 1)] * 4, *[(1e6, 1e6)] * 2),
+    "deviation 1e6, then 1": _sequence(*[(1e6, 1e6)] * 4, *[(1, 1)] * 2),
+    "deviation 1 to 1e-5": _sequence(*[(1, 10.0**-k) for k in range(6)]),
+    "mean 0 and 1e2 in turns": _sequence(*[(0, 1), (1e2, 1)] * 3),
+    "mean 3e4 once": _sequence((0, 1), (3e4, 1), (0, 1)),
+}
+
+
 def _cbn(**form):
     return (
         functools.partial(CBN, **form),
@@ -94,6 +116,7 @@ KERAS = "keras BN"
 BATCH = {
     KERAS: (keras.layers.BatchNormalization, BatchNormReference),
     "CBN": _cbn(),
+    "CBN, rate unknown": _cbn(),
     "CBN, ratio": _cbn(mean_gradient="ratio"),
     "CBN, coupled": _cbn(decouple=False),
     "CBN, coupled, ratio": _cbn(decouple=False, mean_gradient="ratio"),
@@ -118,31 +141,36 @@ def errors(layer, case, steps=STEPS, mode=MODES[-1]):
 
     Args:
         layer: A key of `LAYERS`.
-        case: A key of `CASES` or `LARGE`.
-        steps: How many training steps.
+        case: A key of `CASES`, `LARGE` or `SEQUENCES`.
+        steps: How many training steps, but for a sequence.
         mode: See `tests.autodiff`.
 
     Returns:
         Array `(steps, 2)`: errors of the output and of the gradient with respect to the
         inputs, infinite where these are not finite.
     """
-    x, policy = _input(case)
-    gamma, beta, g = _affine_and_slope(x.shape)
-    reference = LAYERS[layer][1](x.shape[-1])
-    step = _step(layer, policy, x.shape, mode)()
-    wide = x.astype("float64")
+    inputs, policy = _inputs(case, steps)
+    shape = inputs[0].shape
+    gamma, beta, g = _affine_and_slope(shape)
+    reference = LAYERS[layer][1](shape[-1])
+    rate = -1.0 if layer == "CBN, rate unknown" else RATE
+    step = _step(layer, policy, shape, mode, rate)()
     found = []
-    for _ in range(steps):
+    for x in inputs:
         y, dx, *_ = step(x)
-        expected, wanted = _reference_step(reference, wide, gamma, beta, g)
+        wide = x.astype("float64")
+        expected, wanted = _reference_step(reference, wide, gamma, beta, g, rate)
         found.append((_error(y, expected), _error(dx, wanted)))
     return np.array(found)
 
 
 @functools.lru_cache(1)
-def _input(case):
+def _inputs(case, steps):
+    rng = np.random.default_rng(0)
+    if case in SEQUENCES:
+        return SEQUENCES[case](rng), "float32"
     make, policy = (CASES | LARGE)[case]
-    return make(np.random.default_rng(0)), policy
+    return [make(rng)] * steps, policy
 
 
 @functools.lru_cache(1)
@@ -155,7 +183,7 @@ def _affine_and_slope(shape):
 
 
 @functools.cache
-def _step(name, policy, shape, mode):
+def _step(name, policy, shape, mode, rate):
     """A function that returns the training step of a layer as it is before the first.
 
     Compiled once for all inputs of a kind.
@@ -167,7 +195,7 @@ def _step(name, policy, shape, mode):
         layer.gamma.assign(gamma)
         layer.beta.assign(beta)
     if isinstance(layer, CBN):
-        layer.set_learning_rate(RATE)
+        layer.set_learning_rate(rate)
     start = [] if name in WEIGHTS else layer.get_weights()
 
     def loss(y):
@@ -184,13 +212,13 @@ def _step(name, policy, shape, mode):
     return restart
 
 
-def _reference_step(reference, x, gamma, beta, g):
+def _reference_step(reference, x, gamma, beta, g, rate):
     if isinstance(reference, WeightReference):
         axes, gain = tuple(range(x.ndim - 1)), np.ones(x.shape[-1])
         y = reference.forward(x, gain, axes)
         return y, reference.gradients(g, x, gain, axes)[0]
     if isinstance(reference, CBNReference):
-        y, constants = reference.train(x, gamma, beta, RATE)
+        y, constants = reference.train(x, gamma, beta, rate)
         return y, reference.gradients(g, x, gamma, beta, constants)[0]
     y = reference.train(x, gamma, beta)
     return y, reference.gradients(g, x, gamma, beta)[0]
@@ -223,9 +251,9 @@ def _cell(layer, case):
     return f"{output:.0e}, {gradient:.0e}"
 
 
-def _table(layers):
+def _table(layers, cases):
     print(f"\n| inputs | {' | '.join(layers)} |\n|---|{'---|' * len(layers)}")
-    for case in CASES | LARGE:
+    for case in cases:
         cells = (_cell(layer, case) for layer in layers)
         print(f"| {case} | {' | '.join(cells)} |", flush=True)
 
@@ -237,7 +265,8 @@ def main():
         f"NumPy {np.__version__}, {platform.machine()}, {os.cpu_count()} cores"
     )
     for layers in (BATCH, LP_NORMS, WEIGHTS):
-        _table(layers)
+        _table(layers, CASES | LARGE)
+    _table(BATCH | LP_NORMS, SEQUENCES)
 
 
 if __name__ == "__main__":

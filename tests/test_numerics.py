@@ -43,6 +43,17 @@ def test_errors(layer, case):
     assert np.all(largest_errors(layer, case) <= bounds)
 
 
+@pytest.mark.parametrize("layer", [*OURS[:-1], "CBN, rate unknown", "LpNorm inf"])
+def test_inputs_that_move(layer):
+    """What came before may not be seen in the digits of a step."""
+    means = {"1e+02": 1e2, "1e+03": 1e3, "1e+04": 1e4, "to 1e-5": 1e5, "turns": 1e2}
+    means |= {"mean 1e4, then 0": 1e4, "mean 3e4 once": 3e4}
+    for case in numerics.SEQUENCES:
+        mean = max(v for k, v in (means | {"": 1.0}).items() if k in case)
+        bound = max(ROUNDING["float32"], mean * 2**-24)
+        assert numerics.errors(layer, case, mode=MODE).max() <= bound, case
+
+
 @pytest.mark.parametrize("layer", numerics.WEIGHTS)
 def test_errors_of_kernels(layer):
     for case, (_, policy) in numerics.CASES.items():
@@ -117,6 +128,43 @@ def test_a_bad_channel_stays_alone(layer, bad):
     for value, wanted in zip((*found, *found_state), (*clean, *clean_state)):
         channels = (..., OTHERS) if wanted.shape[-1:] == (3,) else ...
         np.testing.assert_array_equal(value[channels], wanted[channels])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@layers
+def test_a_bad_batch_is_forgotten(layer, bad):
+    """Its output shows it; statistics and the batches after it do not."""
+    x = 2 * X + 1
+    x[3, 2, 1] = bad
+    norm, before, step = steps(layer, "none")
+    (y, *_), after = results(layer, x)
+    assert np.isnan(y[..., 1]).any()
+    for variable, value, wanted in zip(norm.non_trainable_variables, after, before):
+        if variable.shape == (3,):
+            np.testing.assert_array_equal(value[1], wanted[1])
+            assert np.all(value[OTHERS] != wanted[OTHERS])
+    assert all(np.isfinite(value).all() for value in step(X))
+    everywhere = results(layer, np.full_like(X, bad))[1]
+    for variable, value, wanted in zip(
+        norm.non_trainable_variables, everywhere, before
+    ):
+        if "seed" not in variable.path:
+            np.testing.assert_array_equal(value, wanted)
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@layers
+def test_statistics_of_large_activations_in_half_precision(layer, policy):
+    """Their squares are no float16: all that is kept is float32."""
+    norm = numerics.LAYERS[layer][0](dtype=policy)
+    x = (1000 + 300 * X).astype("float16")
+    for _ in range(3):
+        y = norm(x, training=True)
+    assert keras.backend.standardize_dtype(y.dtype) == policy
+    for variable in norm.weights:
+        if "seed" not in variable.path:
+            assert keras.backend.standardize_dtype(variable.dtype) == "float32"
+            assert np.isfinite(keras.ops.convert_to_numpy(variable)).all()
 
 
 @layers

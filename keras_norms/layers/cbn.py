@@ -182,6 +182,7 @@ class CBN(FollowsLearningRate, ChannelNormalization):
             name="rho",
             shape=(),
             initializer=initializers.Constant(self.initial_rho),
+            dtype=self.statistics_dtype,
             trainable=False,
             autocast=False,
         )

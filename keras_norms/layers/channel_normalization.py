@@ -4,7 +4,7 @@ import keras
 from keras import constraints, initializers, ops, regularizers
 
 from keras_norms.layers import arguments
-from keras_norms.ops.moments import moving_average
+from keras_norms.ops.moments import moving_averages
 from keras_norms.ops.replicas import check_strategy
 
 
@@ -13,7 +13,7 @@ class ChannelNormalization(keras.layers.Layer):
 
     A subclass calls `build_affine` in `build`, adds its statistics with
     `add_statistic`, and gets `gamma` and `beta` from `affine` in `call`. Statistics and
-    affine weights are float32 in mixed precision, float64 in float64.
+    affine weights are float64 under the policy float64, and float32 under all others.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class ChannelNormalization(keras.layers.Layer):
             self.gamma = self.add_weight(
                 name="gamma",
                 shape=(channels,),
+                dtype=self.statistics_dtype,
                 initializer=self.gamma_initializer,
                 regularizer=self.gamma_regularizer,
                 constraint=self.gamma_constraint,
@@ -76,6 +77,7 @@ class ChannelNormalization(keras.layers.Layer):
             self.beta = self.add_weight(
                 name="beta",
                 shape=(channels,),
+                dtype=self.statistics_dtype,
                 initializer=self.beta_initializer,
                 regularizer=self.beta_regularizer,
                 constraint=self.beta_constraint,
@@ -93,20 +95,29 @@ class ChannelNormalization(keras.layers.Layer):
             name=name,
             shape=shape,
             initializer=initializer,
+            dtype=self.statistics_dtype,
             trainable=False,
             autocast=False,
             aggregation="none" if self.synchronized else "mean",
         )
 
-    def update_statistic(self, statistic, value, count):
-        """Move an average on by `momentum`, unless `count` elements are none."""
-        average = ops.cast(statistic, value.dtype)
-        statistic.assign(moving_average(average, value, self.momentum, count))
+    def update_statistics(self, count, *pairs):
+        """Move averages on by `momentum`.
+
+        Args:
+            count: How many elements the batch has.
+            *pairs: An average of this layer, and the statistic of the batch.
+        """
+        averages, values = zip(*pairs)
+        stored = tuple(ops.cast(average, self.statistics_dtype) for average in averages)
+        moved = moving_averages(stored, values, self.momentum, count)
+        for average, value in zip(averages, moved):
+            average.assign(value)
 
     def prior(self, moving_mean):
-        """What `moments` is told of a mean: an average, which need not be near."""
+        """What `moments` is told of a mean."""
         # A copy: PyTorch assigns in place, and gradients need what was there before.
-        return ops.copy(ops.cast(moving_mean, self.statistics_dtype)), False
+        return ops.copy(ops.cast(moving_mean, self.statistics_dtype))
 
     @property
     def statistics_dtype(self):

@@ -91,14 +91,16 @@ class FollowsLearningRate:
 
     def build_learning_rate(self):
         """Make the weights."""
-        self.learning_rate = self._add_scalar("learning_rate", self._first_rate)
+        self.learning_rate = self._add_scalar(
+            "learning_rate", self._first_rate, self.statistics_dtype
+        )
         if self._schedule is not None and self._iterations is None:
             self._add_step()
 
     def _add_step(self):
-        self.step = self._add_scalar("step", 0, dtype="int32")
+        self.step = self._add_scalar("step", 0, "int32")
 
-    def _add_scalar(self, name, value, dtype=None):
+    def _add_scalar(self, name, value, dtype):
         return self.add_weight(
             name=name,
             shape=(),

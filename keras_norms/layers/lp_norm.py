@@ -176,8 +176,11 @@ class LpNorm(ChannelNormalization):
         outputs = lp_norm.lp_normalization(
             inputs, gamma, beta, batch, epsilon=self.epsilon, **static
         )
-        self.update_statistic(self.moving_mean, batch.mean, batch.count)
-        self.update_statistic(self.moving_norm, batch.norm, batch.count)
+        self.update_statistics(
+            batch.count,
+            (self.moving_mean, batch.mean),
+            (self.moving_norm, batch.norm),
+        )
         return outputs
 
     def get_config(self):

@@ -196,8 +196,11 @@ class NoisyBN(ChannelNormalization):
                 mask=mask,
                 synchronized=self.synchronized,
             )
-            self.update_statistic(self.moving_mean, batch.mean, batch.count)
-            self.update_statistic(self.moving_variance, batch.variance, batch.count)
+            self.update_statistics(
+                batch.count,
+                (self.moving_mean, batch.mean),
+                (self.moving_variance, batch.variance),
+            )
         else:
             outputs = normalize.batch_normalization_inference(
                 inputs,

@@ -24,7 +24,7 @@ from keras_norms.ops.replicas import (
 # A shift that is off by this many deviations costs six of 24 bits of the variance.
 _FAR = 8.0
 # Or, relative to the mean, by what costs no more than x was rounded by.
-_NEAR = 2.0**-12
+_CLOSE = 2.0**-12
 
 
 class Moments(NamedTuple):
@@ -39,7 +39,9 @@ class Moments(NamedTuple):
     variance: Any
 
 
-def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
+def moments(
+    x, dtype, axis, mask=None, synchronized=False, prior=None, prior_is_near=False
+):
     """Mean and variance of every channel.
 
     The sums are taken of `x - shift`, so that nothing cancels where the mean is much
@@ -52,9 +54,10 @@ def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
         mask: Boolean tensor that broadcasts to the shape of `x`, `False` where an
             element does not count. Reads `x` twice.
         synchronized: Whether statistics are those of all TensorFlow replicas.
-        prior: An estimate of the mean, `(channels,)`, and a boolean scalar: whether it
-            is known to be near. It changes the rounding, not the result. Where it is
-            not, elements of the batch give a shift if `x` has float32 digits to lose.
+        prior: An estimate of the mean, `(channels,)`. It may make this faster, and does
+            not change the result, however wrong it is.
+        prior_is_near: Python boolean, whether the estimate is likely to be within a few
+            deviations of the mean.
 
     Returns:
         `Moments`. Without any element, mean and variance are zero. Squares of a channel
@@ -62,13 +65,17 @@ def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
         deviation below 1e19 / sqrt(count). Beyond that the variance is 2^126.
     """
     if prior is None:
-        prior = ops.zeros((x.shape[axis],), dtype), False
-    prior = prior[0], ops.convert_to_tensor(prior[1])
+        prior = ops.zeros((x.shape[axis],), dtype)
     if mask is None:
         count = _elements(x, axis, dtype)
-        mean, variance = _mean_and_variance(x, *prior, count, axis=axis)
+        # In half precision XLA can take the sums in the kernel that makes x, unless it
+        # needs an element of x first. Devices that do not hold it would have to fetch it.
+        if prior_is_near or _in_half_precision(x) or devices_share_batches():
+            mean, variance = _around_prior(x, prior, count, axis=axis)
+        else:
+            mean, variance = _around_an_element(x, prior, count, axis=axis)
     elif devices_share_batches():
-        count, mean, variance = _masked_and_shared(x, mask, prior[0], axis)
+        count, mean, variance = _masked_and_shared(x, mask, prior, axis)
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
     local = Moments(count, mean, _bounded(variance))
@@ -97,9 +104,26 @@ def with_gradient(x, batch, axis, synchronized=False):
     return Moments(batch.count, values[0], values[1])
 
 
-def moving_average(old, new, momentum, count):
-    """One step of a plain exponential average; a batch of `count` 0 changes nothing."""
-    return ops.where(count > 0, momentum * old + (1 - momentum) * new, old)
+def moving_averages(old, new, momentum, count):
+    """One step of plain exponential averages.
+
+    Args:
+        old, new: Tuples of statistics of the same channels, each `(channels,)`: the
+            averages, and those of the batch.
+        momentum: Python float, the weight of `old`.
+        count: How many elements the batch has, a scalar or `(channels,)`.
+
+    Returns:
+        The averages after the batch. A channel without an element, or with a statistic
+        that is not finite, keeps all that it had.
+    """
+    usable = count > 0
+    for statistic in new:
+        usable = ops.logical_and(usable, ops.isfinite(statistic))
+    return tuple(
+        ops.where(usable, momentum * a + (1 - momentum) * b, a)
+        for a, b in zip(old, new)
+    )
 
 
 def _elements(x, axis, dtype):
@@ -114,32 +138,6 @@ def _elements(x, axis, dtype):
     return count
 
 
-def shift_of(x, prior_mean, has_prior, axis):
-    """The prior mean; without one, its median with the first and the last element.
-
-    Not so in half precision. There x itself is rounded by far more than what cancels in
-    float32 sums, and XLA can take the sums in the kernel that makes x, which it cannot
-    where it needs an element of x first.
-    """
-    if _in_half_precision(x):
-        return prior_mean
-    axes = reduction_axes(len(x.shape), axis)
-
-    def element(which):
-        index = tuple(which if i in axes else slice(None) for i in range(len(x.shape)))
-        # A sum of one element; of none in an empty batch.
-        return ops.cast(ops.sum(x[index], axes), prior_mean.dtype)
-
-    def from_batch():
-        first, last = element(slice(0, 1)), element(slice(-1, None))
-        return ops.clip(prior_mean, ops.minimum(first, last), ops.maximum(first, last))
-
-    if keras.backend.backend() == "jax":
-        # Devices that do not hold an element must fetch it: only where it is needed.
-        return ops.cond(has_prior, lambda: prior_mean, from_batch)
-    return ops.where(has_prior, prior_mean, from_batch())
-
-
 def _bounded(variance):
     """A number, with which averages go on, also where squares add up to more."""
     dtype = keras.backend.standardize_dtype(variance.dtype)
@@ -152,55 +150,80 @@ def _in_half_precision(x):
 
 
 @fused(cpu="mean_and_variance")
-def _mean_and_variance(x, prior_mean, has_prior, count, *, axis):
-    if devices_share_batches():
-        return _around_prior(x, prior_mean, count, axis)
-    shift = shift_of(x, prior_mean, has_prior, axis)
-    return _around(x, ops.stop_gradient(shift), count, axis)
+def _around_prior(x, prior, count, *, axis):
+    mean, variance = _around_it_if_near(x, prior, count, axis)
+    if keras.backend.backend() == "tensorflow":
+        # In XLA it has no second derivative of a branch.
+        found = Moments(count, ops.stop_gradient(mean), ops.stop_gradient(variance))
+        _, mean, variance = with_gradient(x, found, axis)
+    return mean, variance
+
+
+def _around_it_if_near(x, prior, count, axis, mask=None):
+    """Sums around the prior, and around the batch's own mean where that was far away."""
+
+    def around_own_mean():
+        total = ops.sum(_visible(ops.cast(x, prior.dtype), mask), axes)
+        return _around(x, total / divisor, count, axis, mask)
+
+    axes = reduction_axes(len(x.shape), axis)
+    divisor = ops.maximum(count, ops.ones_like(count))
+    if keras.backend.backend() == "torch":
+        # Each operation is a pass of its own there: this costs no more.
+        return around_own_mean()
+    found = _around(x, prior, count, axis, mask)
+    mean, variance = found
+    error = ops.square(mean - ops.stop_gradient(prior))
+    near = ops.logical_or(
+        error <= _FAR**2 * variance, error <= ops.square(_CLOSE * mean)
+    )
+    near = ops.logical_and(near, ops.isfinite(variance))  # Squares may overflow.
+
+    def where_it_was_far():
+        pairs = zip(found, around_own_mean())
+        return tuple(ops.where(near, first, second) for first, second in pairs)
+
+    return ops.cond(ops.all(near), lambda: found, where_it_was_far)
+
+
+@fused(cpu="mean_and_variance")
+def _around_an_element(x, prior, count, *, axis):
+    """The shift is the prior's median with the first and the last element."""
+    axes = reduction_axes(len(x.shape), axis)
+
+    def element(which):
+        index = tuple(which if i in axes else slice(None) for i in range(len(x.shape)))
+        # A sum of one element; of none in an empty batch.
+        return ops.cast(ops.sum(x[index], axes), prior.dtype)
+
+    first, last = element(slice(0, 1)), element(slice(-1, None))
+    shift = ops.clip(prior, ops.minimum(first, last), ops.maximum(first, last))
+    return _around(x, shift, count, axis)
 
 
 def _around(x, shift, count, axis, mask=None):
     """Mean and variance from sums of `x - shift`."""
     axes = reduction_axes(len(x.shape), axis)
+    shift = ops.stop_gradient(shift)
     x = ops.cast(x, shift.dtype)
     divisor = ops.maximum(count, ops.ones_like(count))
     # Two differences, not one: XLA on CPU would write a shared one to memory.
-    ahead = x + per_channel(-shift, len(x.shape), axis)
-    behind = per_channel(shift, len(x.shape), axis) - x
-    if mask is not None:
-        ahead, behind = (ops.where(mask, u, ops.zeros_like(u)) for u in (ahead, behind))
+    ahead = _visible(x + per_channel(-shift, len(x.shape), axis), mask)
+    behind = _visible(per_channel(shift, len(x.shape), axis) - x, mask)
     mean = ops.sum(ahead, axes) / divisor
     square = ops.sum(ops.square(behind), axes) / divisor
     variance = ops.relu(square - ops.square(mean))
     return shift + mean, variance
 
 
-def _around_prior(x, prior_mean, count, axis, mask=None):
-    """The same with the prior mean as shift, and again if that was far away.
-
-    An element of the batch would do better, but devices that do not hold it must fetch
-    it. So they add up once, and a second time only in the first steps, and only where a
-    mean is much larger than the deviation.
-    """
-    shift = ops.stop_gradient(prior_mean)
-    mean, variance = _around(x, shift, count, axis, mask)
-    if _in_half_precision(x):
-        return mean, variance
-    error = ops.square(mean - shift)
-    far = ops.logical_and(error > _FAR**2 * variance, error > ops.square(_NEAR * mean))
-    return ops.cond(
-        ops.any(far),
-        lambda: _around(x, ops.stop_gradient(mean), count, axis, mask),
-        lambda: (mean, variance),
-    )
+def _visible(x, mask):
+    return x if mask is None else ops.where(mask, x, ops.zeros_like(x))
 
 
-def _masked_and_shared(x, mask, prior_mean, axis):
+def _masked_and_shared(x, mask, prior, axis):
     mask = ops.broadcast_to(mask, ops.shape(x))
-    count = ops.sum(
-        ops.cast(mask, prior_mean.dtype), reduction_axes(len(x.shape), axis)
-    )
-    mean, variance = _around_prior(x, prior_mean, count, axis, mask)
+    count = ops.sum(ops.cast(mask, prior.dtype), reduction_axes(len(x.shape), axis))
+    mean, variance = _around_it_if_near(x, prior, count, axis, mask)
     nothing = ops.zeros_like(mean)
     return count, *(ops.where(count > 0, v, nothing) for v in (mean, variance))
 

@@ -81,7 +81,8 @@ def cbn_training(x, gamma, beta, state, *, mask=None, **settings):
         **settings: See `cbn_map`.
 
     Returns:
-        The output and the `CBNState` after this batch, which carries no gradient.
+        The output and the `CBNState` after this batch, which carries no gradient. A
+        channel whose mean or mean square is not finite keeps its averages.
     """
     if mask is not None or settings["synchronized"]:
         return _cbn_training(x, gamma, beta, state, mask=mask, **settings)
@@ -168,8 +169,9 @@ def cbn_map(
     Returns:
         `CBNMap`, and the `CBNState` after this batch, which carries no gradient.
     """
-    prior = state.mean, state.weight > 0
-    batch = moments(x, beta.dtype, axis, mask, synchronized, prior)
+    batch = moments(
+        x, beta.dtype, axis, mask, synchronized, state.mean, prior_is_near=True
+    )
     if differentiable and mask is None:
         batch = with_gradient(x, batch, axis, synchronized)
     return _map_of_moments(
@@ -237,8 +239,12 @@ def _map_of_moments(
     ratio = ops.stop_gradient(ops.sqrt(used + epsilon) / root)
     inverse = 1 / (rho * ratio * root)
 
+    # A channel whose statistics are not finite keeps its averages.
+    usable = ops.logical_and(ops.isfinite(batch.mean), ops.isfinite(square))
+    averages = batch.mean - kept * excess, square + kept * (state.square - square)
     state = CBNState(
-        batch.mean - kept * excess, square + kept * (state.square - square), weight
+        *(ops.where(usable, new, old) for new, old in zip(averages, state)),
+        ops.where(ops.any(usable), weight, state.weight),
     )
     values = CBNMap(
         center, inverse, offset, batch.mean, square, mean_weight, batch.count

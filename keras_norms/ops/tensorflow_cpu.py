@@ -50,12 +50,11 @@ def affine(x, center, scale, offset, *, axis):
     return y
 
 
-def mean_and_variance(x, prior_mean, has_prior, count, *, axis):
-    """Both from one operation, which subtracts the mean itself."""
+def mean_and_variance(x, prior, count, *, axis):
+    """Both from one operation, which subtracts the mean itself and needs no prior."""
 
     def of_small_numbers():
-        first = tf.reduce_sum(tf.reshape(x, (-1, x.shape[-1]))[:1], 0)
-        shift = tf.where(has_prior, prior_mean, first)
+        shift = tf.math.divide_no_nan(tf.reduce_sum(_rows(x), (0, 1, 2)), count)
         mean, variance = _mean_and_variance(x - shift, count)
         return mean + shift, variance
 

@@ -38,13 +38,13 @@ def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     return y.sub_(constant).mul_(scale)
 
 
-def mean_and_variance(x, prior_mean, has_prior, count, *, axis):
-    """Both from one operation, which subtracts the mean itself."""
+def mean_and_variance(x, prior, count, *, axis):
+    """Both from one operation, which subtracts the mean itself and needs no prior."""
     groups = neighbours(x.shape)
-    shift = torch.zeros_like(prior_mean)
+    shift = torch.zeros_like(prior)
     if groups == 1:
         # The sums are long: of small numbers.
-        shift = torch.where(has_prior, prior_mean, x.reshape(-1, x.shape[-1])[0])
+        shift = x.reshape(-1, x.shape[-1]).mean(0)
         x = x - shift
     means, variances = torch.batch_norm_update_stats(_rows(x, groups), None, None, 0.0)
     means, variances = means.view(groups, -1), variances.view(groups, -1)

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_norms import CBN
-from keras_norms.ops.moments import moments, moving_average
+from keras_norms.ops.moments import moments, moving_averages
 from tests.autodiff import BACKEND, MODES, training_step
 from tests.reference import CBNReference, relative_error
 from tests.weight_reference import AsLayer
@@ -27,8 +27,10 @@ def outliers(rng, shape, mean=3.0):
 def test_a_prior_mean_takes_the_place_of_an_element(shape):
     x = outliers(np.random.default_rng(0), shape)
     exact, axes = x.astype("float64"), tuple(range(len(shape) - 1))
-    prior = ops.full((3,), 3.0), ops.convert_to_tensor(True)
-    batch = moments(ops.convert_to_tensor(x), "float32", -1, prior=prior)
+    prior = ops.full((3,), 3.0)
+    batch = moments(
+        ops.convert_to_tensor(x), "float32", -1, prior=prior, prior_is_near=True
+    )
     # From the outlier on, sums would be 20,000 times as large as what is left of them.
     assert relative_error(batch.mean, exact.mean(axes)) < 1e-5
     assert relative_error(batch.variance, exact.var(axes)) < 1e-4
@@ -98,8 +100,7 @@ def test_no_variance_rounds_to_less_than_zero():
     """Constant channels, far from the prior mean."""
     values = np.random.default_rng(7).uniform(1e3, 1e4, 200).astype("float32")
     x = ops.convert_to_tensor(np.tile(values, (3, 1)))
-    prior = ops.zeros(200), ops.convert_to_tensor(True)
-    batch = moments(x, "float32", -1, prior=prior)
+    batch = moments(x, "float32", -1, prior=ops.zeros(200), prior_is_near=True)
     assert numpy(batch.variance).min() >= 0
     assert relative_error(batch.mean, values) < 1e-6
 
@@ -127,7 +128,26 @@ def test_the_gradient_of_one_moment_alone(name, shape):
     assert relative_error(dx, expected) < 1e-5
 
 
-def test_an_average_of_nothing_new_is_the_old_one():
-    old, new = ops.convert_to_tensor([2.0, 2.0]), ops.convert_to_tensor([5.0, np.nan])
-    count = ops.convert_to_tensor([0.5, 0.0])
-    np.testing.assert_allclose(numpy(moving_average(old, new, 0.9, count)), [2.3, 2.0])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(256, 5), (16, 4, 4, 5)])
+def test_a_prior_that_is_wrong(shape, dtype):
+    """Each channel by another amount; what is not a number too."""
+    prior = np.array([1e2, -1e4, 1e10, 1e30, np.nan])
+    x = np.random.default_rng(9).normal(1, 1, shape)
+    x = ops.cast(ops.convert_to_tensor(x.astype("float32")), dtype)
+    exact, axes = numpy(ops.cast(x, "float32")), tuple(range(len(shape) - 1))
+    for near in (True, False):
+        prior_mean = ops.convert_to_tensor(prior.astype("float32"))
+        batch = moments(x, "float32", -1, prior=prior_mean, prior_is_near=near)
+        assert relative_error(batch.mean, exact.mean(axes)) < 1e-6
+        assert relative_error(batch.variance, exact.var(axes)) < 1e-5
+
+
+def test_averages_of_nothing_new_are_the_old_ones():
+    nan, inf = np.nan, np.inf
+    old = [ops.convert_to_tensor([2.0] * 5), ops.convert_to_tensor([1.0] * 5)]
+    new = [5.0, nan, nan, 5.0, 5.0], [2.0, 2.0, 2.0, inf, nan]
+    count = ops.convert_to_tensor([0.5, 0.0, 1.0, 1.0, 0.0])
+    found = moving_averages(old, tuple(map(ops.convert_to_tensor, new)), 0.9, count)
+    expected = [2.3, 2.0, 2.0, 2.0, 2.0], [1.1, 1.0, 1.0, 1.0, 1.0]
+    np.testing.assert_allclose(list(map(numpy, found)), expected, rtol=1e-6)
