@@ -69,7 +69,7 @@ def moments(
     if mask is None:
         count = _elements(x, axis, dtype)
         # In half precision XLA can take the sums in the kernel that makes x, unless it
-        # needs an element of x first. Devices that do not hold it would have to fetch it.
+        # needs an element of x first. Devices without that element would fetch it.
         if prior_is_near or _in_half_precision(x) or devices_share_batches():
             mean, variance = _around_prior(x, prior, count, axis=axis)
         else:
@@ -160,7 +160,7 @@ def _around_prior(x, prior, count, *, axis):
 
 
 def _around_it_if_near(x, prior, count, axis, mask=None):
-    """Sums around the prior, and around the batch's own mean where that was far away."""
+    """Sums around the prior, and around the batch's own mean where that was far."""
 
     def around_own_mean():
         total = ops.sum(_visible(ops.cast(x, prior.dtype), mask), axes)
