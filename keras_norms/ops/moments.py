@@ -151,18 +151,13 @@ def _in_half_precision(x):
 
 @fused(cpu="mean_and_variance")
 def _around_prior(x, prior, count, *, axis):
-    mean, variance = _around_it_if_near(x, prior, count, axis)
-    if keras.backend.backend() == "tensorflow":
-        # In XLA it has no second derivative of a branch.
-        found = Moments(count, ops.stop_gradient(mean), ops.stop_gradient(variance))
-        _, mean, variance = with_gradient(x, found, axis)
-    return mean, variance
+    return _around_it_if_near(x, prior, count, axis)
 
 
 def _around_it_if_near(x, prior, count, axis, mask=None):
     """Sums around the prior, and around the batch's own mean where that was far."""
 
-    def around_own_mean():
+    def around_own_mean(x):
         total = ops.sum(_visible(ops.cast(x, prior.dtype), mask), axes)
         return _around(x, total / divisor, count, axis, mask)
 
@@ -170,20 +165,23 @@ def _around_it_if_near(x, prior, count, axis, mask=None):
     divisor = ops.maximum(count, ops.ones_like(count))
     if keras.backend.backend() == "torch":
         # Each operation is a pass of its own there: this costs no more.
-        return around_own_mean()
+        return around_own_mean(x)
     found = _around(x, prior, count, axis, mask)
-    mean, variance = found
-    error = ops.square(mean - ops.stop_gradient(prior))
+    mean, variance = fixed = tuple(map(ops.stop_gradient, found))
+    error = ops.square(mean - prior)
     near = ops.logical_or(
         error <= _FAR**2 * variance, error <= ops.square(_CLOSE * mean)
     )
     near = ops.logical_and(near, ops.isfinite(variance))  # Squares may overflow.
 
     def where_it_was_far():
-        pairs = zip(found, around_own_mean())
-        return tuple(ops.where(near, first, second) for first, second in pairs)
+        exact = around_own_mean(ops.stop_gradient(x))
+        return tuple(ops.where(near, *pair) for pair in zip(fixed, exact))
 
-    return ops.cond(ops.all(near), lambda: found, where_it_was_far)
+    exact = ops.cond(ops.all(near), lambda: fixed, where_it_was_far)
+    # The derivative is the same around any shift, and that of a branch is slow.
+    slopes = (ops.where(ops.isfinite(v), v, ops.zeros_like(v)) for v in found)
+    return tuple(v + (s - ops.stop_gradient(s)) for v, s in zip(exact, slopes))
 
 
 @fused(cpu="mean_and_variance")
