@@ -39,9 +39,7 @@ class Moments(NamedTuple):
     variance: Any
 
 
-def moments(
-    x, dtype, axis, mask=None, synchronized=False, prior=None, prior_is_near=False
-):
+def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
     """Mean and variance of every channel.
 
     The sums are taken of `x - shift`, so that nothing cancels where the mean is much
@@ -54,10 +52,8 @@ def moments(
         mask: Boolean tensor that broadcasts to the shape of `x`, `False` where an
             element does not count. Reads `x` twice.
         synchronized: Whether statistics are those of all TensorFlow replicas.
-        prior: An estimate of the mean, `(channels,)`. It may make this faster, and does
-            not change the result, however wrong it is.
-        prior_is_near: Python boolean, whether the estimate is likely to be within a few
-            deviations of the mean.
+        prior: An estimate of the mean, `(channels,)`. It changes the rounding, not the
+            result, also where it is wrong.
 
     Returns:
         `Moments`. Without any element, mean and variance are zero. Squares of a channel
@@ -68,12 +64,7 @@ def moments(
         prior = ops.zeros((x.shape[axis],), dtype)
     if mask is None:
         count = _elements(x, axis, dtype)
-        # In half precision XLA can take the sums in the kernel that makes x, unless it
-        # needs an element of x first. Devices without that element would fetch it.
-        if prior_is_near or _in_half_precision(x) or devices_share_batches():
-            mean, variance = _around_prior(x, prior, count, axis=axis)
-        else:
-            mean, variance = _around_an_element(x, prior, count, axis=axis)
+        mean, variance = _mean_and_variance(x, prior, count, axis=axis)
     elif devices_share_batches():
         count, mean, variance = _masked_and_shared(x, mask, prior, axis)
     else:
@@ -150,53 +141,81 @@ def _in_half_precision(x):
 
 
 @fused(cpu="mean_and_variance")
-def _around_prior(x, prior, count, *, axis):
-    return _around_it_if_near(x, prior, count, axis)
+def _mean_and_variance(x, prior, count, *, axis):
+    half = keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16")
+    if devices_share_batches():
+        around = _around_prior_or_zero if half else _around_prior_if_near
+        return around(x, prior, count, axis)
+    values = _values_of(x, prior.dtype, axis)
+    shift = ops.clip(prior, ops.min(values, 0), ops.max(values, 0))
+    found = _around(x, shift, count, axis)
+    if not half or keras.backend.backend() != "jax":
+        return found
+    import jax
+
+    # XLA for TPUs can take the sums in the kernel that makes x, unless it needs a value
+    # of x first. What is not for the platform is not compiled.
+    return jax.lax.platform_dependent(
+        found,
+        _around_prior_or_zero(x, prior, count, axis),
+        tpu=lambda found, on_tpu: on_tpu,
+        default=lambda found, on_tpu: found,
+    )
 
 
-def _around_it_if_near(x, prior, count, axis, mask=None):
-    """Sums around the prior, and around the batch's own mean where that was far."""
-
-    def around_own_mean(x):
-        total = ops.sum(_visible(ops.cast(x, prior.dtype), mask), axes)
-        return _around(x, total / divisor, count, axis, mask)
-
+def _values_of(x, dtype, axis):
+    """Four values of each channel from different places, `(4, channels)`."""
     axes = reduction_axes(len(x.shape), axis)
-    divisor = ops.maximum(count, ops.ones_like(count))
-    if keras.backend.backend() == "torch":
-        # Each operation is a pass of its own there: this costs no more.
-        return around_own_mean(x)
+    sizes = ops.shape(x)
+
+    def value(place):
+        index = [slice(None)] * len(sizes)
+        for i in axes:
+            at = place(sizes[i])
+            index[i] = slice(at, at + 1)
+        # A sum of one value; of none in an empty batch.
+        return ops.cast(ops.sum(x[tuple(index)], axes), dtype)
+
+    places = (lambda n: 0, lambda n: n // 3, lambda n: 2 * n // 3, lambda n: n - 1)
+    return ops.stack([value(place) for place in places])
+
+
+def _around_prior_or_zero(x, prior, count, axis):
+    """Sums around whichever is nearer to the mean: one read of x, and no value of it.
+
+    Zero costs digits where the mean is many deviations. But bfloat16 has none for a
+    mean of more than 2^8 deviations, which costs 16 of the 24 binary digits of a sum.
+    """
+    by_shift = [
+        _around(x, shift, count, axis) for shift in (prior, ops.zeros_like(prior))
+    ]
+    mean = ops.stop_gradient(by_shift[0][0])
+    nearer = ops.abs(mean - prior) <= ops.abs(mean)
+    return tuple(ops.where(nearer, *pair) for pair in zip(*by_shift))
+
+
+def _around_prior_if_near(x, prior, count, axis, mask=None):
+    """Sums around the prior, and around the batch's own mean where that was far.
+
+    A value of the batch would do better than the prior, but devices that do not hold it
+    would have to fetch it.
+    """
+    axes = reduction_axes(len(x.shape), axis)
     found = _around(x, prior, count, axis, mask)
-    mean, variance = fixed = tuple(map(ops.stop_gradient, found))
-    error = ops.square(mean - prior)
+    mean, variance = found
+    error = ops.square(mean - ops.stop_gradient(prior))
     near = ops.logical_or(
         error <= _FAR**2 * variance, error <= ops.square(_CLOSE * mean)
     )
     near = ops.logical_and(near, ops.isfinite(variance))  # Squares may overflow.
 
     def where_it_was_far():
-        exact = around_own_mean(ops.stop_gradient(x))
-        return tuple(ops.where(near, *pair) for pair in zip(fixed, exact))
+        divisor = ops.maximum(count, ops.ones_like(count))
+        total = ops.sum(_visible(ops.cast(x, prior.dtype), mask), axes)
+        exact = _around(x, total / divisor, count, axis, mask)
+        return tuple(ops.where(near, *pair) for pair in zip(found, exact))
 
-    exact = ops.cond(ops.all(near), lambda: fixed, where_it_was_far)
-    # The derivative is the same around any shift, and that of a branch is slow.
-    slopes = (ops.where(ops.isfinite(v), v, ops.zeros_like(v)) for v in found)
-    return tuple(v + (s - ops.stop_gradient(s)) for v, s in zip(exact, slopes))
-
-
-@fused(cpu="mean_and_variance")
-def _around_an_element(x, prior, count, *, axis):
-    """The shift is the prior's median with the first and the last element."""
-    axes = reduction_axes(len(x.shape), axis)
-
-    def element(which):
-        index = tuple(which if i in axes else slice(None) for i in range(len(x.shape)))
-        # A sum of one element; of none in an empty batch.
-        return ops.cast(ops.sum(x[index], axes), prior.dtype)
-
-    first, last = element(slice(0, 1)), element(slice(-1, None))
-    shift = ops.clip(prior, ops.minimum(first, last), ops.maximum(first, last))
-    return _around(x, shift, count, axis)
+    return ops.cond(ops.all(near), lambda: found, where_it_was_far)
 
 
 def _around(x, shift, count, axis, mask=None):
@@ -221,7 +240,7 @@ def _visible(x, mask):
 def _masked_and_shared(x, mask, prior, axis):
     mask = ops.broadcast_to(mask, ops.shape(x))
     count = ops.sum(ops.cast(mask, prior.dtype), reduction_axes(len(x.shape), axis))
-    mean, variance = _around_it_if_near(x, prior, count, axis, mask)
+    mean, variance = _around_prior_if_near(x, prior, count, axis, mask)
     nothing = ops.zeros_like(mean)
     return count, *(ops.where(count > 0, v, nothing) for v in (mean, variance))
 

@@ -169,9 +169,7 @@ def cbn_map(
     Returns:
         `CBNMap`, and the `CBNState` after this batch, which carries no gradient.
     """
-    batch = moments(
-        x, beta.dtype, axis, mask, synchronized, state.mean, prior_is_near=True
-    )
+    batch = moments(x, beta.dtype, axis, mask, synchronized, state.mean)
     if differentiable and mask is None:
         batch = with_gradient(x, batch, axis, synchronized)
     return _map_of_moments(
