@@ -31,11 +31,13 @@ class FusedCBN(keras.layers.Layer):
     inference. With a mean much larger than the standard deviation it loses digits that
     CBN keeps, for it subtracts the mean last.
 
-    Layers may have LoRA (`enable_lora`), before or after. Those that are quantized
-    (`model.quantize`) are called on what CBN gives, written out as without fusion, so
-    that int8 and int4 err as they do behind any other layer: a network of two Dense
-    layers by 1 % and 8 % (root mean square, of the deviation of its outputs), with CBN
-    and with BatchNormalization alike.
+    Layers may have LoRA, enabled before or after. Layers that are quantized
+    (`model.quantize`) are called on the tensor that CBN writes, as without fusion. Then
+    expect what quantization costs without CBN: in a network of three Dense layers,
+    trained on digits, outputs changed by 0.8 % (int8) and 9 % (int4) of their standard
+    deviation, root mean square, and at most by 5 % and 48 %; with BatchNormalization by
+    0.7 % and 8 %, at most 3 % and 32 %. The accuracy of neither changed by more than
+    1 %.
 
     Args:
         layer: A `Dense`, `Conv1D`, `Conv2D`, `Conv3D`, `DepthwiseConv1D` or
