@@ -156,11 +156,20 @@ def own_loop(model, optimizer, steps, compile=True):
             yield
 
 
+class Again(Twice):
+    """Calls the norm once more in the backward pass."""
+
+    def call(self, x, training=None):
+        return keras.remat(lambda x: self.norm(x, training=training))(x)
+
+
 @pytest.mark.parametrize("compile", [True, False])
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_schedule_in_a_loop_of_ones_own(twice, compile):
+@pytest.mark.parametrize(
+    "place", [None, Twice, pytest.param(Again, marks=not_jax)], ids=str
+)
+def test_a_schedule_in_a_loop_of_ones_own(place, compile):
     norm = CBN()
-    model = branches(Twice(norm) if twice else norm)
+    model = branches(place(norm) if place else norm)
     optimizer = keras.optimizers.SGD(PIECEWISE)
     # Before any step, and long after the layers are made.
     norm.follow(PIECEWISE, None if BACKEND == "jax" else optimizer.iterations)
