@@ -7,7 +7,7 @@ import numpy as np
 
 from keras_norms.diagnostics.recorder import record
 from keras_norms.layers import arguments
-from keras_norms.layers.kernels import check_layer, kernels_of
+from keras_norms.layers.kernels import check_layer, kernels_of, overrides_call
 from keras_norms.layers.model_arguments import check_inputs, check_model
 from keras_norms.layers.weight_normalization import NormalizesKernel
 
@@ -137,7 +137,12 @@ def effective_weights(model, x, *, training=True):
     wrappers = {
         id(each.layer): each for each in layers if isinstance(each, NormalizesKernel)
     }
-    norms = [x for x in layers if isinstance(x, keras.layers.BatchNormalization)]
+    norms = [
+        each
+        for each in layers
+        if isinstance(each, keras.layers.BatchNormalization)
+        and not overrides_call(each)
+    ]
     makers, found = {}, {}
     for call in record(model, [*linear.values(), *norms], x, training):
         if id(call.layer) in linear:
@@ -189,6 +194,7 @@ def _is_linear(layer):
     """Whether the output is a linear map, by one kernel, of the input to each unit."""
     return (
         has_kernels(layer)
+        and not overrides_call(layer)
         and not isinstance(layer, keras.layers.EinsumDense)
         and len(kernels_of(layer)) == 1
         and layer.activation is keras.activations.linear

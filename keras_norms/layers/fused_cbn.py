@@ -9,7 +9,7 @@ from keras.src.backend import AutocastScope
 
 from keras_norms.layers import arguments
 from keras_norms.layers.cbn import CBN
-from keras_norms.layers.kernels import check_layer
+from keras_norms.layers.kernels import overrides_call
 from keras_norms.ops.fused import linear_of_affine
 
 
@@ -31,12 +31,21 @@ class FusedCBN(keras.layers.Layer):
     inference. With a mean much larger than the standard deviation it loses digits that
     CBN keeps, for it subtracts the mean last.
 
+    Layers may have LoRA, enabled before or after. Layers that are quantized
+    (`model.quantize`) are called on the tensor that CBN writes, as without fusion. Then
+    expect what quantization costs without CBN: in a network of three Dense layers,
+    trained on digits, outputs changed by 0.8 % (int8) and 9 % (int4) of their standard
+    deviation, root mean square, and at most by 5 % and 48 %; with BatchNormalization by
+    0.7 % and 8 %, at most 3 % and 32 %. The accuracy of neither changed by more than
+    1 %.
+
     Args:
         layer: A `Dense`, `Conv1D`, `Conv2D`, `Conv3D`, `DepthwiseConv1D` or
             `DepthwiseConv2D` layer, or a list of such layers that read the same tensor.
         norm: The `CBN` layer in front of it. Its axis is the channel axis of the
             layers. Defaults to a `CBN` with that axis.
-        **kwargs: Arguments of `keras.layers.Layer`, such as `name`.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name`. `dtype` is that of
+            the layers; another one is that of inputs and outputs.
 
     Call arguments:
         inputs: Tensor that fits the layers.
@@ -47,9 +56,10 @@ class FusedCBN(keras.layers.Layer):
         That of the layer, or a list of those of the layers.
 
     Raises:
-        ValueError: If a layer is not one of those above, has LoRA or is quantized, has
-            an activity regularizer or causal padding, or disagrees with `norm` about
-            the channel axis or the dtype.
+        ValueError: If a layer is not one of those above, is of a derived class that
+            overrides `call` (or `convolution_op`), has an activity regularizer or
+            causal padding, or disagrees with `norm` about the channel axis or the
+            dtype.
 
     Example:
 
@@ -65,18 +75,14 @@ class FusedCBN(keras.layers.Layer):
         for each in layers:
             _check(each)
         axis = 1 if _channels_first(layers[0]) else -1
-        policy = layers[0].dtype_policy
-        if "dtype" in kwargs:
-            raise arguments.wrong(
-                "dtype", "left out: it is that of the layers", kwargs["dtype"]
-            )
+        policy = _unquantized(layers[0].dtype_policy)
         if not isinstance(norm, (CBN, type(None))):
             raise arguments.wrong("norm", "a CBN layer", norm)
-        super().__init__(dtype=policy, **kwargs)
+        super().__init__(**{"dtype": policy, **kwargs})
         self.norm = CBN(axis=axis, dtype=policy) if norm is None else norm
         self.layers = layers
         for each in (self.norm, *layers):
-            if each.dtype_policy != policy:
+            if _unquantized(each.dtype_policy) != policy:
                 raise ValueError(
                     "Argument `layer` must have the dtype of all other layers, "
                     f"{policy.name!r}. Received: {each.dtype_policy.name!r}"
@@ -97,9 +103,15 @@ class FusedCBN(keras.layers.Layer):
                 each.build(input_shape)
 
     def call(self, inputs, training=None, mask=None):
-        inputs = ops.cast(inputs, self.compute_dtype)
-        scale, shift = self.norm.scale_and_shift(inputs, training=training, mask=mask)
-        outputs = [_call(each, inputs, scale, shift) for each in self.layers]
+        inputs = ops.cast(inputs, self.norm.compute_dtype)
+        if any(each.quantization_mode for each in self.layers):
+            # Their kernels are no numbers to multiply by a scale.
+            inputs = self.norm(inputs, training=training, mask=mask)
+            outputs = [each(inputs) for each in self.layers]
+        else:
+            scale, shift = self.norm.scale_and_shift(inputs, training, mask)
+            outputs = [_call(each, inputs, scale, shift) for each in self.layers]
+        outputs = [ops.cast(each, self.compute_dtype) for each in outputs]
         return outputs if self._several else outputs[0]
 
     def compute_output_shape(self, input_shape):
@@ -108,7 +120,8 @@ class FusedCBN(keras.layers.Layer):
 
     def compute_mask(self, inputs, previous_mask=None):
         masks = [
-            previous_mask if each.supports_masking else None for each in self.layers
+            each.compute_mask(inputs, previous_mask) if each.supports_masking else None
+            for each in self.layers
         ]
         return masks if self._several else masks[0]
 
@@ -123,7 +136,6 @@ class FusedCBN(keras.layers.Layer):
     @classmethod
     def from_config(cls, config):
         config = dict(config)
-        config.pop("dtype", None)
         layer = config["layer"]
         revive = keras.saving.deserialize_keras_object
         several = isinstance(layer, (list, tuple))
@@ -137,18 +149,22 @@ _DEPTHWISE = (keras_layers.DepthwiseConv1D, keras_layers.DepthwiseConv2D)
 
 
 def can_be_fused(layer, norm):
-    """Whether `FusedCBN(layer, norm)` is one."""
+    """Whether `FusedCBN(layer, norm)` is one that writes no normalised tensor."""
     try:
         FusedCBN(layer, norm)
     except ValueError:
         return False
-    return True
+    return not layer.quantization_mode
 
 
 def _check(layer):
-    check_layer(layer)
     if not isinstance(layer, (keras_layers.Dense, *_CONVOLUTIONS, *_DEPTHWISE)):
         advice = "a Dense, Conv or DepthwiseConv layer. Put a CBN before this one"
+    elif overrides_call(layer):
+        advice = (
+            "of a class that computes what that of Keras does: this one has a `call` "
+            "or `convolution_op` of its own. Put a CBN before it"
+        )
     elif getattr(layer, "padding", None) == "causal":
         advice = "without causal padding. Put a CBN before this one"
     elif layer.activity_regularizer is not None:
@@ -158,6 +174,15 @@ def _check(layer):
     raise arguments.wrong("layer", advice, layer)
 
 
+def _unquantized(policy):
+    """The dtype policy that a quantized one was made from."""
+    if policy.quantization_mode is None:
+        return policy
+    compute, stored = policy.compute_dtype, policy.variable_dtype
+    name = compute if compute == stored else f"mixed_{compute}"
+    return keras.DTypePolicy(name)
+
+
 def _channels_first(layer):
     return getattr(layer, "data_format", None) == "channels_first"
 
@@ -165,8 +190,9 @@ def _channels_first(layer):
 def _call(layer, inputs, scale, shift):
     """`layer(scale * inputs + shift)`."""
     with AutocastScope(None):  # in mixed precision, a call would cast them
-        kernel = ops.cast(layer.kernel.value, scale.dtype)
-        bias = ops.cast(layer.bias.value, scale.dtype) if layer.use_bias else None
+        # With LoRA, the kernel is computed.
+        kernel = ops.cast(layer.kernel, scale.dtype)
+        bias = ops.cast(layer.bias, scale.dtype) if layer.use_bias else None
     if isinstance(layer, keras_layers.Dense):
         outputs = linear_of_affine(inputs, scale, shift, kernel, bias, ops.matmul)
         return layer.activation(outputs)

@@ -1,5 +1,6 @@
 """Layers with a kernel: which weights those are, and where a unit lies in them."""
 
+import inspect
 from typing import NamedTuple
 
 import keras
@@ -29,6 +30,30 @@ class Kernel(NamedTuple):
     def unit_shape(self, shape):
         """The sizes of the other axes, one element a unit."""
         return tuple(n for i, n in enumerate(shape) if i not in self.fan_in)
+
+
+def overrides(layer, *names):
+    """Whether an attribute of a layer, or of a class, is not that of Keras' own class.
+
+    What this package computes in place of a layer of Keras, it computes only where a
+    class derived from that one leaves it as it is.
+
+    Args:
+        layer: A layer of a class of Keras or one derived from it, or such a class.
+        *names: Names of methods and properties.
+    """
+    cls = layer if isinstance(layer, type) else type(layer)
+    own = next(c for c in cls.__mro__ if c.__module__.startswith("keras."))
+    return any(
+        inspect.getattr_static(layer, name, None)
+        is not inspect.getattr_static(own, name, None)
+        for name in names
+    )
+
+
+def overrides_call(layer):
+    """Whether a derived linear layer or BatchNormalization computes something else."""
+    return overrides(layer, "__call__", "call", "convolution_op", "_moments")
 
 
 def check_layer(layer):
@@ -66,6 +91,11 @@ def _obstacle(layer):
         return (
             f"is quantized (mode '{layer.quantization_mode}'). Wrap a layer that is "
             "not, and quantize a plain layer that holds its `normalized_kernels()`"
+        )
+    if overrides(type(layer), "kernel", "depthwise_kernel", "pointwise_kernel"):
+        return (
+            "is of a class that overrides the kernel, so that it is not a weight. "
+            "Compute what it is made into in `call`, or leave the layer unwrapped"
         )
     return None
 

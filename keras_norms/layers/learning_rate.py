@@ -6,6 +6,7 @@ import warnings
 import weakref
 
 import keras
+import numpy as np
 from keras import initializers, ops
 from keras.optimizers.schedules import LearningRateSchedule
 from keras.src.backend import get_stateless_scope
@@ -39,20 +40,64 @@ class FollowsLearningRate:
     def set_learning_rate(self, rate):
         """Say which learning rate the coming steps use, also before the layer is built.
 
+        In a compiled step, such as a `train_step` of one's own, it assigns the rate
+        each time that the step runs: `layer.set_learning_rate(optimizer.learning_rate)`
+        before the model is called. On JAX, whose steps hold all state, write
+
+        ```
+        variables = [*model.non_trainable_variables, *optimizer.variables]
+        values = [*non_trainable_variables, *optimizer_variables]
+        with keras.StatelessScope(zip(variables, values)) as scope:
+            layer.set_learning_rate(optimizer.learning_rate)
+        non_trainable_variables = [
+            scope.get_current_value(v) for v in model.non_trainable_variables
+        ]
+        ```
+
         Args:
-            rate: Float, or such a scalar tensor; negative for unknown.
+            rate: Float, or such a scalar tensor or `keras.Variable`; negative for
+                unknown.
 
         Raises:
-            ValueError: If it is not a finite number.
+            ValueError: If it is not a finite number, as far as its value is known; if
+                it is known only when a compiled step runs and the layer is not built;
+                in a compiled step on JAX, without a `keras.StatelessScope` of it.
         """
+        self._check_state(rate)
         is_number = isinstance(rate, numbers.Real)
         is_scalar = not is_number and getattr(rate, "shape", None) == ()
+        is_known = True
         if is_scalar and arguments.is_numeric(rate):
-            rate = float(ops.convert_to_numpy(rate))
-        self._first_rate = arguments.number("rate", rate)
+            value = _value(rate)
+            is_known = value is not None
+            rate = value if is_known else rate
+        if is_known:
+            self._first_rate = rate = arguments.number("rate", rate)
+        elif not self.built:
+            raise ValueError(
+                f"Layer '{self.name}' must be built before a compiled step sets its "
+                "learning rate to a tensor. Call the model on a batch first. "
+                f"Received: rate={arguments.shown(rate)}"
+            )
         self._was_told = True
         if self.built:
-            self.learning_rate.assign(self._first_rate)
+            self.learning_rate.assign(rate)
+
+    def _check_state(self, rate):
+        """Raise where JAX would lose what is assigned, or keep it for good."""
+        if keras.backend.backend() != "jax" or _value(ops.zeros(())) is not None:
+            return
+        scope = get_stateless_scope()
+        if scope is not None and isinstance(rate, keras.Variable):
+            self._check_is_state(rate, scope)
+        if scope is None:
+            raise ValueError(
+                f"The learning rate of layer '{self.name}' cannot be set in a compiled "
+                "step on JAX, whose state is in its arguments. Set it in a "
+                "`keras.StatelessScope` that maps `model.non_trainable_variables` and "
+                "`optimizer.variables` to their values, see `set_learning_rate`, or "
+                "pass `callbacks=[keras_norms.AMAT()]` to `fit()`."
+            )
 
     def follow(self, schedule=None, iterations=None):
         """Say whether the learning rate follows a schedule.
@@ -61,14 +106,19 @@ class FollowsLearningRate:
             schedule: A `keras.optimizers.schedules.LearningRateSchedule` that the layer
                 evaluates in each training step, or `None`: the rate is the one that was
                 set.
-            iterations: The optimizer's counter, where a training step can read it.
-                Otherwise the layer owns a counter, the weight `step`.
+            iterations: The optimizer's counter, `optimizer.iterations` (with gradient
+                accumulation, the first of `optimizer.variables`). On TensorFlow and
+                PyTorch a training step needs it: the layer cannot tell two calls in one
+                step from two steps. On JAX leave it out, unless the state of the step
+                holds it: the layer owns a counter, the weight `step`, and a step is one
+                `stateless_call` of the model, as in `fit`.
 
         Returns:
             Whether a compiled training function must be made again.
 
         Raises:
-            ValueError: If an argument is of another class.
+            ValueError: If an argument is of another class; in a training step, where
+                the counter is missing or, on JAX, not part of the state.
         """
         if not isinstance(schedule, (LearningRateSchedule, type(None))):
             raise arguments.wrong(
@@ -117,18 +167,36 @@ class FollowsLearningRate:
             _explain_amat_once()
         if self._schedule is None:
             return self.learning_rate
+        scope, is_jax = get_stateless_scope(), keras.backend.backend() == "jax"
         if self._iterations is not None:
             iterations = self._iterations()
             if iterations is not None:
+                if is_jax and scope is not None:
+                    self._check_is_state(iterations, scope)
                 self.learning_rate.assign(self._schedule(iterations))
-            return self.learning_rate
-        # A step is one stateless scope, however often it calls this layer.
-        scope = get_stateless_scope()
-        if scope is not None and scope is not _referent(self._counted_scope):
-            self._counted_scope = weakref.ref(scope)
-            self.learning_rate.assign(self._schedule(self.step))
-            self.step.assign(self.step + 1)
+        elif scope is not None:
+            # A step is one stateless scope, however often it calls this layer.
+            if scope is not _referent(self._counted_scope):
+                self._counted_scope = weakref.ref(scope)
+                self.learning_rate.assign(self._schedule(self.step))
+                self.step.assign(self.step + 1)
+        elif not is_jax:  # Where a call without a scope trains nothing.
+            raise ValueError(
+                f"Layer '{self.name}' follows a schedule and cannot count the steps of "
+                "this training loop. Call `layer.follow(schedule, "
+                "iterations=optimizer.iterations)`. Received: iterations=None"
+            )
         return self.learning_rate
+
+    def _check_is_state(self, variable, scope):
+        if scope.get_current_value(variable) is None:
+            raise ValueError(
+                f"The learning rate of layer '{self.name}' comes from a variable that "
+                "is not part of the state of this step, so that its value would stay. "
+                "Map it in the `keras.StatelessScope`, or call "
+                "`layer.follow(schedule)` without `iterations`. "
+                f"Received: {variable!r}"
+            )
 
     def save_own_variables(self, store):
         # By name, and without `step`: AMAT takes it from the optimizer when it trains.
@@ -146,10 +214,20 @@ class FollowsLearningRate:
                     f"Received: {sorted(store.keys())}"
                 )
             variable.assign(store[variable.name])
+        if float(np.asarray(store["learning_rate"])) >= 0:
+            self._was_told = True
 
 
 def _referent(reference):
     return None if reference is None else reference()
+
+
+def _value(scalar):
+    """The value of a tensor or variable, `None` while a compiled step is traced."""
+    try:
+        return float(ops.convert_to_numpy(scalar))
+    except Exception:  # Each backend has its own.
+        return None
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import math
 
 import keras
 import numpy as np
-from keras import initializers, ops
+from keras import initializers, ops, tree
 from keras.src.backend import AutocastScope, get_stateless_scope
 from keras.src.layers.input_spec import assert_input_compatibility
 
@@ -13,6 +13,7 @@ from keras_norms.layers.kernels import (
     check_layer,
     check_unchanged,
     kernels_of,
+    overrides_call,
     unit_axes,
 )
 from keras_norms.ops import spheres
@@ -32,15 +33,7 @@ class NormalizesKernel(keras.layers.Wrapper):
 
     def __init__(self, layer, epsilon, **kwargs):
         check_layer(layer)
-        policy = layer.dtype_policy
-        dtype = kwargs.pop("dtype", None)
-        if dtype is not None and keras.dtype_policies.get(dtype) != policy:
-            raise ValueError(
-                "Argument `dtype` must be left out, or be that of the wrapped layer, "
-                "where it should be set. "
-                f"Received: dtype={dtype!r}, layer.dtype_policy={policy.name!r}"
-            )
-        super().__init__(layer, dtype=policy, **kwargs)
+        super().__init__(layer, **{"dtype": layer.dtype_policy, **kwargs})
         if not self.trainable:
             layer.trainable = False
         self.epsilon = arguments.number("epsilon", epsilon, above=0)
@@ -81,6 +74,7 @@ class NormalizesKernel(keras.layers.Wrapper):
             name=kernel.name.replace("kernel", "gain"),
             shape=kernel.unit_shape(getattr(self.layer, kernel.name).shape),
             initializer=initializer,
+            dtype=self.layer.variable_dtype,
             autocast=False,
         )
 
@@ -122,7 +116,12 @@ class NormalizesKernel(keras.layers.Wrapper):
             for name, value in optional.items()
             if name in accepted and value is not None
         }
-        return self._call_layer(self.normalized_kernels(), inputs, **optional)
+        outputs = self._call_layer(self.normalized_kernels(), inputs, **optional)
+        if self.compute_dtype == self.layer.compute_dtype:
+            return outputs
+        return tree.map_structure(
+            lambda each: ops.cast(each, self.compute_dtype), outputs
+        )
 
     def _call_layer(self, values, inputs, **optional):
         """Call the layer with `values`, by attribute, in place of its weights."""
@@ -189,12 +188,14 @@ class WS(NormalizesKernel):
     Args:
         layer: `Dense`, `EinsumDense`, `Conv1D` to `3D`, `Conv1DTranspose` to `3D`,
             `DepthwiseConv1D` or `2D`, `SeparableConv1D` or `2D`, or a layer of a class
-            derived from one of these. It may be built and trained.
+            derived from one of these. A `call` of that class' own reads `w_hat` as the
+            kernel; a `kernel` of its own is refused. It may be built and trained.
         gain: Boolean, whether `w_hat` is multiplied by a learned number per unit, which
             starts at 1.
         epsilon: Positive float, added to the variance inside the root.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name`. `dtype` is that of
-            the wrapped layer.
+            the wrapped layer; another one is that of inputs and outputs, as in the
+            wrappers of Keras, and the layer computes in its own.
 
     Call arguments:
         inputs: The input of the wrapped layer.
@@ -213,8 +214,9 @@ class WS(NormalizesKernel):
         in `gains`, by the name of the kernel.
 
     Raises:
-        ValueError: If `layer` has no kernel, has LoRA enabled, is quantized, is a
-            wrapper or a model, or if a unit has only one weight.
+        ValueError: If `layer` has no kernel, is of a class that overrides it, has LoRA
+            enabled, is quantized, is a wrapper or a model, or if a unit has only one
+            weight.
 
     Example:
 
@@ -272,7 +274,8 @@ class CWN(NormalizesKernel):
         gain_initializer: Initializer of that number.
         epsilon: Positive float, added to the squared length inside the root.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name`. `dtype` is that of
-            the wrapped layer.
+            the wrapped layer; another one is that of inputs and outputs, as in the
+            wrappers of Keras, and the layer computes in its own.
 
     Call arguments:
         inputs: The input of the wrapped layer.
@@ -291,8 +294,9 @@ class CWN(NormalizesKernel):
         in `gains`, by the name of the kernel.
 
     Raises:
-        ValueError: If `layer` has no kernel, has LoRA enabled, is quantized, is a
-            wrapper or a model, or if a unit has only one weight.
+        ValueError: If `layer` has no kernel, is of a class that overrides it, has LoRA
+            enabled, is quantized, is a wrapper or a model, or if a unit has only one
+            weight.
 
     Example:
 
@@ -365,7 +369,8 @@ class WN(NormalizesKernel):
         layer: A layer with a kernel, see `WS`.
         epsilon: Positive float, added to the squared length inside the root.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name`. `dtype` is that of
-            the wrapped layer.
+            the wrapped layer; another one is that of inputs and outputs, as in the
+            wrappers of Keras, and the layer computes in its own.
 
     Call arguments:
         inputs: The input of the wrapped layer.
@@ -384,8 +389,8 @@ class WN(NormalizesKernel):
         `gains`, by the name of the kernel.
 
     Raises:
-        ValueError: If `layer` has no kernel, has LoRA enabled, is quantized, or is a
-            wrapper or a model.
+        ValueError: If `layer` has no kernel, is of a class that overrides it, has LoRA
+            enabled, is quantized, or is a wrapper or a model.
 
     Example:
 
@@ -440,8 +445,9 @@ class WN(NormalizesKernel):
                 this builds it.
 
         Raises:
-            ValueError: If the wrapped layer has no bias for each unit, or if a unit has
-                the same output everywhere.
+            ValueError: If the wrapped layer has no bias for each unit, if a unit has
+                the same output everywhere, or if the layer is of a class that does more
+                to outputs before the activation function.
         """
         given = x
         x = ops.convert_to_tensor(x if ops.is_tensor(x) else arguments.array("x", x))
@@ -458,10 +464,11 @@ class WN(NormalizesKernel):
                 "has no bias. Make it with `use_bias=True` (`bias_axes` in "
                 "EinsumDense)."
             )
-        outputs = self._outputs_of_unit_kernels(x)
+        zeros = ops.zeros(layer.bias.shape, layer.variable_dtype)
+        outputs = self._before_activation(x, None, zeros)
         units = unit_axes(layer, len(outputs.shape))
         others = tuple(i for i in range(len(outputs.shape)) if i not in units)
-        deviation, mean, _ = spheres.decompose(outputs, others)
+        deviation, mean, unit_outputs = spheres.decompose(outputs, others)
         deviation = ops.convert_to_numpy(deviation)
         mean = ops.convert_to_numpy(mean)
         constant = int(np.sum(~(deviation > 0)))
@@ -474,15 +481,31 @@ class WN(NormalizesKernel):
         bias = self._as_bias(np.expand_dims(-mean / deviation, others))
         gain = self.gains[self._kernels[-1].name]
         order = [sorted(units).index(axis) for axis in units]
-        gain.assign(np.reshape(np.transpose(1 / deviation, order), gain.shape))
+        inverse = np.reshape(np.transpose(1 / deviation, order), gain.shape)
+        if overrides_call(layer):
+            self._check_normalised(x, inverse, bias, unit_outputs)
+        gain.assign(inverse)
         layer.bias.assign(bias)
 
-    def _outputs_of_unit_kernels(self, x):
-        """Outputs with `g = 1`, without bias and activation function."""
+    def _check_normalised(self, x, gain, bias, expected):
+        """Raise unless outputs are `gain` times the outputs for 1, plus `bias`."""
+        dtype = self.layer.variable_dtype
+        gain, bias = (ops.convert_to_tensor(v, dtype) for v in (gain, bias))
+        outputs = ops.cast(self._before_activation(x, gain, bias), "float32")
+        expected = ops.cast(expected, "float32")
+        if not ops.all(ops.abs(outputs - expected) < 1e-2):
+            raise ValueError(
+                f"`data_init` cannot normalise the outputs of '{self.layer.name}', "
+                f"whose class, {type(self.layer).__name__}, overrides `call`: they do "
+                "not follow from those of the kernel by its gain and bias."
+            )
+
+    def _before_activation(self, x, gain, bias):
+        """Outputs with that gain of the last kernel, or 1, and that bias."""
         layer, last = self.layer, self._kernels[-1]
         values = self.normalized_kernels()
-        values[last.name] = self._normalized(last, None)
-        values["bias"] = ops.zeros(layer.bias.shape, layer.variable_dtype)
+        values[last.name] = self._normalized(last, gain)
+        values["bias"] = bias
         activation = layer.activation
         layer.activation = None
         try:

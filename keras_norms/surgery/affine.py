@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.kernels import overrides_call
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery import linear
@@ -39,7 +40,8 @@ def is_norm(unit):
 
 
 def is_batch_norm(unit):
-    return issubclass(unit.cls, BATCH_NORMS)
+    """Whether it is BatchNormalization, or of a class that computes the same."""
+    return issubclass(unit.cls, BATCH_NORMS) and not overrides_call(unit.cls)
 
 
 def axis_of(unit, rank):
@@ -191,11 +193,16 @@ def elsewhere(graph, unit):
 
 
 def hidden_norms(graph):
-    """Names of normalisation layers that are inside of layers other than models."""
+    """Names of normalisation layers that cannot be seen or understood.
+
+    They are inside of layers other than models, or of classes that override `call`.
+    """
     names = []
     for unit in graph.all_units():
         if unit.layer is None or unit.graph is not None or is_norm(unit):
             continue
+        if issubclass(unit.cls, NORMS) and overrides_call(unit.cls):
+            names.append(f"{unit.name} (of class {unit.cls.__name__})")
         names += [
             f"{inside.name} (in {unit.name})"
             for inside in unit.layer._flatten_layers(include_self=False)

@@ -218,7 +218,8 @@ class _Report:
         if self.unwrapped:
             parts.append(
                 "these layers cannot be wrapped (units of one weight, LoRA, "
-                f"quantization) and stay: {self.unwrapped}"
+                "quantization, a class that overrides the kernel) and stay: "
+                f"{self.unwrapped}"
             )
         if self.empty:
             parts.append(
@@ -228,7 +229,8 @@ class _Report:
             )
         if self.hidden:
             parts.append(
-                f"these are inside of other layers and stay as they are: {self.hidden}"
+                "these are inside of other layers, or of classes that override "
+                f"`call`, and stay as they are: {self.hidden}"
             )
         if parts:
             warnings.warn("convert: " + "; ".join(parts) + ".", stacklevel=3)

@@ -167,7 +167,8 @@ def _report(left, shifts, hidden):
         )
     if hidden:
         parts.append(
-            f"these are inside of other layers and stay as they are: {sorted(hidden)}"
+            "these are inside of other layers, or of classes that override `call`, "
+            f"and stay as they are: {sorted(hidden)}"
         )
     if parts:
         warnings.warn("fold: " + "; ".join(parts) + ".", stacklevel=3)

@@ -102,6 +102,8 @@ def _scale_statistics(unit, ratio):
     after = {reader.unit for node in unit.nodes for reader in node.output.readers}
     if len(after) != 1 or not linear.has_linear_activation(unit):
         return
+    if kernels.overrides_call(unit.cls):
+        return
     (norm,) = after
     fits = (
         affine.is_batch_norm(norm)

@@ -150,6 +150,26 @@ def test_effective_weights_of_any_model():
     assert [*diagnostics.effective_weights(nested, x)] == ["after_first"]
 
 
+class Doubled(layers.Dense):
+    def call(self, x):
+        return 2 * super().call(x)
+
+
+class Damped(layers.BatchNormalization):
+    def call(self, x, training=None, mask=None):
+        return super().call(x, training=training, mask=mask) / 2
+
+
+@pytest.mark.parametrize(
+    ("linear", "norm"),
+    [(Doubled, layers.BatchNormalization), (layers.Dense, Damped)],
+)
+def test_effective_weights_of_classes_that_override_call(linear, norm):
+    model = keras.Sequential([keras.Input((4,)), linear(3), norm(), layers.Dense(2)])
+    with pytest.raises(ValueError, match="must have a BatchNormalization that reads"):
+        diagnostics.effective_weights(model, np.ones((5, 4), "float32"))
+
+
 def test_effective_weights_bad_input():
     x, _ = networks.batch()
     model = networks.reference_network()  # its Dense layer has an activation

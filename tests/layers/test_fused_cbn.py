@@ -1,5 +1,8 @@
 """FusedCBN is CBN and its linear layers: same weights, same results."""
 
+import functools
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -248,12 +251,60 @@ def test_fit_save_and_load(tmp_path):
         assert a.get_config() == b.get_config()
 
 
+class Doubled(layers.Dense):
+    """Computes something else than a Dense layer does."""
+
+    def call(self, inputs):
+        return 2 * super().call(inputs)
+
+
+class Padded(layers.Conv2D):
+    """Computes something else than a Conv2D layer does, without a `call`."""
+
+    def convolution_op(self, inputs, kernel):
+        return super().convolution_op(ops.pad(inputs, 1, "reflect"), kernel)
+
+
+def patched(layer):
+    layer.call = lambda inputs: inputs
+    return layer
+
+
+class Halved(layers.Conv2D):
+    """Computes what a Conv2D layer does, with a kernel of its own."""
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.factor = self.add_weight(name="factor", shape=(), initializer="ones")
+        self.factor.assign(0.5)
+
+    @property
+    def kernel(self):
+        return self.factor * self._kernel
+
+
+def test_a_derived_layer_that_computes_the_same():
+    layer = Halved(5, 3, padding="same")
+    fused = FusedCBN(layer)
+    x = data((4, 6, 6, 3))
+    y = fused(x, training=True)
+    expected = layer(CBN()(x, training=True))
+    assert relative_error(y, ops.convert_to_numpy(expected)) < 1e-5
+    y, _, *gradients = training_step(fused, lambda y: ops.sum(y * y), MODES[-1])(x)
+    names = [v.name for v in fused.trainable_variables]
+    expected = 2 * np.sum(y * y) / 0.5
+    np.testing.assert_allclose(gradients[names.index("factor")], expected, rtol=1e-4)
+
+
 REFUSED = {
     "flatten": lambda: layers.Flatten(),
     "transposed": lambda: layers.Conv2DTranspose(3, 3),
     "causal": lambda: layers.Conv1D(3, 3, padding="causal"),
     "activity": lambda: layers.Dense(3, activity_regularizer="l2"),
     "model": lambda: keras.Sequential([layers.Dense(3)]),
+    "call": lambda: Doubled(3),
+    "operation": lambda: Padded(3, 3),
+    "patched": lambda: patched(layers.Dense(3)),
 }
 
 
@@ -261,6 +312,70 @@ REFUSED = {
 def test_other_layers_are_refused(kind):
     with pytest.raises(ValueError, match="`layer` must be.*Received: layer="):
         FusedCBN(REFUSED[kind]())
+
+
+def test_lora():
+    """Layers with LoRA, from the start, before they are fused and after."""
+    x = data((6, 4))
+    low_rank = rng.normal(size=(2, 5)).astype("float32")
+    for when in ("argument", "before", "after"):
+        layer = layers.Dense(5, lora_rank=2 if when == "argument" else None)
+        if when == "before":
+            layer.build(x.shape)
+            layer.enable_lora(2)
+        fused = FusedCBN(layer)
+        fused.build(x.shape)
+        if when == "after":
+            layer.enable_lora(2)
+        layer.lora_kernel_b.assign(low_rank)
+        pair = keras.Sequential([CBN(), layer])
+        pair.build(x.shape)
+        for training in (True, False):
+            y = ops.convert_to_numpy(pair(x, training=training))
+            assert relative_error(fused(x, training=training), y) < 1e-5
+    model = keras.Sequential([keras.Input((4,)), fused])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    kernel, low_rank = (
+        ops.convert_to_numpy(v) for v in (layer._kernel, layer.lora_kernel_a)
+    )
+    model.fit(x, data((6, 5)), verbose=0, callbacks=[AMAT()])
+    np.testing.assert_array_equal(ops.convert_to_numpy(layer._kernel), kernel)
+    assert np.all(ops.convert_to_numpy(layer.lora_kernel_a) != low_rank)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4", "float8"])
+def test_quantized_layers(mode, tmp_path):
+    shape = (64, 16)
+    make = functools.partial(layers.Dense, 8, activation="relu")
+    pair, fused = pair_and_fused(make, shape, rho=0.5)
+    two = keras.Sequential([keras.Input((16,)), fused])
+    x = data(shape)
+    pair(x, training=True), fused(x, training=True)
+    exact = ops.convert_to_numpy(pair(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Norms and inputs cannot be quantized.
+        pair.quantize(mode)
+        two.quantize(mode)
+    # The fused form is called on the same numbers, so that it errs in the same way.
+    expected = ops.convert_to_numpy(pair(x))
+    assert relative_error(two(x), expected) < 1e-5
+    error = np.sqrt(np.mean((expected - exact) ** 2)) / exact.std()
+    assert 1e-4 < error < {"int8": 0.03, "int4": 0.2, "float8": 0.1}[mode]
+    two.save(tmp_path / "two.keras")
+    loaded = keras.models.load_model(tmp_path / "two.keras")
+    assert relative_error(loaded(x), expected) < 1e-5
+    assert loaded.layers[0].layers[0].quantization_mode == mode
+    assert loaded.layers[0].compute_dtype == "float32"
+
+
+def test_a_dtype_of_its_own_is_that_of_inputs_and_outputs():
+    x = data((6, 4))
+    layer, norm = layers.Dense(3), CBN()
+    y = FusedCBN(layer, norm, dtype="mixed_float16")(x)
+    assert keras.backend.standardize_dtype(y.dtype) == "float16"
+    assert layer.compute_dtype == norm.compute_dtype == "float32"
+    expected = ops.convert_to_numpy(layer(norm(x.astype("float16"))))
+    assert relative_error(ops.cast(y, "float32"), expected) < 1e-3
 
 
 def test_disagreements_are_refused():

@@ -1019,6 +1019,36 @@ def test_layers_whose_kernel_is_no_single_weight_are_refused(make, message):
         WS(make())
 
 
+class Halved(layers.Dense):
+    @property
+    def kernel(self):
+        return self._kernel / 2
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.values())
+def test_a_class_that_overrides_the_kernel_is_refused(wrapper):
+    with pytest.raises(ValueError, match="overrides the kernel.*Received: layer="):
+        wrapper(Halved(3))
+
+
+class Doubled(layers.Dense):
+    def call(self, inputs):
+        return 2 * super().call(inputs)
+
+
+def test_a_class_that_overrides_call_reads_the_normalised_kernel():
+    x = data(5, 4)
+    layer = WN(Doubled(3))
+    y = numpy(layer(x))
+    assert_close(y, layer.layer(x))
+    layer.gains["kernel"].assign(3 * layer.gains["kernel"])
+    assert_close(layer(x), 3 * y)
+    before = layer.get_weights()
+    with pytest.raises(ValueError, match="Doubled, overrides `call`"):
+        layer.data_init(3 * x + 1)
+    assert_same(layer.get_weights(), before, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -1084,10 +1114,18 @@ def test_gain_must_be_boolean(wrapper, value):
     assert "True or False" in refusal("gain", value, wrapper)
 
 
-def test_a_dtype_other_than_that_of_the_layer_is_refused():
-    assert "wrapped layer" in refusal("dtype", "mixed_float16")
-    layer = WS(layers.Dense(3, dtype="mixed_float16"), dtype="mixed_float16")
-    assert layer.dtype_policy.name == layer.layer.dtype_policy.name
+@pytest.mark.parametrize("wrapper", WRAPPERS.values())
+def test_a_dtype_of_its_own_is_that_of_inputs_and_outputs(wrapper):
+    x = data(5, 4)
+    layer = wrapper(layers.Dense(3))
+    assert layer.dtype_policy == layer.layer.dtype_policy
+    y = layer(x.astype("float16"))
+    layer = wrapper(layer.layer, dtype="float16")
+    half = layer(x)
+    assert keras.backend.standardize_dtype(half.dtype) == "float16"
+    assert layer.layer.compute_dtype == "float32"
+    assert {weight.dtype for weight in layer.weights} == {"float32"}
+    assert_close(half, y, rtol=1e-3, atol=1e-3)
 
 
 def test_weights_are_there_after_build_only():

@@ -391,3 +391,68 @@ def test_wrapped_kernels_before_a_norm_without_gamma():
             warnings.simplefilter("ignore")
             converted = convert(model, norm)
         m.assert_same_outputs(converted, model, m.batch_for(model), 1e-4)
+
+
+# Classes derived from those of Keras, which may compute something else
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Damped(layers.BatchNormalization):
+    def call(self, x, training=None, mask=None):
+        return 0.5 * super().call(x, training=training, mask=mask)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Doubled(layers.Dense):
+    def call(self, x):
+        return 2 * super().call(x)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Halved(layers.Dense):
+    @property
+    def kernel(self):
+        return self._kernel / 2
+
+
+def of_derived_classes(norm, linear):
+    inputs = keras.Input((8,))
+    x = layers.ReLU()(norm(name="norm")(layers.Dense(6)(inputs)))
+    x = layers.ReLU()(bn()(linear(5, name="linear")(x)))
+    return m.randomize(keras.Model(inputs, layers.Dense(3)(x)))
+
+
+@pytest.mark.parametrize("norm", ["cbn", "noisy_bn", "lp_norm"])
+def test_a_batch_normalization_that_overrides_call_stays(norm):
+    model = of_derived_classes(Damped, layers.Dense)
+    x = m.batch_for(model)
+    with pytest.warns(UserWarning, match=r"override `call`.*norm \(of class Damped\)"):
+        converted = convert(model, norm, data=x)
+    m.assert_same_outputs(converted, model, x, 1e-4)
+    with pytest.warns(UserWarning, match=r"override `call`.*norm \(of class Damped\)"):
+        folded = fold(converted)
+    m.assert_same_outputs(folded, converted, x, 1e-4)
+    assert type(folded.get_layer("norm")) is Damped
+
+
+@pytest.mark.parametrize("cls", [Doubled, Halved])
+@pytest.mark.parametrize("norm", ["cbn", "fused", "wn"])
+def test_linear_layers_that_compute_something_else(cls, norm):
+    model = of_derived_classes(layers.BatchNormalization, cls)
+    x = m.batch_for(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if norm == "fused":
+            converted = convert(model, "cbn", data=x, fused=True)
+        else:
+            converted = convert(model, norm, data=x)
+        folded = fold(converted)
+    m.assert_same_outputs(converted, model, x, 1e-4)
+    m.assert_same_outputs(folded, model, x, 1e-4)
+    assert type(folded.get_layer("linear")) is cls
+
+
+def test_a_class_that_overrides_the_kernel_is_not_wrapped():
+    model = of_derived_classes(layers.BatchNormalization, Halved)
+    with pytest.warns(UserWarning, match="overrides the kernel.*'linear'"):
+        convert(model, "wn")

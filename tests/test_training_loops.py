@@ -1,0 +1,262 @@
+"""CBN in training loops of one's own: the rate of each step is the optimizer's."""
+
+import functools
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_norms import CBN
+from keras_norms.layers import learning_rate
+from tests.test_amat import (
+    BACKEND,
+    PIECEWISE,
+    Twice,
+    branches,
+    check,
+    compiled,
+    fit,
+    rates_of,
+    recorder,
+)
+
+jax_only = pytest.mark.skipif(BACKEND != "jax", reason="JAX only")
+not_jax = pytest.mark.skipif(BACKEND == "jax", reason="JAX has its own rule")
+WAYS = [{}, {"run_eagerly": True}]
+if BACKEND != "torch":
+    WAYS += [{"jit_compile": True}]
+ways = pytest.mark.parametrize("way", WAYS, ids=str)
+
+
+class SetsTheRate(keras.Model):
+    """A model whose training step tells its norm the optimizer's learning rate."""
+
+    with_optimizer = True
+
+    def train_step(self, *arguments):
+        if BACKEND != "jax":
+            self.norm.set_learning_rate(self.optimizer.learning_rate)
+            return super().train_step(*arguments)
+        (trainable, rest, optimizer, metrics), data = arguments
+        mapping = [*zip(self.non_trainable_variables, rest)]
+        if self.with_optimizer:
+            mapping += zip(self.optimizer.variables, optimizer)
+        with keras.StatelessScope(mapping) as scope:
+            self.norm.set_learning_rate(self.optimizer.learning_rate)
+        rest = [scope.get_current_value(v) for v in self.non_trainable_variables]
+        return super().train_step((trainable, rest, optimizer, metrics), data)
+
+
+def custom(rate, cls=SetsTheRate, **way):
+    norm = CBN(omega=1)
+    plain = branches(norm)
+    model = cls(plain.inputs, plain.outputs)
+    model.norm = norm
+    return compiled(model, rate, **way), norm
+
+
+@ways
+def test_a_train_step_sets_a_rate_that_changes(way):
+    model, norm = custom(0.5, **way)
+    halve = keras.callbacks.LearningRateScheduler(lambda epoch: 0.4 / (epoch + 1))
+    check(fit(model, halve), norm, [0.4] * 3 + [0.2] * 3)
+
+
+def test_a_train_step_sets_the_rate_of_a_schedule():
+    model, norm = custom(PIECEWISE)
+    check(fit(model, epochs=3), norm, rates_of(PIECEWISE, range(9)))
+
+
+@jax_only
+def test_a_compiled_step_on_jax_needs_the_state():
+    class Naive(SetsTheRate):
+        def train_step(self, state, data):
+            self.norm.set_learning_rate(self.optimizer.learning_rate)
+            return keras.Model.train_step(self, state, data)
+
+    class WithoutOptimizer(SetsTheRate):
+        with_optimizer = False
+
+    for cls, message in (
+        (Naive, "StatelessScope.*AMAT"),
+        (WithoutOptimizer, "not part of the state.*Received: <Variable"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(custom(0.5, cls)[0])
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
+def test_a_layer_that_is_not_built_cannot_take_a_rate_that_is_not_known():
+    import tensorflow as tf
+
+    norm = CBN()
+    rate = keras.Variable(0.1)
+    with pytest.raises(ValueError, match="must be built.*Received: rate="):
+        tf.function(lambda: norm.set_learning_rate(rate))()
+    norm.set_learning_rate(rate)
+    norm.build((2, 3))
+    assert float(norm.learning_rate) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("rate", [np.nan, np.inf])
+def test_a_rate_that_is_no_number_is_refused(rate):
+    for kind in (float, np.float32, ops.convert_to_tensor, keras.Variable):
+        with pytest.raises(ValueError, match="`rate`.*finite.*Received: rate="):
+            CBN().set_learning_rate(kind(rate))
+
+
+# Schedules
+
+
+def own_loop(model, optimizer, steps, compile=True):
+    """Train in a loop of one's own. Yields after each step."""
+    x = ops.convert_to_tensor(np.eye(4, 12, dtype="float32"))
+    weights = model.trainable_variables
+    optimizer.build(weights)
+
+    def loss():
+        return ops.mean(model(x, training=True))
+
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        def step():
+            with tf.GradientTape() as tape:
+                value = loss()
+            optimizer.apply(tape.gradient(value, weights))
+
+        step = tf.function(step) if compile else step
+        for _ in range(steps):
+            yield step()
+    elif BACKEND == "torch":
+        for _ in range(steps):
+            model.zero_grad()
+            loss().backward()
+            yield optimizer.apply([w.value.grad for w in weights])
+    else:
+        import jax
+
+        def stateless(trainable, rest):
+            y, rest = model.stateless_call(trainable, rest, x, training=True)
+            return ops.mean(y), rest
+
+        def step(trainable, rest, state):
+            gradients, rest = jax.grad(stateless, has_aux=True)(trainable, rest)
+            return *optimizer.stateless_apply(state, gradients, trainable), rest
+
+        step = jax.jit(step) if compile else step
+        variables = weights, model.non_trainable_variables, optimizer.variables
+        trainable, rest, state = ([v.value for v in group] for group in variables)
+        for _ in range(steps):
+            trainable, state, rest = step(trainable, rest, state)
+            for variable, value in zip(model.non_trainable_variables, rest):
+                variable.assign(value)
+            yield
+
+
+class Again(Twice):
+    """Calls the norm once more in the backward pass."""
+
+    def call(self, x, training=None):
+        return keras.remat(lambda x: self.norm(x, training=training))(x)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize(
+    "place", [None, Twice, pytest.param(Again, marks=not_jax)], ids=str
+)
+def test_a_schedule_in_a_loop_of_ones_own(place, compile):
+    norm = CBN()
+    model = branches(place(norm) if place else norm)
+    optimizer = keras.optimizers.SGD(PIECEWISE)
+    # Before any step, and long after the layers are made.
+    norm.follow(PIECEWISE, None if BACKEND == "jax" else optimizer.iterations)
+    rates = [
+        float(ops.convert_to_numpy(norm.learning_rate))
+        for _ in own_loop(model, optimizer, 5, compile)
+    ]
+    np.testing.assert_allclose(rates, rates_of(PIECEWISE, range(5)), rtol=1e-6)
+
+
+def test_a_schedule_in_fit_without_amat():
+    model, norm = recorder(PIECEWISE)
+    iterations = None if BACKEND == "jax" else model.optimizer.iterations
+    norm.follow(PIECEWISE, iterations)
+    check(fit(model), norm, rates_of(PIECEWISE, range(6)))
+
+
+@not_jax
+def test_a_schedule_needs_the_counter():
+    norm = CBN(name="own")
+    model = branches(norm)
+    optimizer = keras.optimizers.SGD(PIECEWISE)
+    norm.follow(PIECEWISE)
+    before = [ops.convert_to_numpy(w) for w in model.weights]
+    message = "'own'.*cannot count.*iterations=optimizer.iterations"
+    for compile in (True, False):
+        with pytest.raises(ValueError, match=message):
+            next(own_loop(model, optimizer, 1, compile))
+    for old, new in zip(before, model.weights):
+        np.testing.assert_array_equal(ops.convert_to_numpy(new), old)
+    model(np.eye(4, 12))
+    # Where all state is in the arguments of a step, it counts itself.
+    state = [v.value for v in model.non_trainable_variables]
+    for expected in rates_of(PIECEWISE, range(4)):
+        _, state = model.stateless_call(
+            [v.value for v in model.trainable_variables],
+            state,
+            np.eye(4, 12),
+            training=True,
+        )
+        (rate,) = (
+            value
+            for variable, value in zip(model.non_trainable_variables, state)
+            if variable is norm.learning_rate
+        )
+        assert float(ops.convert_to_numpy(rate)) == pytest.approx(expected)
+
+
+@jax_only
+def test_a_counter_that_is_not_in_the_state_is_refused():
+    norm = CBN()
+    model = branches(norm)
+    optimizer = keras.optimizers.SGD(PIECEWISE)
+    norm.follow(PIECEWISE, optimizer.iterations)
+    for compile in (True, False):
+        with pytest.raises(ValueError, match="not part of the state.*`iterations`"):
+            next(own_loop(model, optimizer, 1, compile))
+    # One that is in it, is read.
+    with keras.StatelessScope([(optimizer.iterations, 4)]):
+        norm(np.eye(4, 12), training=True)
+        assert float(norm.learning_rate) == pytest.approx(PIECEWISE(4))
+
+
+# The hint
+
+
+def hints_of(train):
+    learning_rate._explain_amat_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train()
+    return [w for w in caught if "without a learning rate" in str(w.message)]
+
+
+def test_a_loaded_model_knows_whether_it_was_told(tmp_path):
+    def train(norm):
+        norm(np.eye(4, 12), training=True)
+
+    model = keras.Sequential([keras.Input((12,)), CBN()])
+    model.save(tmp_path / "untold.keras")
+    model.layers[0].set_learning_rate(0.1)
+    model.save(tmp_path / "told.keras")
+    model.save_weights(tmp_path / "told.weights.h5")
+    for file, hints in (("untold.keras", 1), ("told.keras", 0)):
+        loaded = keras.models.load_model(tmp_path / file)
+        assert len(hints_of(functools.partial(train, loaded.layers[0]))) == hints
+    fresh = keras.Sequential([keras.Input((12,)), CBN()])
+    fresh.load_weights(tmp_path / "told.weights.h5")
+    assert not hints_of(functools.partial(train, fresh.layers[0]))
+    assert float(fresh.layers[0].learning_rate) == pytest.approx(0.1)
