@@ -6,11 +6,12 @@ from keras import initializers, ops
 from keras_norms.layers import arguments
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.learning_rate import FollowsLearningRate
+from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import normalize
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class CBN(FollowsLearningRate, ChannelNormalization):
+class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     """Complete batch normalization, before a linear layer in place of BN after it.
 
     With `mu` the mean and `sq` the mean square, both per channel:
@@ -187,6 +188,7 @@ class CBN(FollowsLearningRate, ChannelNormalization):
         )
         self.build_learning_rate()
 
+    @moves_state
     def call(self, inputs, training=None, mask=None):
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()
@@ -200,6 +202,7 @@ class CBN(FollowsLearningRate, ChannelNormalization):
         self._assign(state)
         return outputs
 
+    @moves_state
     def scale_and_shift(self, inputs, training=None, mask=None):
         """What `call` does with `inputs`, as vectors: `scale * inputs + shift`.
 

@@ -5,12 +5,13 @@ from keras import initializers, ops
 
 from keras_norms.layers import arguments
 from keras_norms.layers.channel_normalization import ChannelNormalization
+from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import noise, normalize
 from keras_norms.ops.moments import moments
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class NoisyBN(ChannelNormalization):
+class NoisyBN(Recomputable, ChannelNormalization):
     """Noisy batch normalization: noise that shifts and scales what BN has stabilised.
 
     With `mean` and `var` of each channel `j`, over all other positions `i`:
@@ -172,6 +173,7 @@ class NoisyBN(ChannelNormalization):
             "moving_variance", (channels,), self.moving_variance_initializer
         )
 
+    @moves_state
     def call(self, inputs, training=None, mask=None):
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()
