@@ -29,6 +29,9 @@ class LpNorm(Recomputable, ChannelNormalization):
     It stands where `keras.layers.BatchNormalization` would. With `p=2` and
     `norm_of="centered"` it is BatchNormalization, but for where `epsilon` is added.
 
+    Gradients may be taken of gradients in reverse mode. In training there is no forward
+    mode (`jax.jvp`, `tf.autodiff.ForwardAccumulator`): it is an error.
+
     Args:
         p: Number of at least 1, `math.inf` (or `"inf"`) included.
         axis: Integer, the channel axis. Use 1 after a convolution with
