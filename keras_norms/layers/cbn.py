@@ -1,16 +1,21 @@
 """CBN: complete batch normalization."""
 
+import functools
+import math
+import warnings
+
 import keras
 from keras import initializers, ops
 
 from keras_norms.layers import arguments
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.learning_rate import FollowsLearningRate
+from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import normalize
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class CBN(FollowsLearningRate, ChannelNormalization):
+class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     """Complete batch normalization, before a linear layer in place of BN after it.
 
     With `mu` the mean and `sq` the mean square, both per channel:
@@ -30,6 +35,17 @@ class CBN(FollowsLearningRate, ChannelNormalization):
 
     **At inference**, `y` is the same map with the stored averages, affine in `x`. As in
     `keras.layers.BatchNormalization`, `layer.trainable = False` means inference mode.
+
+    **Batches of one** (one element for each channel, before `Dense` layers) have no
+    variance. Where `eta` is 0, the output is `gamma / rho * sign(beta)`, whatever the
+    input. Elsewhere it is of length `sqrt(channels) / rho` and more for each sample
+    alone, and a step of SGD diverges at rates above about `rho**2 / channels`, where
+    larger batches train. The layer warns where it knows the size; train with 16 or more
+    samples, at a smaller rate, or with `layer.trainable = False` and stored averages.
+
+    Gradients may be taken of gradients in reverse mode. In training there is no forward
+    mode (`jax.jvp`, `tf.autodiff.ForwardAccumulator`): it is an error. With
+    `keras.remat`, averages move once a step (docs/recomputation.md).
 
     Place it after the nonlinearity and before each `Conv` or `Dense` layer, except the
     one that reads the raw input, and leave `BatchNormalization` out.
@@ -188,6 +204,7 @@ class CBN(FollowsLearningRate, ChannelNormalization):
         )
         self.build_learning_rate()
 
+    @moves_state
     def call(self, inputs, training=None, mask=None):
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()
@@ -201,6 +218,7 @@ class CBN(FollowsLearningRate, ChannelNormalization):
         self._assign(state)
         return outputs
 
+    @moves_state
     def scale_and_shift(self, inputs, training=None, mask=None):
         """What `call` does with `inputs`, as vectors: `scale * inputs + shift`.
 
@@ -246,6 +264,8 @@ class CBN(FollowsLearningRate, ChannelNormalization):
 
     def _settings(self, inputs, mask):
         """The settings of a training step, which this moves on."""
+        if inputs.shape[0] == 1 and _has_one_element(inputs.shape, self.axis):
+            _explain_batches_of_one_once()
         return {
             **self._stored(),
             "learning_rate": ops.cast(
@@ -276,3 +296,21 @@ class CBN(FollowsLearningRate, ChannelNormalization):
             }
         )
         return config
+
+
+def _has_one_element(shape, axis):
+    sizes = list(shape)
+    del sizes[axis]
+    return None not in sizes and math.prod(sizes) == 1
+
+
+@functools.cache
+def _explain_batches_of_one_once():
+    warnings.warn(
+        "CBN is trained with a batch of one element for each channel, which has no "
+        "variance. Without a learning rate its output does not depend on the input; "
+        "with one, training diverges at rates where larger batches train. Use larger "
+        "batches, a learning rate well below `rho**2 / channels`, or "
+        "`layer.trainable = False`.",
+        stacklevel=2,
+    )

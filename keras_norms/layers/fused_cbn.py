@@ -10,11 +10,12 @@ from keras.src.backend import AutocastScope
 from keras_norms.layers import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.kernels import overrides_call
+from keras_norms.layers.recomputation import Recomputable
 from keras_norms.ops.fused import linear_of_affine
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class FusedCBN(keras.layers.Layer):
+class FusedCBN(Recomputable, keras.layers.Layer):
     """Fused complete batch normalization: `layer(CBN(x))` without writing `CBN(x)`.
 
     CBN is `scale * x + shift` with vectors over the channels, so that with kernel `W`

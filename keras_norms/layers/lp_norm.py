@@ -7,11 +7,12 @@ from keras import initializers, ops
 
 from keras_norms.layers import arguments
 from keras_norms.layers.channel_normalization import ChannelNormalization
+from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import lp_norm
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class LpNorm(ChannelNormalization):
+class LpNorm(Recomputable, ChannelNormalization):
     """l_p normalization: the mean is removed, the scale is an average l_p norm.
 
     With `mean` and `s_p` of each channel:
@@ -27,6 +28,9 @@ class LpNorm(ChannelNormalization):
 
     It stands where `keras.layers.BatchNormalization` would. With `p=2` and
     `norm_of="centered"` it is BatchNormalization, but for where `epsilon` is added.
+
+    Gradients may be taken of gradients in reverse mode. In training there is no forward
+    mode (`jax.jvp`, `tf.autodiff.ForwardAccumulator`): it is an error.
 
     Args:
         p: Number of at least 1, `math.inf` (or `"inf"`) included.
@@ -150,6 +154,7 @@ class LpNorm(ChannelNormalization):
             "moving_norm", (channels,), self.moving_norm_initializer
         )
 
+    @moves_state
     def call(self, inputs, training=None, mask=None):
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()

@@ -5,12 +5,13 @@ from keras import initializers, ops
 
 from keras_norms.layers import arguments
 from keras_norms.layers.channel_normalization import ChannelNormalization
+from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import noise, normalize
 from keras_norms.ops.moments import moments
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class NoisyBN(ChannelNormalization):
+class NoisyBN(Recomputable, ChannelNormalization):
     """Noisy batch normalization: noise that shifts and scales what BN has stabilised.
 
     With `mean` and `var` of each channel `j`, over all other positions `i`:
@@ -34,6 +35,9 @@ class NoisyBN(ChannelNormalization):
     `y = y0`, as in `keras.layers.BatchNormalization`. `layer.trainable = False` means
     inference mode. Moving statistics are those of inputs that had the noise of layers
     before: take them again without it, by `recalibrate`, before a network is tested.
+
+    Gradients may be taken of gradients in reverse mode. In training there is no forward
+    mode (`jax.jvp`, `tf.autodiff.ForwardAccumulator`): it is an error.
 
     Args:
         axis: Integer, the channel axis. Use 1 after a convolution with
@@ -172,6 +176,7 @@ class NoisyBN(ChannelNormalization):
             "moving_variance", (channels,), self.moving_variance_initializer
         )
 
+    @moves_state
     def call(self, inputs, training=None, mask=None):
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()

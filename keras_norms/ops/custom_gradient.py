@@ -8,6 +8,10 @@ import functools
 import keras
 
 _SMALL = 2048  # elements of a sample
+_NO_FORWARD_MODE = (
+    "A normalisation layer in training mode has no forward-mode derivative. Use "
+    "reverse mode, and reverse mode twice for the product of a Hessian and a vector."
+)
 
 
 def custom_gradient(forward, backward):
@@ -26,7 +30,8 @@ def custom_gradient(forward, backward):
             argument of `forward`, `None` where there is none.
 
     Returns:
-        A function with the signature of `forward`. It has no forward-mode derivative.
+        A function with the signature of `forward`. It has no forward-mode derivative:
+        that is a `NotImplementedError` on TensorFlow and PyTorch, a `TypeError` on JAX.
     """
     backend = keras.backend.backend()
     if backend == "tensorflow":
@@ -34,7 +39,13 @@ def custom_gradient(forward, backward):
 
         @tf.custom_gradient
         def with_gradient(*tensors):
-            return forward(*tensors), lambda upstream: backward(upstream, *tensors)
+            if _have_tangents(tensors):
+                raise NotImplementedError(_NO_FORWARD_MODE)
+
+            def gradient(upstream):
+                return backward(upstream, *_in_this_graph(tensors))
+
+            return forward(*tensors), gradient
 
         return with_gradient
     if backend == "jax":
@@ -71,6 +82,10 @@ def _torch_function():
             # Not in a closure: double backward must find the way to what made them.
             ctx.save_for_backward(*tensors)
             ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise NotImplementedError(_NO_FORWARD_MODE)
 
         @staticmethod
         def backward(ctx, *upstreams):
@@ -115,6 +130,8 @@ def fused(cpu=None, xla=False):
         def call(*tensors, **static):
             backend = keras.backend.backend()
             key = tuple(sorted(static.items()))
+            if backend == "tensorflow" and _have_tangents(tensors):
+                return function(*tensors, **static)
             if backend == "tensorflow" and _has_gpu():
                 return compiled_by_tensorflow(key)(*tensors)
             kernels = _cpu_kernels(backend)
@@ -198,6 +215,33 @@ def _compiles(xla, tensors):
     return xla != "small" or samples[0].num_elements() <= _SMALL
 
 
+def _have_tangents(tensors):
+    """Whether a `tf.autodiff.ForwardAccumulator` follows one of them.
+
+    It would be wrong without a word about functions with a gradient of their own, and
+    about compiled ones.
+    """
+    import tensorflow as tf
+    from tensorflow.python.eager import forwardprop_util
+
+    return bool(forwardprop_util.pack_tangents(tf.nest.flatten(tensors)).tangents)
+
+
+def _in_this_graph(tensors):
+    """What the forward pass kept, as tensors of the graph that differentiates it.
+
+    A gradient that has tensors of another graph cannot be differentiated itself.
+    """
+    import tensorflow as tf
+
+    if tf.executing_eagerly():
+        return tensors
+    graph = tf.compat.v1.get_default_graph()
+    return [
+        t if getattr(t, "graph", None) is graph else tf.identity(t) for t in tensors
+    ]
+
+
 def _tensorflow_gradient_of(function, kernel, static):
     """`kernel`, with the gradient of `function` for second derivatives."""
     import tensorflow as tf
@@ -205,10 +249,11 @@ def _tensorflow_gradient_of(function, kernel, static):
     @tf.custom_gradient
     def call(*tensors):
         def gradient(*upstreams):
+            inputs = _in_this_graph(tensors)
             with tf.GradientTape() as tape:
-                tape.watch([t for t in tensors if t.dtype.is_floating])
-                outputs = function(*tensors, **static)
-            return tape.gradient(outputs, tensors, upstreams)
+                tape.watch([t for t in inputs if t.dtype.is_floating])
+                outputs = function(*inputs, **static)
+            return tape.gradient(outputs, inputs, upstreams)
 
         return kernel(*tensors, **static), gradient
 

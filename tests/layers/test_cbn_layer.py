@@ -8,8 +8,9 @@ import pytest
 from keras import ops
 
 from keras_norms import AMAT, CBN
-from keras_norms.layers import learning_rate
-from tests.reference import relative_error
+from keras_norms.layers import cbn, learning_rate
+from tests.autodiff import training_step
+from tests.reference import CBNReference, relative_error
 
 BACKEND = keras.backend.backend()
 graph_backends = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch runs eagerly")
@@ -617,3 +618,57 @@ def test_between_a_convolution_of_one_pixel_and_an_activation(activation):
     expected = keras.ops.convert_to_numpy(model(x))
     # Graph optimizers see the whole model only here.
     assert relative_error(model.predict(x, verbose=0), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "training", "warned"),
+    [
+        ((1, 3), -1, True, True),
+        ((1, 1, 1, 3), -1, True, True),
+        ((1, 3, 1), 1, True, True),
+        ((1, 3), -1, False, False),
+        ((2, 3), -1, True, False),
+        ((1, 4, 3), -1, True, False),
+    ],
+)
+def test_batches_of_one_are_warned_of(shape, axis, training, warned):
+    cbn._explain_batches_of_one_once.cache_clear()
+    layer = known_rate(axis=axis)
+    layer.build(shape)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            layer(data(*shape), training=training)
+    messages = [str(w.message) for w in caught]
+    assert sum("one element for each channel" in m for m in messages) == warned
+
+
+@tensorflow_only
+def test_batches_of_unknown_size_are_not_warned_of():
+    import tensorflow as tf
+
+    cbn._explain_batches_of_one_once.cache_clear()
+    layer = known_rate()
+    layer.build((None, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tf.function(
+            lambda x: layer(x, training=True),
+            input_signature=[tf.TensorSpec((None, 3))],
+        )(data(1, 3))
+
+
+def test_batches_of_one_are_those_of_the_equations():
+    """Where they diverge, the method does: without a mistake it is float64's way."""
+    layer, reference = known_rate(), CBNReference(3)
+    layer.build((1, 3))
+    ones, beta = np.ones(3), np.full(3, 0.5)
+    layer.beta.assign(beta)
+    g = np.array([[1.0, -2.0, 0.5]], "float32")
+    step = training_step(layer, lambda y: ops.sum(y * ops.convert_to_tensor(g)))
+    for seed in range(8):
+        x = data(1, 3, seed=seed)
+        expected, constants = reference.train(x, ones, beta, 0.02)
+        wanted = reference.gradients(g, x, ones, beta, constants)
+        for actual, other in zip(step(x), (expected, *wanted)):
+            np.testing.assert_allclose(actual, other, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,148 @@
+"""Layers whose training calls checkpointing (`keras.remat`) may run twice."""
+
+import functools
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+from keras.src.backend import get_stateless_scope
+
+from keras_norms.ops.recomputation import (
+    current_graph,
+    recomputation,
+    without_gradient,
+)
+
+_MOST = 32  # first passes that a layer remembers
+_SAME = 1e-6  # relative difference of two states that are the same
+_LARGE = 1e9  # makes any other difference larger than a number of uses
+
+
+class _Pass(NamedTuple):
+    """A first pass: the values of all variables, and how often it was repeated."""
+
+    before: list
+    after: list
+    uses: Any
+
+
+class Recomputable:
+    """Mixin for a `keras.layers.Layer` whose training calls move its state on.
+
+    A second run of a call, in the backward pass, reads the state that the first one
+    read, random seeds included, and leaves the state as it is. `moves_state` decorates
+    the methods that do.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self._first_passes = _FirstPasses()
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        # The layer keeps little but its input, which has to be kept anyway: inside of a
+        # `keras.RematScope` it is run once, which works in every mode.
+        return layer_call
+
+
+def moves_state(call):
+    """Decorate a method of a `Recomputable` that moves state on in training."""
+
+    @functools.wraps(call)
+    def once(self, inputs, training=None, mask=None):
+        def run():
+            return call(self, inputs, training=training, mask=mask)
+
+        def run_from(state):
+            # Weights too: this scope would hide those of the one around it.
+            weights = [(v, v.value) for v in self.trainable_variables]
+            with keras.StatelessScope([*weights, *zip(variables, state)]):
+                return run(), _values(variables)
+
+        if not training or not self.trainable:
+            return run()
+        which = recomputation(get_stateless_scope())
+        if which is None:
+            return run()
+        if which == "lost":
+            raise ValueError(
+                f"Layer '{self.name}' cannot update its statistics inside of "
+                "`keras.remat`, `keras.RematScope` or `jax.checkpoint` on JAX. Call "
+                "`stateless_call` of the layer, or of a block, in the function that is "
+                "recomputed, and assign the state that it returns outside."
+            )
+        variables = self.non_trainable_variables
+        if which == "second":
+            before = self._first_passes.repeated_by(run_from, self.name)
+            return run_from(before)[0]
+        before = _values(variables)
+        outputs = run()
+        self._first_passes.add(before, _values(variables))
+        return outputs
+
+    return once
+
+
+class _FirstPasses:
+    """The state of a layer before and after each of its latest first passes."""
+
+    def __init__(self):
+        self._passes = []
+        self._graph = None
+        self._repeated = 0
+
+    def add(self, before, after):
+        graph = current_graph()
+        if graph is not self._graph or self._repeated >= len(self._passes):
+            self._passes, self._graph, self._repeated = [], graph, 0
+        self._passes = [_Pass(before, after, 0.0), *self._passes[: _MOST - 1]]
+
+    def repeated_by(self, run_from, name):
+        """The state before the pass that this one repeats."""
+        in_graph = current_graph() is not None
+        if not self._passes or in_graph != (self._graph is not None):
+            raise ValueError(
+                f"Layer '{name}' was called in training mode in a backward pass, where "
+                "no forward pass is known that this call repeats. Call it under the "
+                "gradient tape, or in the graph, that differentiates it."
+            )
+        self._repeated += 1
+        if len(self._passes) == 1:
+            return self._passes[0].before
+        # The one that leads again to where it has led; of several such, for equal
+        # batches, the latest one that was not repeated yet.
+        gaps = []
+        for each in self._passes:
+            with without_gradient():
+                gaps.append(_gap(run_from(each.before)[1], each.after))
+        nearest = ops.min(ops.stack(gaps))
+        if len(gaps) == _MOST and ops.convert_to_numpy(nearest) > _SAME:
+            raise ValueError(
+                f"Layer '{name}' was called more than {_MOST} times before the "
+                "backward pass, and cannot tell which of these calls is repeated."
+            )
+        ranks = [
+            ops.where(gap < _SAME, each.uses, gap * _LARGE)
+            for gap, each in zip(gaps, self._passes)
+        ]
+        index = ops.argmin(ops.stack(ranks))
+        self._passes = [
+            each._replace(uses=each.uses + ops.cast(index == i, "float32"))
+            for i, each in enumerate(self._passes)
+        ]
+        states = zip(*(each.before for each in self._passes))
+        return [ops.take(ops.stack(values), index, axis=0) for values in states]
+
+
+def _values(variables):
+    # Copies: PyTorch assigns in place.
+    return [ops.copy(variable) for variable in variables]
+
+
+def _gap(actual, expected):
+    """The largest relative difference of two states."""
+    gaps = [
+        ops.max(ops.abs(a - b)) / (ops.max(ops.abs(b)) + 1e-30)
+        for a, b in zip(actual, expected)
+        if "float" in keras.backend.standardize_dtype(a.dtype)
+    ]
+    return ops.max(ops.stack([ops.cast(gap, "float32") for gap in gaps]))

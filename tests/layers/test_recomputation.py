@@ -1,0 +1,255 @@
+"""Gradient checkpointing: the same gradients, and statistics that move once a step."""
+
+import pathlib
+import re
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from keras_norms import AMAT, CBN, FusedCBN, LpNorm, NoisyBN
+from keras_norms.layers import recomputation
+from tests.autodiff import BACKEND, MODES, compiled
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "recomputation.md"
+RNG = np.random.default_rng(0)
+X = [RNG.normal(i + 1, i + 2, (8, 5)).astype("float32") for i in range(3)]
+
+runs_twice = pytest.mark.skipif(BACKEND == "jax", reason="JAX traces once")
+torch_only = pytest.mark.skipif(BACKEND != "torch", reason="PyTorch only")
+jax_only = pytest.mark.skipif(BACKEND != "jax", reason="JAX only")
+
+
+def cbn():
+    layer = CBN()
+    layer.set_learning_rate(0.03)
+    return layer
+
+
+NORMS = {
+    "cbn": cbn,
+    "fused": lambda: FusedCBN(layers.Dense(5), cbn()),
+    "noisy": lambda: NoisyBN(momentum=0.5, seed=1),
+    "lp": lambda: LpNorm(3, momentum=0.5),
+}
+
+
+def block(*names):
+    keras.utils.set_random_seed(1)
+    norms = [NORMS[name]() for name in names]
+    return keras.Sequential([keras.Input((5,)), *norms, layers.Dense(5, "tanh")])
+
+
+def once(block, remat):
+    def loss(x, y, z):
+        return ops.sum(remat(lambda x: block(x, training=True))(x) ** 3)
+
+    return loss
+
+
+def shared(block, remat):
+    """Two calls in one recomputed function, and two functions."""
+
+    def twice(x):
+        return block(block(x, training=True) - x, training=True)
+
+    def loss(x, y, z):
+        run = remat(twice)
+        return ops.sum(run(x) ** 3 * run(y))
+
+    return loss
+
+
+def equal_inputs(block, remat):
+    """Nothing but their order tells these calls apart."""
+
+    def loss(x, y, z):
+        run = remat(lambda x: block(x, training=True))
+        return ops.sum(run(x) ** 3 * y + run(x) ** 2)
+
+    return loss
+
+
+def nested(block, remat):
+    def loss(x, y, z):
+        inner = remat(lambda x: block(x, training=True))
+        outer = remat(lambda x: inner(x) + block(x / 2, training=True))
+        return ops.sum(outer(x) ** 3)
+
+    return loss
+
+
+def gradients(block, loss, mode, repeat):
+    """Of the weights in the second step, and the state after it."""
+    weights = [v.value for v in block.trainable_variables]
+
+    def step(*tensors):
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape(persistent=True) as tape:
+                value = loss(*tensors)
+            found = [tape.gradient(value, weights) for _ in range(repeat)]
+        else:
+            import torch
+
+            value = loss(*tensors)
+            found = [
+                torch.autograd.grad(value, weights, retain_graph=True)
+                for _ in range(repeat)
+            ]
+        return found[-1]
+
+    step = compiled(step, mode)
+    for scale in (1, 2):
+        found = step(*(ops.convert_to_tensor(scale * x) for x in X))
+    state = [ops.convert_to_numpy(v) for v in block.non_trainable_variables]
+    return [ops.convert_to_numpy(g) for g in found], state
+
+
+def assert_remat_changes_nothing(make, names, mode="eager", repeat=1):
+    results = []
+    for remat in (lambda function: function, keras.remat):
+        network = block(*names)
+        results.append(gradients(network, make(network, remat), mode, repeat))
+    plain, recomputed = results
+    for actual, expected in zip(recomputed[0] + recomputed[1], plain[0] + plain[1]):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@runs_twice
+@pytest.mark.parametrize("mode", MODES[1:] or MODES)
+def test_a_block(mode):
+    assert_remat_changes_nothing(once, ["cbn", "noisy"], mode)
+
+
+@runs_twice
+@pytest.mark.parametrize("name", NORMS)
+def test_each_layer(name):
+    assert_remat_changes_nothing(once, [name])
+
+
+@runs_twice
+@pytest.mark.parametrize("make", [shared, equal_inputs, nested])
+def test_several_calls(make):
+    assert_remat_changes_nothing(make, ["cbn", "noisy"])
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
+def test_several_calls_in_a_graph():
+    assert_remat_changes_nothing(equal_inputs, ["cbn"], "graph")
+
+
+@runs_twice
+def test_several_backward_passes():
+    assert_remat_changes_nothing(equal_inputs, ["cbn"], repeat=2)
+
+
+@runs_twice
+def test_forward_passes_without_a_backward_pass(monkeypatch):
+    monkeypatch.setattr(recomputation, "_MOST", 3)
+
+    def make(block, remat):
+        run = remat(lambda x: block(x, training=True))
+        for scale in range(5):
+            run(ops.convert_to_tensor(scale * X[0]))
+        return once(block, remat)
+
+    assert_remat_changes_nothing(make, ["cbn"])
+
+
+@runs_twice
+def test_more_calls_than_a_layer_remembers(monkeypatch):
+    monkeypatch.setattr(recomputation, "_MOST", 2)
+    network = block("cbn")
+    with pytest.raises(ValueError, match="called more than 2 times"):
+        gradients(network, shared(network, keras.remat), "eager", 1)
+
+
+@torch_only
+def test_first_call_in_a_backward_pass():
+    layer = cbn()
+    x = ops.convert_to_tensor(X[0]).requires_grad_()
+    y = x * 2
+    y.register_hook(lambda upstream: layer(upstream, training=True))
+    with pytest.raises(ValueError, match="in a backward pass, where no forward pass"):
+        y.sum().backward()
+
+
+@torch_only
+def test_the_reentrant_checkpoint_of_pytorch():
+    from torch.utils.checkpoint import checkpoint
+
+    results = []
+    for remat in (False, True):
+        network = block("cbn")
+        x = ops.convert_to_tensor(X[0]).requires_grad_()
+
+        def call(x, network=network):
+            return network(x, training=True)
+
+        call(2 * x)
+        y = checkpoint(call, x, use_reentrant=True) if remat else call(x)
+        ops.sum(y**3).backward()
+        results.append(ops.convert_to_numpy(x.grad))
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+
+
+@jax_only
+def test_state_leaves_what_jax_traces_by_a_stateless_call_only():
+    import jax
+
+    network = block("cbn")
+    weights, state = (
+        [v.value for v in variables]
+        for variables in (network.trainable_variables, network.non_trainable_variables)
+    )
+
+    def call(x):
+        return network.stateless_call(weights, state, x, training=True)
+
+    expected = jax.tree.leaves(call(X[0]))
+    for actual, wanted in zip(jax.tree.leaves(jax.checkpoint(call)(X[0])), expected):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-6)
+    remat = keras.remat(lambda x: network(x, training=True))
+    variables = network.non_trainable_variables
+    with pytest.raises(ValueError, match="assign the state that it returns outside"):
+        remat(X[0])
+    outside = keras.StatelessScope(zip(variables, state))
+    with pytest.raises(ValueError, match="that it returns outside"), outside:
+        remat(X[0])
+
+
+def trained(wrap):
+    """The variables of a network after a few steps of `fit`."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh")])
+    model.add(wrap())
+    model.add(layers.Dense(5))
+    model.compile(keras.optimizers.SGD(0.03), "mse")
+    x = np.concatenate(X)
+    model.fit(x, x[::-1], batch_size=8, verbose=0, callbacks=[AMAT()])
+    return [ops.convert_to_numpy(v) for v in model.variables]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_layer_in_a_scope_of_keras_in_fit(name):
+    def scoped():
+        with keras.RematScope("full"):
+            return NORMS[name]()
+
+    for actual, expected in zip(trained(scoped), trained(NORMS[name])):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_wrapper_of_the_documentation_in_fit():
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1], names)
+
+    def plain():
+        return keras.Sequential([CBN(), layers.Dense(6), NoisyBN(seed=2)])
+
+    recomputed = trained(lambda: names["Recomputed"](plain()))
+    for actual, expected in zip(recomputed, trained(plain)):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
