@@ -116,7 +116,6 @@ KERAS = "keras BN"
 BATCH = {
     KERAS: (keras.layers.BatchNormalization, BatchNormReference),
     "CBN": _cbn(),
-    "CBN, rate unknown": _cbn(),
     "CBN, ratio": _cbn(mean_gradient="ratio"),
     "CBN, coupled": _cbn(decouple=False),
     "CBN, coupled, ratio": _cbn(decouple=False, mean_gradient="ratio"),
@@ -133,7 +132,8 @@ LP_NORMS = {
     for p in (1, 2, np.inf)
 }
 WEIGHTS = {kind.upper(): _weights(kind) for kind in ("ws", "cwn", "wn")}
-LAYERS = BATCH | LP_NORMS | WEIGHTS
+UNKNOWN_RATE = {"CBN, rate unknown": _cbn()}
+LAYERS = BATCH | UNKNOWN_RATE | LP_NORMS | WEIGHTS
 
 
 def errors(layer, case, steps=STEPS, mode=MODES[-1]):
@@ -153,7 +153,7 @@ def errors(layer, case, steps=STEPS, mode=MODES[-1]):
     shape = inputs[0].shape
     gamma, beta, g = _affine_and_slope(shape)
     reference = LAYERS[layer][1](shape[-1])
-    rate = -1.0 if layer == "CBN, rate unknown" else RATE
+    rate = -1.0 if layer in UNKNOWN_RATE else RATE
     step = _step(layer, policy, shape, mode, rate)()
     found = []
     for x in inputs:
@@ -266,7 +266,8 @@ def main():
     )
     for layers in (BATCH, LP_NORMS, WEIGHTS):
         _table(layers, CASES | LARGE)
-    _table(BATCH | LP_NORMS, SEQUENCES)
+    for layers in (BATCH | UNKNOWN_RATE, LP_NORMS):
+        _table(layers, SEQUENCES)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,9 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     0, the batch is normalised with its own statistics, and the averages follow
     `momentum`. The averages are debiased: the first batch counts alone.
 
+    A channel whose batch mean or mean square is not finite keeps its averages: its
+    output in that batch is NaN, and the next batch is normalised as if it had not been.
+
     **At inference**, `y` is the same map with the stored averages, affine in `x`. As in
     `keras.layers.BatchNormalization`, `layer.trainable = False` means inference mode.
 
@@ -102,8 +105,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         `moving_square`, of shape `(channels,)`; the scalars `average_weight` (how much
         of the averages is filled, 0 to 1), `rho`, and `learning_rate` (negative while
         unknown). On JAX the `AMAT` callback adds a counter, `step`, where the learning
-        rate follows a schedule. Statistics and weights stay in float32 in mixed
-        precision.
+        rate follows a schedule. All are float32, float64 under the policy float64.
 
     Raises:
         ValueError: If an argument is out of its range, if `axis` is not an axis of the
