@@ -96,7 +96,8 @@ def cost(compiled):
 def collectives(text):
     """The collectives that each run of a compiled program starts.
 
-    Not those of a branch: the only ones are those of CBN's first step, in float32.
+    Not those of a branch: the only ones are of sums that are taken once more where a
+    batch is far from the moving mean, in float32.
 
     Args:
         text: The program, as `compiled.as_text()` gives it.
