@@ -42,6 +42,14 @@ def is_batch_norm(unit):
     return issubclass(unit.cls, BATCH_NORMS)
 
 
+def is_called_plainly(unit):
+    """Whether no call has more than its input, or is always in training mode."""
+    return all(
+        node.input is not None and not node.kwargs.get("training")
+        for node in unit.nodes
+    )
+
+
 def axis_of(unit, rank):
     """The channel axis of a norm, or of a diagonal EinsumDense."""
     if issubclass(unit.cls, NORMS):
@@ -159,35 +167,22 @@ def _or(value, default):
     return default if value is None else value
 
 
-def check_axes(graph, units):
-    """Raise unless all calls of `units` normalise the channels."""
-    for unit in units:
-        node = elsewhere(graph, unit)
-        if node is not None:
-            axis = axis_of(unit, node.input.rank)
-            raise ValueError(
-                f"Layer '{unit.name}' must normalise the channel axis of its input. "
-                f"Received: axis={axis}, where the input has shape {node.input.shape}"
-            )
-
-
 def elsewhere(graph, unit):
-    """A call of `unit` whose axis is not that of the channels, or `None`.
+    """Whether a call of `unit` is along another axis than that of the channels.
 
     The channel axis is the last one, or 1 in a model with `channels_first` layers.
     """
     formats = {
-        each.config.get("data_format")
+        linear.data_format(each)
         for each in graph.all_units()
         if linear.is_linear(each) and not issubclass(each.cls, linear.WRAPPERS)
     }
-    for node in unit.nodes:
-        axis = axis_of(unit, node.input.rank)
-        if axis != node.input.rank - 1 and (
-            axis != 1 or "channels_first" not in formats
-        ):
-            return node
-    return None
+    ranks = [node.input.rank for node in unit.nodes]
+    return any(
+        axis_of(unit, rank) != rank - 1
+        and (axis_of(unit, rank) != 1 or "channels_first" not in formats)
+        for rank in ranks
+    )
 
 
 def hidden_norms(graph):

@@ -9,11 +9,13 @@ import numpy as np
 
 from keras_norms.layers import arguments
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.layers.weight_normalization import CWN, WN, WS
 from keras_norms.surgery import affine as affine_lib
 from keras_norms.surgery import fuse, linear, weights
+from keras_norms.surgery.again import config_of, from_config
 from keras_norms.surgery.fused import fuse_model
 from keras_norms.surgery.graph import Graph, Unit
 from keras_norms.surgery.placement import insertions
@@ -129,7 +131,7 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
     units = _units(graphs, skipped)
     report = _Report()
     if template.cls is CBN:
-        new = _to_cbn(graph, graphs, units, template, preserve)
+        new = _to_cbn(graph, graphs, units, template, preserve, report)
         report.hidden = affine_lib.hidden_norms(graph)
     elif template.cls in linear.WRAPPERS:
         wrapper = functools.partial(template.cls, **template.keywords)
@@ -177,7 +179,7 @@ class _Template:
                 raise _wrong_norm(norm)
             self.cls, self.keywords, self.is_given = norm.func, norm.keywords, True
         elif isinstance(norm, keras.layers.Layer):
-            self.cls, self.keywords = type(norm), dict(norm.get_config())
+            self.cls, self.keywords = type(norm), config_of(norm)
             self.is_given = True
             for name in ("name", "dtype", "layer", "build_config"):
                 self.keywords.pop(name, None)
@@ -190,7 +192,7 @@ class _Template:
         """A whole configuration of a new layer."""
         given = {**self.keywords, **changes, "name": name, "dtype": dtype}
         # A layer's own view of its arguments, defaults included.
-        return self.cls.from_config(given).get_config()
+        return config_of(from_config(self.cls, given))
 
 
 def _wrong_norm(norm):
@@ -207,6 +209,7 @@ class _Report:
 
     def __init__(self):
         self.changed, self.unwrapped, self.empty, self.hidden = [], [], [], []
+        self.kept = []
 
     def warn(self):
         parts = []
@@ -225,6 +228,11 @@ class _Report:
                 "the moving statistics of these layers are unknown, so that the first "
                 "training step changes the function; pass `data` to measure them, or "
                 f"preserve=False to train from scratch: {self.empty}"
+            )
+        if self.kept:
+            parts.append(
+                "these do not normalise channels as they come (another axis, an "
+                f"explicit mask, training=True) and stay as they are: {self.kept}"
             )
         if self.hidden:
             parts.append(
@@ -274,10 +282,15 @@ def _units(graphs, skipped):
 # CBN
 
 
-def _to_cbn(graph, graphs, units, template, preserve):
+def _to_cbn(graph, graphs, units, template, preserve, report):
     """Insert CBN layers and take BatchNormalization out."""
-    norms = [unit for unit in units if affine_lib.is_batch_norm(unit)]
-    affine_lib.check_axes(graph, norms)
+    norms = []
+    for unit in units:
+        if affine_lib.is_batch_norm(unit):
+            goes = affine_lib.is_called_plainly(unit) and not affine_lib.elsewhere(
+                graph, unit
+            )
+            (norms.append(unit) if goes else report.kept.append(unit.name))
     eligible = [unit for unit in units if linear.is_linear(unit)]
     maps = {}
     for group in insertions(graph, graphs, eligible):
@@ -319,7 +332,7 @@ def _to_cbn(graph, graphs, units, template, preserve):
         if merged:
             statistics.update(dict.fromkeys(*inherited) if inherited else {})
         else:
-            _become_einsum(unit, maps[unit])
+            _become_affine(unit, maps[unit])
             maps.forget(unit)
     return {unit: (maps[unit], statistics[unit]) for unit in cbns}
 
@@ -349,22 +362,23 @@ def _inherits_statistics(unit, maps, cbns):
     return readers, known
 
 
-def _become_einsum(unit, affine):
+def _become_affine(unit, affine):
     """A trainable scale and shift for each channel."""
     rank = unit.nodes[0].input.rank
     axis = affine_lib.axis_of(unit, rank)
     letters = string.ascii_lowercase[:rank]
     shape = unit.nodes[0].input.shape
-    layer = keras.layers.EinsumDense(
+    layer = ChannelAffine(
         f"{letters},{letters[axis]}->{letters}",
         output_shape=shape[1:],
         bias_axes=letters[axis],
         name=unit.nodes[0].graph.free_name(f"{unit.name}_affine"),
         dtype=unit.config["dtype"],
+        trainable=unit.config["trainable"],
     )
     bias = affine.b.reshape((-1,) + (1,) * (rank - 1 - axis))
     arrays = {"kernel": affine.a, "bias": bias}
-    unit.become(type(layer), layer.get_config(), arrays)
+    unit.become(ChannelAffine, layer.get_config(), arrays)
 
 
 # Layers in the place of BatchNormalization
@@ -386,7 +400,7 @@ def _replace(units, template, preserve, report):
                     "Argument `norm` must return a Keras layer or None. "
                     f"Received: {layer!r} for layer '{unit.name}'"
                 )
-            cls, config = type(layer), layer.get_config()
+            cls, config = type(layer), config_of(layer)
             config["name"] = unit.name
         else:
             changes = {}

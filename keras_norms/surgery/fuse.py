@@ -5,7 +5,6 @@ planned over all calls of the layers they touch, then done at once or not at all
 shared layer has one kernel, so all its calls must agree.
 """
 
-import keras
 import numpy as np
 from keras import layers
 
@@ -43,6 +42,11 @@ _GLOBAL_AVERAGE = (
     layers.GlobalAveragePooling1D,
     layers.GlobalAveragePooling2D,
     layers.GlobalAveragePooling3D,
+)
+_COMMUTING = (
+    *(*NOISE, *ZERO_PADDING, *_CROPPING, *_UP, *_MAX, *_AVERAGE),
+    *(*_GLOBAL_MAX, *_GLOBAL_AVERAGE),
+    *(layers.Activation, layers.Reshape, layers.Flatten),
 )
 
 
@@ -283,19 +287,34 @@ def _through(node, affine, axis, forward):
     Returns:
         `(Affine, axis)`, or `None` where the layer does not commute with the map.
     """
-    cls, config = node.unit.cls, {}
-    if not issubclass(cls, keras.layers.Layer) or node.options:
+    cls = node.unit.cls
+    if cls not in _COMMUTING or node.options:
         return None
     if cls in NOISE:
         return affine, axis
+    if cls is layers.Activation:
+        return (affine, axis) if linear.has_linear_activation(node.unit) else None
     config = node.unit.config
     read, made = node.input, node.output
     other = made if forward else read
     positive, shifts = np.all(affine.a > 0), np.any(affine.b)
     last = axis == (read if forward else made).rank - 1
-    if cls is layers.Activation:
-        same = keras.activations.get(config["activation"]) is keras.activations.linear
-        return (affine, axis) if same else None
+    if cls is layers.Reshape and last and read.shape[-1] == made.shape[-1]:
+        return affine, other.rank - 1
+    if cls is layers.Flatten and last and forward:
+        if config["data_format"] == "channels_first" and read.rank > 2:
+            return None
+        if None in read.shape[1:]:
+            return None
+        copies = int(np.prod(read.shape[1:-1]))
+        return Affine(*(np.tile(v, copies) for v in affine)), made.rank - 1
+    # The others treat positions and channels differently.
+    channel = linear.channel_axis(node.unit, read.rank)
+    own = channel if made.rank == read.rank else made.rank - 1
+    if axis != (channel if forward else own):
+        return None
+    if cls in _GLOBAL_AVERAGE or (cls in _GLOBAL_MAX and positive):
+        return affine, (own if forward else channel)
     if cls in ZERO_PADDING and not shifts:
         return affine, axis
     if cls in _CROPPING:
@@ -306,21 +325,4 @@ def _through(node, affine, axis, forward):
         return affine, axis
     if cls in _AVERAGE and (config["padding"] == "valid" or not shifts):
         return affine, axis
-    if cls in _GLOBAL_AVERAGE or (cls in _GLOBAL_MAX and positive):
-        first = config["data_format"] == "channels_first"
-        channel = 1 if first else read.rank - 1
-        if forward and axis != channel:
-            return None
-        if not forward:
-            return affine, channel
-        return affine, (channel if config["keepdims"] else made.rank - 1)
-    if cls is layers.Reshape and last and read.shape[-1] == made.shape[-1]:
-        return affine, other.rank - 1
-    if cls is layers.Flatten and last and forward:
-        if config["data_format"] == "channels_first" and read.rank > 2:
-            return None
-        if None in read.shape[1:]:
-            return None
-        copies = int(np.prod(read.shape[1:-1]))
-        return Affine(*(np.tile(v, copies) for v in affine)), made.rank - 1
     return None

@@ -13,9 +13,9 @@ import numpy as np
 from keras import ops, tree
 from keras.src.backend import get_keras_mask
 from keras.src.models.functional import Functional, functional_like_constructor
-from keras.src.saving import serialization_lib
 
 from keras_norms.layers import arguments
+from keras_norms.surgery import again
 
 
 class Value:
@@ -110,7 +110,7 @@ class Unit:
     def config(self):
         if self._config is None:
             try:
-                self._config = self.source.get_config()
+                self._config = again.config_of(self.source)
             except Exception as e:
                 raise ValueError(
                     f"Layer '{self.source.name}' has no configuration to copy it from: "
@@ -154,18 +154,23 @@ class Unit:
         return layer if self.wrapper is None else self.wrapper(layer, name=self.name)
 
     def _make_layer(self):
-        config = self.config
-        if "name" not in config:
-            config = {**config, "name": self.name}
+        if again.is_copied(self.source):
+            return again.copied(self.source)
         try:
-            with serialization_lib.SafeModeScope(False):
-                try:
-                    return self.cls.from_config(dict(config))
-                except TypeError:
-                    if self._config is not None and "name" in self._config:
-                        raise
-                    return self.cls.from_config(dict(self.config))
+            config = self.config
+            if "name" not in config:
+                config = {**config, "name": self.name}
+            try:
+                return again.from_config(self.cls, config, self.source)
+            except TypeError:
+                if "name" in self.config:
+                    raise
+                return again.from_config(self.cls, self.config, self.source)
         except Exception as e:
+            if self.source is not None and not getattr(self.source, "variables", ()):
+                return again.copied(self.source)
+            if self._config is None:
+                raise
             raise ValueError(
                 f"Layer '{self.name}' could not be made again from its configuration, "
                 f"{self.cls.__name__}.from_config() failed: {e}"
@@ -211,6 +216,7 @@ class Graph:
         self.model = model
         self.units = {} if units is None else units
         self.nodes = []
+        self.has_masks = False
         values = {}
         for depth in sorted(functional._nodes_by_depth, reverse=True):
             for node in functional._nodes_by_depth[depth]:
@@ -241,6 +247,7 @@ class Graph:
             value = Value(x.shape, keras.backend.standardize_dtype(x.dtype), call)
             values[id(x)] = value
             call.outputs.append(value)
+            self.has_masks |= get_keras_mask(x) is not None
         self.nodes.append(call)
 
     def _unit(self, operation):
@@ -403,7 +410,7 @@ class Graph:
         model = self.build()
         for unit in self.all_units():
             unit.give_weights()
-        _compile_as(self.model, model)
+        again.compile_as(self.model, model)
         return model
 
 
@@ -447,15 +454,6 @@ def _without_automatic_masks(arguments):
         if all(id(leaf) in automatic for leaf in tree.flatten(kwargs["mask"])):
             del kwargs["mask"]
     return {name: value for name, value in kwargs.items() if value is not None}
-
-
-def _compile_as(old, new):
-    """Compile with the same optimizer, loss and metrics. Slots are not carried over."""
-    if not getattr(old, "compiled", False):
-        return
-    config = old.get_compile_config()
-    if config is not None:
-        new.compile_from_config(config)
 
 
 def numpy(x):

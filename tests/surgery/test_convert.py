@@ -468,16 +468,31 @@ def test_wrong_norms(norm):
         convert(m.sequential(), norm)
 
 
-def test_wrong_models_and_axes():
+def test_wrong_models():
     with pytest.raises(ValueError, match="must be built"):
         convert(keras.Sequential([layers.Dense(2)]), "cbn")
-    inputs = keras.Input((8, 8, 3))
-    x = layers.BatchNormalization(axis=2, name="wrong")(inputs)
-    model = keras.Model(inputs, layers.Conv2D(2, 3)(x))
-    with pytest.raises(ValueError, match="'wrong'.*axis=2"):
-        convert(model, "cbn")
+
+
+def test_norms_that_stay():
+    """Another axis, a mask that is given, always in training: the rest is converted."""
+    inputs = keras.Input((8, 3))
+    x = layers.BatchNormalization(name="goes")(layers.Conv1D(4, 3)(inputs))
+    x = layers.BatchNormalization(axis=1, name="axis")(layers.ReLU()(x))
+    x = layers.Conv1D(4, 1, name="second")(x)
+    x = layers.BatchNormalization(name="mask")(x, mask=x[..., 0] > 0)
+    x = layers.Dense(4)(x)
+    x = layers.BatchNormalization(name="training")(x, training=True)
+    model = m.randomize(keras.Model(inputs, layers.Dense(2)(x)))
+    for preserve in (True, False):
+        with pytest.warns(UserWarning, match="stay as they are: .'axis', 'mask', 'tr"):
+            new = convert(model, "cbn", preserve=preserve)
+        names = [layer.name for layer in norms_in(new)]
+        assert names == ["axis", "mask", "training"]
+        assert len(m.of_class(new, CBN)) == 3
+        if preserve:
+            m.assert_same_outputs(new, model, m.batch_for(model))
     # In place, the axis does not matter.
-    m.assert_same_outputs(convert(model, "noisy_bn"), model, m.batch_for(model))
+    m.assert_same_outputs(quiet(convert, model, "noisy_bn"), model, m.batch_for(model))
 
 
 @pytest.mark.parametrize("data", ["images", 3, object(), []])
