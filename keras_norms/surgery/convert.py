@@ -53,7 +53,9 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
     Dropout stands before the layer, CBN stands before that: its statistics are then
     those of the activations alone, and padding is zero after the normalisation, as it
     is with `padding="same"`. Layers that lost the `BatchNormalization` after them get a
-    bias. A new CBN is called after the first layer that reads it: `conv1_cbn`.
+    bias. A new CBN is called after the first layer that reads it: `conv1_cbn`. A
+    `BatchNormalization` of another axis than that of the channels, or that is called
+    with a mask or with `training=True`, stays, and a warning names it.
 
     **NoisyBN, LpNorm** and what a callable returns take the place and the name of each
     `BatchNormalization`. **WS, CWN, WN** wrap every layer with a kernel, under its
@@ -64,8 +66,8 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
 
     * `BatchNormalization` is folded into the layer before it, or into the CBN after it.
       Where neither is possible, as between a sum and an activation, its map stays: a
-      trainable scale and shift for each channel, as the `EinsumDense` layer
-      `<name>_affine`, for Keras has no other layer for it.
+      trainable scale and shift for each channel, as the `ChannelAffine` layer
+      `<name>_affine`, an `EinsumDense` that passes masks on.
     * A new CBN starts as the identity. For that its statistics must be those of its
       input, or the first training step changes the function. They are measured on
       `data`, in one pass: with mean mu and mean square q of the input, beta = mu and
@@ -102,12 +104,14 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
     Returns:
         A new model of the same name, with the names and weights of all layers that
         stay, and compiled with the same optimizer, loss and metrics, if `model` is. The
-        optimizer starts anew.
+        optimizer starts anew. Layers are made again from their configurations, with the
+        functions that they have; a layer of one's own without weights is copied as it
+        is.
 
     Raises:
         ValueError: If the model is subclassed or not built, if `norm` is none of the
-            above, if a layer normalises another axis than the channels, or if `data` is
-            of another kind.
+            above, if a layer with weights cannot be made again from its configuration,
+            or if `data` is of another kind.
 
     Example:
 

@@ -47,8 +47,9 @@ def fold(model):
         gone.
 
     Raises:
-        ValueError: If the model is subclassed or not built, if a layer normalises
-            another axis than the channels, or if a layer is not affine at inference.
+        ValueError: If the model is subclassed or not built, if a layer is not affine at
+            inference, or if a layer with weights cannot be made again from its
+            configuration.
 
     Example:
 

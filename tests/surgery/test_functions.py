@@ -211,7 +211,6 @@ def test_models(name):
     converted = quiet(convert, model, "cbn")
     for new in (
         converted,
-        quiet(convert, model, "noisy_bn"),
         quiet(convert, model, "wn"),
         quiet(fold, model),
         quiet(fold, converted),

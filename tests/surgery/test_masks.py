@@ -5,7 +5,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
+from keras import layers
 
 from keras_norms import CBN, WS, LpNorm, convert, fold
 from tests.surgery import models as m
@@ -56,8 +56,7 @@ def explicit(norm):
     """A mask that is given to the norm."""
 
     def outputs(x):
-        mask = ops.not_equal(ops.arange(7)[None] + 0 * ops.cast(x[..., 0], "int32"), 3)
-        return layers.LSTM(3)(norm()(tanh()(x), mask=mask))
+        return layers.LSTM(3)(norm()(tanh()(x), mask=x[..., 0] > 0))
 
     return outputs
 
@@ -155,9 +154,9 @@ def quiet(function, *args, **kwargs):
 
 
 @pytest.mark.parametrize("name", MASKED)
-@pytest.mark.parametrize("fused", [False, True], ids=["cbn", "fused"])
-def test_convert_and_fold_that(name, fused):
+def test_convert_and_fold_that(name):
     model = quiet(model_of, MASKED[name])
+    fused = name in ("dropout", "joined")
     converted = quiet(convert, model, "cbn", fused=fused)
     m.assert_same_outputs(converted, model, tokens())
     m.assert_same_outputs(quiet(fold, converted), model, tokens())
