@@ -1,6 +1,7 @@
 """ChannelAffine: a scale and a shift for each channel."""
 
 import keras
+from keras import ops
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
@@ -12,7 +13,8 @@ class ChannelAffine(keras.layers.EinsumDense):
     masks on, as normalisation layers do and `EinsumDense` does not.
 
     Args:
-        *args, **kwargs: Those of `keras.layers.EinsumDense`.
+        *args, **kwargs: Those of `keras.layers.EinsumDense`; `bias_axes` is the letter
+            of the kernel.
 
     Example:
 
@@ -22,3 +24,8 @@ class ChannelAffine(keras.layers.EinsumDense):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.supports_masking = True
+
+    def call(self, inputs, training=None):
+        # Without `ops.add`: on TensorFlow it adds to the last axis where sizes agree.
+        bias = ops.convert_to_tensor(self.bias)
+        return inputs * ops.reshape(self.kernel, bias.shape) + bias

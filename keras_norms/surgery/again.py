@@ -82,10 +82,11 @@ def from_config(cls, config, source=None):
         return cls.from_config(dict(config))
 
 
-def copied(operation):
-    """A copy that shares all but the calls: for a layer without variables."""
+def copied(operation, name):
+    """A copy that shares all but name and calls: for a layer without variables."""
     new = object.__new__(type(operation))
     vars(new).update(vars(operation))
+    object.__setattr__(new, "name", name)
     for name in ("_inbound_nodes", "_outbound_nodes"):
         object.__setattr__(new, name, [])
     return new

@@ -120,8 +120,10 @@ class Unit:
 
     @property
     def name(self):
-        # Operations made by an operator (x + y) have no name in their configuration.
-        return self.source.name if self._config is None else self._config["name"]
+        # Operations made by an operator (x + y), and layers whose constructor does not
+        # take it, have no name in their configuration.
+        known = self._config is not None and "name" in self._config
+        return self._config["name"] if known else self.source.name
 
     @property
     def layer(self):
@@ -155,20 +157,15 @@ class Unit:
 
     def _make_layer(self):
         if again.is_copied(self.source):
-            return again.copied(self.source)
+            return again.copied(self.source, self.name)
         try:
-            config = self.config
-            if "name" not in config:
-                config = {**config, "name": self.name}
-            try:
-                return again.from_config(self.cls, config, self.source)
-            except TypeError:
-                if "name" in self.config:
-                    raise
-                return again.from_config(self.cls, self.config, self.source)
+            layer = again.from_config(self.cls, self.config, self.source)
+            if "name" not in self.config:
+                layer.name = self.name
+            return layer
         except Exception as e:
             if self.source is not None and not getattr(self.source, "variables", ()):
-                return again.copied(self.source)
+                return again.copied(self.source, self.name)
             if self._config is None:
                 raise
             raise ValueError(

@@ -8,6 +8,7 @@ import pytest
 from keras import layers
 
 from keras_norms import CBN, WS, LpNorm, convert, fold
+from keras_norms.layers.channel_affine import ChannelAffine
 from tests.surgery import models as m
 
 
@@ -181,3 +182,17 @@ def test_a_map_that_stays_passes_masks_in_training_and_in_files(tmp_path):
     new.save(tmp_path / "new.keras")
     loaded = keras.models.load_model(tmp_path / "new.keras")
     m.assert_same_outputs(loaded, new, tokens(), 1e-6)
+
+
+@pytest.mark.parametrize("equation", ["abcd,b->abcd", "abcd,d->abcd"])
+def test_a_scale_and_shift_of_each_channel(equation):
+    """Where all axes have the same size."""
+    letter = equation[5]
+    layer = ChannelAffine(equation, (4, 4, 4), bias_axes=letter)
+    x = m.images(2, 4, 4, 4)
+    layer(x)
+    kernel, bias = m.images(4, seed=1), m.images(4, seed=2)
+    layer.set_weights([kernel, bias.reshape(layer.bias.shape)])
+    own = (4, 1, 1) if letter == "b" else (4,)
+    expected = x * kernel.reshape(own) + bias.reshape(own)
+    np.testing.assert_allclose(m.numpy(layer(x)), expected, rtol=1e-5, atol=1e-6)
