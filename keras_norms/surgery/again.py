@@ -4,6 +4,7 @@ A configuration names functions, and a name may stand for nothing, as that of a 
 or for something else, as that of a function called `relu`. Here it holds them.
 """
 
+import inspect
 import warnings
 
 import keras
@@ -78,8 +79,49 @@ def from_config(cls, config, source=None):
     inside = [] if source is None else [type(part) for part in _parts(source)]
     own = {each.__name__: each for each in inside if not _is_of_keras(each)}
     own[_Kept.__name__] = _Kept
+    # A constructor may take none of the arguments that all layers have.
+    untaken = _untaken(cls, config)
+    config = {name: value for name, value in config.items() if name not in untaken}
     with SafeModeScope(False), keras.saving.custom_object_scope(own):
-        return cls.from_config(dict(config))
+        new = cls.from_config(config)
+    for name, value in untaken.items():
+        setattr(new, name if name != "dtype" else "dtype_policy", value)
+    return new
+
+
+def _untaken(cls, config):
+    if _is_of_keras(cls) or not issubclass(cls, keras.layers.Layer):
+        return {}
+    taken = inspect.signature(cls.__init__).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return {}
+    names = {"name", "trainable", "dtype"} & config.keys() - taken.keys()
+    return {name: config[name] for name in names}
+
+
+def warn_of_what_is_left_out(old, new):
+    """Warn where a layer made again is another one, for its configuration is not whole.
+
+    Args:
+        old, new: The layer and the one that was made of its configuration, both built.
+    """
+    if type(old).__module__.partition(".")[0] in ("keras", "keras_norms"):
+        return
+    of_all_layers = vars(keras.layers.Layer())
+    found = [
+        f"{name}={value!r} (now {vars(new)[name]!r})"
+        for name, value in vars(old).items()
+        if isinstance(value, (bool, int, float, str))
+        and name not in of_all_layers
+        and vars(new).get(name, value) != value
+    ]
+    if found:
+        warnings.warn(
+            f"Layer '{old.name}' was made again from its configuration, and its "
+            f"function may have changed: {type(old).__name__}.get_config() leaves out "
+            + ", ".join(found),
+            stacklevel=5,
+        )
 
 
 def copied(operation, name):

@@ -301,7 +301,7 @@ def _to_cbn(graph, graphs, units, template, preserve, report):
         reader = group.first
         config = template.config(
             group.graph.free_name(f"{reader.name}_cbn"),
-            reader.config["dtype"],
+            linear.plain_dtype(reader),
             axis=-1 if group.axis == group.values[0].rank - 1 else group.axis,
         )
         unit = Unit(cls=template.cls, config=config)
@@ -322,7 +322,7 @@ def _to_cbn(graph, graphs, units, template, preserve, report):
         maps[unit] = affine_lib.affine_of(unit)
     maps = fuse.Maps(maps)
     for unit in norms:
-        if fuse.fold_backward(unit, maps):
+        if fuse.fold_backward(unit, maps, accept=linear.is_free):
             continue
         inherited = _inherits_statistics(unit, maps, cbns)
         affine = maps[unit]

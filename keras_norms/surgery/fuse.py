@@ -82,14 +82,22 @@ class Maps:
         del self._by_unit[unit]
 
 
-def fold_backward(unit, maps):
-    """Move a map into the layers before it, if it fits. Returns whether it did."""
+def fold_backward(unit, maps, accept=None):
+    """Move a map into the layers before it, if it fits. Returns whether it did.
+
+    Args:
+        unit: A map unit.
+        maps: `Maps`.
+        accept: Predicate on target units; by default all that can take a map.
+    """
     plan = _Plan()
     for node in unit.nodes:
         axis = affine_lib.axis_of(unit, node.input.rank)
         if not _trace_backward(node.input, maps[unit], axis, maps, plan):
             return False
     if unit in plan.maps or not plan.covers_all_calls():
+        return False
+    if accept is not None and not all(map(accept, plan.maps)):
         return False
     for target, (affine, _) in plan.maps.items():
         if target in maps:

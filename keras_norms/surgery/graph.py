@@ -178,6 +178,8 @@ class Unit:
         made = self.made if self.wrapper is None else self.made.layer
         if self.graph is not None or not isinstance(made, keras.layers.Layer):
             return
+        if self.layer is not None:
+            again.warn_of_what_is_left_out(self.layer, made)
         if self.layer is not None and self.layer.variables:
             old, new = self.layer.variables, made.variables
             # By place: names may be counted up. A layer that gained a bias has names.

@@ -4,6 +4,7 @@ Everything here works on a `Unit`: its weights are float64 arrays, its configura
 changed only where a bias is added. `a` and `b` are vectors over the channels.
 """
 
+import keras
 import numpy as np
 from keras import layers
 
@@ -70,6 +71,23 @@ def sees_border(unit):
         return unit.cls in TRANSPOSED and any(stride != 1 for stride in strides)
     # A transposed kernel overlaps its copies, less of them at the border.
     return unit.cls in TRANSPOSED or unit.config["padding"] != "valid"
+
+
+def is_free(unit):
+    """Whether no constraint would change the kernel or bias in the next step."""
+    return not any(
+        unit.config.get(f"{name}_constraint")
+        for name in ("kernel", "depthwise", "pointwise", "bias")
+    )
+
+
+def plain_dtype(unit):
+    """Its dtype policy as a norm can have it: without quantization."""
+    policy = keras.dtype_policies.get(unit.config["dtype"])
+    if policy.quantization_mode is None:
+        return unit.config["dtype"]
+    compute, variable = policy.compute_dtype, policy.variable_dtype
+    return compute if compute == variable else f"mixed_{compute}"
 
 
 def absorb_input(unit, a, b):

@@ -10,6 +10,7 @@ from keras import layers
 
 from keras_norms import AMAT
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.layers.weight_normalization import CWN, WN, WS
@@ -493,6 +494,33 @@ def test_norms_that_stay():
             m.assert_same_outputs(new, model, m.batch_for(model))
     # In place, the axis does not matter.
     m.assert_same_outputs(quiet(convert, model, "noisy_bn"), model, m.batch_for(model))
+
+
+def test_layers_with_constraints_take_no_map():
+    """The first step of training would undo it."""
+    inputs = keras.Input((6,))
+    x = layers.Dense(4, kernel_constraint="non_neg", name="first")(inputs)
+    x = layers.BatchNormalization()(x)
+    model = m.randomize(keras.Model(inputs, layers.Dense(2)(layers.ReLU()(x))))
+    model.layers[1].kernel.assign(keras.ops.abs(model.layers[1].kernel))
+    new = quiet(convert, model, "cbn")
+    assert m.of_class(new, ChannelAffine)
+    old = m.numpy(model.get_layer("first").kernel)
+    np.testing.assert_array_equal(m.numpy(new.get_layer("first").kernel), old)
+    m.assert_same_outputs(new, model, m.batch_for(model))
+    assert not m.of_class(quiet(fold, model), layers.BatchNormalization)
+
+
+def test_quantized_layers():
+    inputs = keras.Input((6,))
+    x = layers.ReLU()(layers.BatchNormalization()(layers.Dense(4)(inputs)))
+    x = layers.BatchNormalization()(layers.Dense(4, name="quantized")(x))
+    model = m.randomize(keras.Model(inputs, layers.Dense(2)(x)))
+    model.get_layer("quantized").quantize("int8")
+    new = quiet(convert, model, "cbn", data=m.batch_for(model))
+    assert new.get_layer("quantized").quantization_mode == "int8"
+    assert new.get_layer("quantized_cbn").compute_dtype == "float32"
+    m.assert_same_outputs(new, model, m.batch_for(model))
 
 
 @pytest.mark.parametrize("data", ["images", 3, object(), []])

@@ -57,6 +57,20 @@ class Forgetful(layers.Layer):
         return super().get_config()
 
 
+class Short(layers.Layer):
+    """A constructor that takes none of the arguments that all layers have."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.units = units
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], self.units), name="w")
+
+    def call(self, x):
+        return x @ self.w
+
+
 class OwnDense(layers.Layer):
     """Weights and a function, which stands in the configuration as it is."""
 
@@ -152,6 +166,7 @@ MODELS = {
         *(lambda: OwnDense(4, scaled_tanh(1.0)), bn, dense(), bn),
         *(lambda: SerializedDense(3, scaled_tanh(0.3)), bn),
     ),
+    "short constructors": chain(lambda: Short(4), bn, dense(), lambda: Short(3), bn),
     "initializers and regularizers": chain(
         *(dense(kernel_initializer=Ones(), kernel_regularizer=Sum()),),
         lambda: bn(gamma_regularizer=Sum(), beta_initializer=ones),
@@ -239,6 +254,28 @@ def test_functions_of_operations():
     model = m.randomize(keras.Model(inputs, bn()(layers.Dense(4)(x[:, :3]))))
     for new in (quiet(convert, model, "cbn"), quiet(fold, model)):
         m.assert_same_outputs(new, model, m.batch_for(model))
+
+
+def test_what_a_layer_of_ones_own_has():
+    layer = Short(4)
+    layer.name, layer.trainable, layer.dtype_policy = "short", False, "mixed_bfloat16"
+    model = model_of(chain(lambda: layer, bn, dense()))
+    new = quiet(convert, model, "cbn").get_layer("short")
+    assert not new.trainable and new.compute_dtype == "bfloat16"
+
+
+def test_what_a_configuration_leaves_out():
+    class Scaled(OwnDense):
+        def __init__(self, factor=1.0, **kwargs):
+            super().__init__(4, lambda x: self.factor * x, **kwargs)
+            self.factor = factor
+
+        def get_config(self):
+            return {"name": self.name}
+
+    model = model_of(chain(lambda: Scaled(0.3, name="scaled"), bn))
+    with pytest.warns(UserWarning, match="'scaled'.*leaves out factor=0.3 .now 1.0"):
+        fold(model)
 
 
 def test_the_new_norm_has_functions():
