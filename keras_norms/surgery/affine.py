@@ -1,12 +1,14 @@
 """Normalisation layers as what they are at inference: `a * x + b` for each channel."""
 
 import math
+import string
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery import linear
@@ -80,6 +82,25 @@ def affine_of(unit):
     else:
         a = gamma / np.sqrt(unit.weight("moving_variance") + epsilon)
     return Affine(a, beta - a * mean)
+
+
+def become_layer(unit, affine):
+    """Turn a norm into a trainable scale and shift for each channel."""
+    rank = unit.nodes[0].input.rank
+    axis = axis_of(unit, rank)
+    letters = string.ascii_lowercase[:rank]
+    shape = unit.nodes[0].input.shape
+    layer = ChannelAffine(
+        f"{letters},{letters[axis]}->{letters}",
+        output_shape=shape[1:],
+        bias_axes=letters[axis],
+        name=unit.nodes[0].graph.free_name(f"{unit.name}_affine"),
+        dtype=unit.config["dtype"],
+        trainable=unit.config["trainable"],
+    )
+    bias = affine.b.reshape((-1,) + (1,) * (rank - 1 - axis))
+    arrays = {"kernel": affine.a, "bias": bias}
+    unit.become(ChannelAffine, layer.get_config(), arrays)
 
 
 class Statistics(NamedTuple):

@@ -124,6 +124,31 @@ def warn_of_what_is_left_out(old, new):
         )
 
 
+def warn_of_what_is_shared(operations, model):
+    """Warn where functions refer to layers or weights of a model, and so do copies."""
+    own = {id(each): each for each in (*model._flatten_layers(), *model.variables)}
+    found = {
+        f"{own[id(each)].name} (in {operation.name})"
+        for operation in operations
+        for _, _, function in _functions(operation)
+        for each in _seen_by(getattr(function, "func", function))
+        if id(each) in own
+    }
+    if found:
+        warnings.warn(
+            "Functions of the model refer to layers or weights by themselves. The new "
+            f"model shares these with the old one: {sorted(found)}",
+            stacklevel=4,
+        )
+
+
+def _seen_by(function):
+    if not inspect.isfunction(function):
+        return [getattr(function, "__self__", None)]
+    names = inspect.getclosurevars(function)
+    return [*names.nonlocals.values(), *names.globals.values()]
+
+
 def copied(operation, name):
     """A copy that shares all but name and calls: for a layer without variables."""
     new = object.__new__(type(operation))

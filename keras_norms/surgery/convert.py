@@ -1,7 +1,6 @@
 """convert: the same network with another normalisation."""
 
 import functools
-import string
 import warnings
 
 import keras
@@ -9,7 +8,6 @@ import numpy as np
 
 from keras_norms.layers import arguments
 from keras_norms.layers.cbn import CBN
-from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.layers.weight_normalization import CWN, WN, WS
@@ -336,7 +334,7 @@ def _to_cbn(graph, graphs, units, template, preserve, report):
         if merged:
             statistics.update(dict.fromkeys(*inherited) if inherited else {})
         else:
-            _become_affine(unit, maps[unit])
+            affine_lib.become_layer(unit, maps[unit])
             maps.forget(unit)
     return {unit: (maps[unit], statistics[unit]) for unit in cbns}
 
@@ -364,25 +362,6 @@ def _inherits_statistics(unit, maps, cbns):
         unit.weight("moving_mean"), unit.weight("moving_variance")
     )
     return readers, known
-
-
-def _become_affine(unit, affine):
-    """A trainable scale and shift for each channel."""
-    rank = unit.nodes[0].input.rank
-    axis = affine_lib.axis_of(unit, rank)
-    letters = string.ascii_lowercase[:rank]
-    shape = unit.nodes[0].input.shape
-    layer = ChannelAffine(
-        f"{letters},{letters[axis]}->{letters}",
-        output_shape=shape[1:],
-        bias_axes=letters[axis],
-        name=unit.nodes[0].graph.free_name(f"{unit.name}_affine"),
-        dtype=unit.config["dtype"],
-        trainable=unit.config["trainable"],
-    )
-    bias = affine.b.reshape((-1,) + (1,) * (rank - 1 - axis))
-    arrays = {"kernel": affine.a, "bias": bias}
-    unit.become(ChannelAffine, layer.get_config(), arrays)
 
 
 # Layers in the place of BatchNormalization

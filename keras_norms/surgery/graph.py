@@ -407,8 +407,15 @@ class Graph:
     def make(self):
         """Return the new model with weights, compiled as the one that was read was."""
         model = self.build()
-        for unit in self.all_units():
+        units = self.all_units()
+        for unit in units:
             unit.give_weights()
+        sources = [
+            unit.source
+            for unit in units
+            if unit.source is not None and unit.graph is None
+        ]
+        again.warn_of_what_is_shared(sources, self.model)
         again.compile_as(self.model, model)
         return model
 

@@ -511,6 +511,14 @@ def test_layers_with_constraints_take_no_map():
     assert not m.of_class(quiet(fold, model), layers.BatchNormalization)
 
 
+def test_the_map_of_a_frozen_norm_is_frozen():
+    inputs = keras.Input((6,))
+    x = layers.BatchNormalization(trainable=False)(layers.ReLU()(inputs))
+    new = quiet(convert, keras.Model(inputs, layers.ReLU()(x)), "cbn")
+    (affine,) = m.of_class(new, ChannelAffine)
+    assert not affine.trainable_weights
+
+
 def test_quantized_layers():
     inputs = keras.Input((6,))
     x = layers.ReLU()(layers.BatchNormalization()(layers.Dense(4)(inputs)))

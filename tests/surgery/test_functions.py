@@ -278,6 +278,16 @@ def test_what_a_configuration_leaves_out():
         fold(model)
 
 
+def test_functions_that_refer_to_layers():
+    embedding = layers.Embedding(9, 5, name="tied")
+    inputs = keras.Input((7,), dtype="int32")
+    x = layers.Dense(5)(bn()(embedding(inputs)))
+    x = layers.Lambda(lambda x: x @ ops.transpose(embedding.embeddings), name="out")(x)
+    model = m.randomize(keras.Model(inputs, x))
+    with pytest.warns(UserWarning, match=r"shares these.*'tied \(in out\)'"):
+        fold(model)
+
+
 def test_the_new_norm_has_functions():
     penalty = Sum()
     model = model_of(chain(dense(), bn, layers.ReLU, dense()))
