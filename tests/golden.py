@@ -16,6 +16,7 @@ from keras import layers
 
 import keras_norms
 from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+from keras_norms.layers.channel_affine import ChannelAffine
 
 DIRECTORY = pathlib.Path(__file__).parent.parent / "saved_models" / "golden"
 RANDOM = ("noisy_bn",)  # in training mode
@@ -40,6 +41,9 @@ MODELS = {
     "cbn": lambda: _before(CBN(rho=2.0, omega=3.0)),
     "cbn_coupled": lambda: _before(CBN(decouple=False, mean_gradient="ratio")),
     "cbn_plain": lambda: _before(CBN(center=False, scale=False)),
+    "channel_affine": lambda: [
+        ChannelAffine("abcd,d->abcd", output_shape=(6, 6, 3), bias_axes="d")
+    ],
     "fused_cbn": lambda: [FusedCBN(layers.Conv2D(4, 3, padding="same"))],
     "noisy_bn": lambda: _after(NoisyBN(seed=1)),
     "lp_norm_1": lambda: _after(LpNorm(p=1)),

@@ -1,12 +1,14 @@
 """Normalisation layers as what they are at inference: `a * x + b` for each channel."""
 
 import math
+import string
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.kernels import overrides_call
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
@@ -44,6 +46,14 @@ def is_batch_norm(unit):
     return issubclass(unit.cls, BATCH_NORMS) and not overrides_call(unit.cls)
 
 
+def is_called_plainly(unit):
+    """Whether no call has more than its input, or is always in training mode."""
+    return all(
+        node.input is not None and not node.kwargs.get("training")
+        for node in unit.nodes
+    )
+
+
 def axis_of(unit, rank):
     """The channel axis of a norm, or of a diagonal EinsumDense."""
     if issubclass(unit.cls, NORMS):
@@ -74,6 +84,25 @@ def affine_of(unit):
     else:
         a = gamma / np.sqrt(unit.weight("moving_variance") + epsilon)
     return Affine(a, beta - a * mean)
+
+
+def become_layer(unit, affine):
+    """Turn a norm into a trainable scale and shift for each channel."""
+    rank = unit.nodes[0].input.rank
+    axis = axis_of(unit, rank)
+    letters = string.ascii_lowercase[:rank]
+    shape = unit.nodes[0].input.shape
+    layer = ChannelAffine(
+        f"{letters},{letters[axis]}->{letters}",
+        output_shape=shape[1:],
+        bias_axes=letters[axis],
+        name=unit.nodes[0].graph.free_name(f"{unit.name}_affine"),
+        dtype=unit.config["dtype"],
+        trainable=unit.config["trainable"],
+    )
+    bias = affine.b.reshape((-1,) + (1,) * (rank - 1 - axis))
+    arrays = {"kernel": affine.a, "bias": bias}
+    unit.become(ChannelAffine, layer.get_config(), arrays)
 
 
 class Statistics(NamedTuple):
@@ -161,35 +190,22 @@ def _or(value, default):
     return default if value is None else value
 
 
-def check_axes(graph, units):
-    """Raise unless all calls of `units` normalise the channels."""
-    for unit in units:
-        node = elsewhere(graph, unit)
-        if node is not None:
-            axis = axis_of(unit, node.input.rank)
-            raise ValueError(
-                f"Layer '{unit.name}' must normalise the channel axis of its input. "
-                f"Received: axis={axis}, where the input has shape {node.input.shape}"
-            )
-
-
 def elsewhere(graph, unit):
-    """A call of `unit` whose axis is not that of the channels, or `None`.
+    """Whether a call of `unit` is along another axis than that of the channels.
 
     The channel axis is the last one, or 1 in a model with `channels_first` layers.
     """
     formats = {
-        each.config.get("data_format")
+        linear.data_format(each)
         for each in graph.all_units()
         if linear.is_linear(each) and not issubclass(each.cls, linear.WRAPPERS)
     }
-    for node in unit.nodes:
-        axis = axis_of(unit, node.input.rank)
-        if axis != node.input.rank - 1 and (
-            axis != 1 or "channels_first" not in formats
-        ):
-            return node
-    return None
+    ranks = [node.input.rank for node in unit.nodes]
+    return any(
+        axis_of(unit, rank) != rank - 1
+        and (axis_of(unit, rank) != 1 or "channels_first" not in formats)
+        for rank in ranks
+    )
 
 
 def hidden_norms(graph):

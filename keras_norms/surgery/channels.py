@@ -225,7 +225,7 @@ class Channels:
     def _one_by_one(self, node, labels):
         """A layer of one input that treats each channel on its own."""
         unit, axis, rank = node.unit, labels.axis, node.input.rank
-        cls, config, layer = unit.cls, unit.config, unit.layer
+        cls, layer = unit.cls, unit.layer
         if cls in fuse.NOISE + _ACTIVATION_LAYERS:
             return labels
         if cls is layers.Activation:
@@ -234,18 +234,17 @@ class Channels:
             return (
                 labels if np.ndim(layer.scale) == np.ndim(layer.offset) == 0 else None
             )
-        first = config.get("data_format") == "channels_first"
-        is_channel_axis = axis == (1 if first else rank - 1)
+        is_channel_axis = axis == linear.channel_axis(unit, rank)
         if cls in _IN_PLACE:
             return labels if is_channel_axis else None
         if cls in _GLOBAL:
             if not is_channel_axis:
                 return None
-            return Labels(axis if config["keepdims"] else 1, labels.ids)
+            return Labels(axis if layer.keepdims else 1, labels.ids)
         if cls in linear.DEPTHWISE and linear.is_foldable(unit):
             if not is_channel_axis or layer.activation not in _ACTIVATIONS:
                 return None
-            ids = np.repeat(labels.ids, config["depth_multiplier"])
+            ids = np.repeat(labels.ids, layer.depth_multiplier)
             return self._passed(unit, labels, Labels(axis, ids))
         if affine_lib.is_norm(unit) or linear.diagonal_axis(unit, rank) is not None:
             if affine_lib.axis_of(unit, rank) != axis:

@@ -1,7 +1,6 @@
 """convert: the same network with another normalisation."""
 
 import functools
-import string
 import warnings
 
 import keras
@@ -14,6 +13,7 @@ from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.layers.weight_normalization import CWN, WN, WS
 from keras_norms.surgery import affine as affine_lib
 from keras_norms.surgery import fuse, linear, weights
+from keras_norms.surgery.again import config_of, from_config
 from keras_norms.surgery.fused import fuse_model
 from keras_norms.surgery.graph import Graph, Unit
 from keras_norms.surgery.placement import insertions
@@ -51,7 +51,9 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
     Dropout stands before the layer, CBN stands before that: its statistics are then
     those of the activations alone, and padding is zero after the normalisation, as it
     is with `padding="same"`. Layers that lost the `BatchNormalization` after them get a
-    bias. A new CBN is called after the first layer that reads it: `conv1_cbn`.
+    bias. A new CBN is called after the first layer that reads it: `conv1_cbn`. A
+    `BatchNormalization` of another axis than that of the channels, or that is called
+    with a mask or with `training=True`, stays, and a warning names it.
 
     **NoisyBN, LpNorm** and what a callable returns take the place and the name of each
     `BatchNormalization`. **WS, CWN, WN** wrap every layer with a kernel, under its
@@ -62,8 +64,8 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
 
     * `BatchNormalization` is folded into the layer before it, or into the CBN after it.
       Where neither is possible, as between a sum and an activation, its map stays: a
-      trainable scale and shift for each channel, as the `EinsumDense` layer
-      `<name>_affine`, for Keras has no other layer for it.
+      trainable scale and shift for each channel, as the `ChannelAffine` layer
+      `<name>_affine`, an `EinsumDense` that passes masks on.
     * A new CBN starts as the identity. For that its statistics must be those of its
       input, or the first training step changes the function. They are measured on
       `data`, in one pass: with mean mu and mean square q of the input, beta = mu and
@@ -100,12 +102,14 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
     Returns:
         A new model of the same name, with the names and weights of all layers that
         stay, and compiled with the same optimizer, loss and metrics, if `model` is. The
-        optimizer starts anew.
+        optimizer starts anew. Layers are made again from their configurations, with the
+        functions that they have; a layer of one's own without weights is copied as it
+        is.
 
     Raises:
         ValueError: If the model is subclassed or not built, if `norm` is none of the
-            above, if a layer normalises another axis than the channels, or if `data` is
-            of another kind.
+            above, if a layer with weights cannot be made again from its configuration,
+            or if `data` is of another kind.
 
     Example:
 
@@ -129,7 +133,7 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
     units = _units(graphs, skipped)
     report = _Report()
     if template.cls is CBN:
-        new = _to_cbn(graph, graphs, units, template, preserve)
+        new = _to_cbn(graph, graphs, units, template, preserve, report)
         report.hidden = affine_lib.hidden_norms(graph)
     elif template.cls in linear.WRAPPERS:
         wrapper = functools.partial(template.cls, **template.keywords)
@@ -177,7 +181,7 @@ class _Template:
                 raise _wrong_norm(norm)
             self.cls, self.keywords, self.is_given = norm.func, norm.keywords, True
         elif isinstance(norm, keras.layers.Layer):
-            self.cls, self.keywords = type(norm), dict(norm.get_config())
+            self.cls, self.keywords = type(norm), config_of(norm)
             self.is_given = True
             for name in ("name", "dtype", "layer", "build_config"):
                 self.keywords.pop(name, None)
@@ -190,7 +194,7 @@ class _Template:
         """A whole configuration of a new layer."""
         given = {**self.keywords, **changes, "name": name, "dtype": dtype}
         # A layer's own view of its arguments, defaults included.
-        return self.cls.from_config(given).get_config()
+        return config_of(from_config(self.cls, given))
 
 
 def _wrong_norm(norm):
@@ -207,6 +211,7 @@ class _Report:
 
     def __init__(self):
         self.changed, self.unwrapped, self.empty, self.hidden = [], [], [], []
+        self.kept = []
 
     def warn(self):
         parts = []
@@ -226,6 +231,11 @@ class _Report:
                 "the moving statistics of these layers are unknown, so that the first "
                 "training step changes the function; pass `data` to measure them, or "
                 f"preserve=False to train from scratch: {self.empty}"
+            )
+        if self.kept:
+            parts.append(
+                "these do not normalise channels as they come (another axis, an "
+                f"explicit mask, training=True) and stay as they are: {self.kept}"
             )
         if self.hidden:
             parts.append(
@@ -276,17 +286,22 @@ def _units(graphs, skipped):
 # CBN
 
 
-def _to_cbn(graph, graphs, units, template, preserve):
+def _to_cbn(graph, graphs, units, template, preserve, report):
     """Insert CBN layers and take BatchNormalization out."""
-    norms = [unit for unit in units if affine_lib.is_batch_norm(unit)]
-    affine_lib.check_axes(graph, norms)
+    norms = []
+    for unit in units:
+        if affine_lib.is_batch_norm(unit):
+            goes = affine_lib.is_called_plainly(unit) and not affine_lib.elsewhere(
+                graph, unit
+            )
+            (norms.append(unit) if goes else report.kept.append(unit.name))
     eligible = [unit for unit in units if linear.is_linear(unit)]
     maps = {}
     for group in insertions(graph, graphs, eligible):
         reader = group.first
         config = template.config(
             group.graph.free_name(f"{reader.name}_cbn"),
-            reader.config["dtype"],
+            linear.plain_dtype(reader),
             axis=-1 if group.axis == group.values[0].rank - 1 else group.axis,
         )
         unit = Unit(cls=template.cls, config=config)
@@ -307,7 +322,7 @@ def _to_cbn(graph, graphs, units, template, preserve):
         maps[unit] = affine_lib.affine_of(unit)
     maps = fuse.Maps(maps)
     for unit in norms:
-        if fuse.fold_backward(unit, maps):
+        if fuse.fold_backward(unit, maps, accept=linear.is_free):
             continue
         inherited = _inherits_statistics(unit, maps, cbns)
         affine = maps[unit]
@@ -321,7 +336,7 @@ def _to_cbn(graph, graphs, units, template, preserve):
         if merged:
             statistics.update(dict.fromkeys(*inherited) if inherited else {})
         else:
-            _become_einsum(unit, maps[unit])
+            affine_lib.become_layer(unit, maps[unit])
             maps.forget(unit)
     return {unit: (maps[unit], statistics[unit]) for unit in cbns}
 
@@ -351,24 +366,6 @@ def _inherits_statistics(unit, maps, cbns):
     return readers, known
 
 
-def _become_einsum(unit, affine):
-    """A trainable scale and shift for each channel."""
-    rank = unit.nodes[0].input.rank
-    axis = affine_lib.axis_of(unit, rank)
-    letters = string.ascii_lowercase[:rank]
-    shape = unit.nodes[0].input.shape
-    layer = keras.layers.EinsumDense(
-        f"{letters},{letters[axis]}->{letters}",
-        output_shape=shape[1:],
-        bias_axes=letters[axis],
-        name=unit.nodes[0].graph.free_name(f"{unit.name}_affine"),
-        dtype=unit.config["dtype"],
-    )
-    bias = affine.b.reshape((-1,) + (1,) * (rank - 1 - axis))
-    arrays = {"kernel": affine.a, "bias": bias}
-    unit.become(type(layer), layer.get_config(), arrays)
-
-
 # Layers in the place of BatchNormalization
 
 
@@ -388,7 +385,7 @@ def _replace(units, template, preserve, report):
                     "Argument `norm` must return a Keras layer or None. "
                     f"Received: {layer!r} for layer '{unit.name}'"
                 )
-            cls, config = type(layer), layer.get_config()
+            cls, config = type(layer), config_of(layer)
             config["name"] = unit.name
         else:
             changes = {}

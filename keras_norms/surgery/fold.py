@@ -5,9 +5,11 @@ import warnings
 import keras
 import numpy as np
 
+from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery import affine as affine_lib
 from keras_norms.surgery import fuse, linear
+from keras_norms.surgery.again import config_of
 from keras_norms.surgery.fused import split
 from keras_norms.surgery.graph import Graph, numpy
 
@@ -45,8 +47,9 @@ def fold(model):
         gone.
 
     Raises:
-        ValueError: If the model is subclassed or not built, if a layer normalises
-            another axis than the channels, or if a layer is not affine at inference.
+        ValueError: If the model is subclassed or not built, if a layer is not affine at
+            inference, or if a layer with weights cannot be made again from its
+            configuration.
 
     Example:
 
@@ -57,14 +60,14 @@ def fold(model):
     for unit in graph.all_units():
         if issubclass(unit.cls, linear.WRAPPERS):
             _unwrap(unit)
+    masked = any(each.has_masks for each in graph.walk())
     maps = fuse.Maps(
         {
             unit: affine_lib.affine_of(unit)
             for unit in graph.all_units()
-            if _is_map(graph, unit)
+            if _is_map(graph, unit, masked)
         }
     )
-    affine_lib.check_axes(graph, maps.units())
     shifts = _fold_all(maps)
     left = maps.units() + [
         unit
@@ -78,16 +81,20 @@ def fold(model):
         maps[unit] = affine
     for unit in maps.units():
         _become_stock(unit, maps[unit], is_shift=unit in shifts)
+    for unit in left:
+        if unit not in maps and not affine_lib.is_batch_norm(unit):
+            _become_stock(unit, affine_lib.affine_of(unit))  # a mask is given to it
     shifts = [unit for unit in shifts if np.all(maps[unit].a == 1)]
     _report(left, shifts, affine_lib.hidden_norms(graph))
     return graph.make()
 
 
-def _is_map(graph, unit):
+def _is_map(graph, unit, masked):
     if not affine_lib.is_norm(unit):
-        # An EinsumDense may as well scale steps.
+        # An EinsumDense may as well scale steps, and drops masks, as no norm does.
         is_diagonal = linear.diagonal_axis(unit, 2) is not None
-        return is_diagonal and affine_lib.elsewhere(graph, unit) is None
+        drops = masked and unit.cls is not ChannelAffine
+        return is_diagonal and not drops and not affine_lib.elsewhere(graph, unit)
     if any(node.kwargs.get("training") for node in unit.nodes):
         if affine_lib.is_batch_norm(unit):
             return False
@@ -127,12 +134,13 @@ def _unwrap(unit):
     arrays = {v.name: np.asarray(numpy(v), "float64") for v in layer.weights}
     for name, kernel in wrapper.normalized_kernels().items():
         arrays[name] = np.asarray(numpy(kernel), "float64")
-    unit.become(type(layer), {**layer.get_config(), "name": wrapper.name}, arrays)
+    config = {**config_of(layer), "name": wrapper.name}
+    unit.become(type(layer), config, arrays)
 
 
-def _become_stock(unit, affine, is_shift):
+def _become_stock(unit, affine, is_shift=False):
     """Turn a map into a layer of Keras."""
-    rank = unit.nodes[0].input.rank
+    rank = unit.nodes[0].inputs[0].rank
     axis = affine_lib.axis_of(unit, rank)
     common = {"name": unit.name, "dtype": unit.config["dtype"]}
     if is_shift and np.all(affine.a == 1):

@@ -5,7 +5,6 @@ planned over all calls of the layers they touch, then done at once or not at all
 shared layer has one kernel, so all its calls must agree.
 """
 
-import keras
 import numpy as np
 from keras import layers
 
@@ -44,6 +43,11 @@ _GLOBAL_AVERAGE = (
     layers.GlobalAveragePooling2D,
     layers.GlobalAveragePooling3D,
 )
+_COMMUTING = (
+    *(*NOISE, *ZERO_PADDING, *_CROPPING, *_UP, *_MAX, *_AVERAGE),
+    *(*_GLOBAL_MAX, *_GLOBAL_AVERAGE),
+    *(layers.Activation, layers.Reshape, layers.Flatten),
+)
 
 
 class Maps:
@@ -78,14 +82,22 @@ class Maps:
         del self._by_unit[unit]
 
 
-def fold_backward(unit, maps):
-    """Move a map into the layers before it, if it fits. Returns whether it did."""
+def fold_backward(unit, maps, accept=None):
+    """Move a map into the layers before it, if it fits. Returns whether it did.
+
+    Args:
+        unit: A map unit.
+        maps: `Maps`.
+        accept: Predicate on target units; by default all that can take a map.
+    """
     plan = _Plan()
     for node in unit.nodes:
         axis = affine_lib.axis_of(unit, node.input.rank)
         if not _trace_backward(node.input, maps[unit], axis, maps, plan):
             return False
     if unit in plan.maps or not plan.covers_all_calls():
+        return False
+    if accept is not None and not all(map(accept, plan.maps)):
         return False
     for target, (affine, _) in plan.maps.items():
         if target in maps:
@@ -283,19 +295,34 @@ def _through(node, affine, axis, forward):
     Returns:
         `(Affine, axis)`, or `None` where the layer does not commute with the map.
     """
-    cls, config = node.unit.cls, {}
-    if not issubclass(cls, keras.layers.Layer) or node.options:
+    cls = node.unit.cls
+    if cls not in _COMMUTING or node.options:
         return None
     if cls in NOISE:
         return affine, axis
+    if cls is layers.Activation:
+        return (affine, axis) if linear.has_linear_activation(node.unit) else None
     config = node.unit.config
     read, made = node.input, node.output
     other = made if forward else read
     positive, shifts = np.all(affine.a > 0), np.any(affine.b)
     last = axis == (read if forward else made).rank - 1
-    if cls is layers.Activation:
-        same = keras.activations.get(config["activation"]) is keras.activations.linear
-        return (affine, axis) if same else None
+    if cls is layers.Reshape and last and read.shape[-1] == made.shape[-1]:
+        return affine, other.rank - 1
+    if cls is layers.Flatten and last and forward:
+        if config["data_format"] == "channels_first" and read.rank > 2:
+            return None
+        if None in read.shape[1:]:
+            return None
+        copies = int(np.prod(read.shape[1:-1]))
+        return Affine(*(np.tile(v, copies) for v in affine)), made.rank - 1
+    # The others treat positions and channels differently.
+    channel = linear.channel_axis(node.unit, read.rank)
+    own = channel if made.rank == read.rank else made.rank - 1
+    if axis != (channel if forward else own):
+        return None
+    if cls in _GLOBAL_AVERAGE or (cls in _GLOBAL_MAX and positive):
+        return affine, (own if forward else channel)
     if cls in ZERO_PADDING and not shifts:
         return affine, axis
     if cls in _CROPPING:
@@ -306,21 +333,4 @@ def _through(node, affine, axis, forward):
         return affine, axis
     if cls in _AVERAGE and (config["padding"] == "valid" or not shifts):
         return affine, axis
-    if cls in _GLOBAL_AVERAGE or (cls in _GLOBAL_MAX and positive):
-        first = config["data_format"] == "channels_first"
-        channel = 1 if first else read.rank - 1
-        if forward and axis != channel:
-            return None
-        if not forward:
-            return affine, channel
-        return affine, (channel if config["keepdims"] else made.rank - 1)
-    if cls is layers.Reshape and last and read.shape[-1] == made.shape[-1]:
-        return affine, other.rank - 1
-    if cls is layers.Flatten and last and forward:
-        if config["data_format"] == "channels_first" and read.rank > 2:
-            return None
-        if None in read.shape[1:]:
-            return None
-        copies = int(np.prod(read.shape[1:-1]))
-        return Affine(*(np.tile(v, copies) for v in affine)), made.rank - 1
     return None

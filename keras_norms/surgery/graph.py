@@ -13,9 +13,9 @@ import numpy as np
 from keras import ops, tree
 from keras.src.backend import get_keras_mask
 from keras.src.models.functional import Functional, functional_like_constructor
-from keras.src.saving import serialization_lib
 
 from keras_norms.layers import arguments
+from keras_norms.surgery import again
 
 
 class Value:
@@ -110,7 +110,7 @@ class Unit:
     def config(self):
         if self._config is None:
             try:
-                self._config = self.source.get_config()
+                self._config = again.config_of(self.source)
             except Exception as e:
                 raise ValueError(
                     f"Layer '{self.source.name}' has no configuration to copy it from: "
@@ -120,8 +120,10 @@ class Unit:
 
     @property
     def name(self):
-        # Operations made by an operator (x + y) have no name in their configuration.
-        return self.source.name if self._config is None else self._config["name"]
+        # Operations made by an operator (x + y), and layers whose constructor does not
+        # take it, have no name in their configuration.
+        known = self._config is not None and "name" in self._config
+        return self._config["name"] if known else self.source.name
 
     @property
     def layer(self):
@@ -154,18 +156,18 @@ class Unit:
         return layer if self.wrapper is None else self.wrapper(layer, name=self.name)
 
     def _make_layer(self):
-        config = self.config
-        if "name" not in config:
-            config = {**config, "name": self.name}
+        if again.is_copied(self.source):
+            return again.copied(self.source, self.name)
         try:
-            with serialization_lib.SafeModeScope(False):
-                try:
-                    return self.cls.from_config(dict(config))
-                except TypeError:
-                    if self._config is not None and "name" in self._config:
-                        raise
-                    return self.cls.from_config(dict(self.config))
+            layer = again.from_config(self.cls, self.config, self.source)
+            if "name" not in self.config:
+                layer.name = self.name
+            return layer
         except Exception as e:
+            if self.source is not None and not getattr(self.source, "variables", ()):
+                return again.copied(self.source, self.name)
+            if self._config is None:
+                raise
             raise ValueError(
                 f"Layer '{self.name}' could not be made again from its configuration, "
                 f"{self.cls.__name__}.from_config() failed: {e}"
@@ -176,6 +178,8 @@ class Unit:
         made = self.made if self.wrapper is None else self.made.layer
         if self.graph is not None or not isinstance(made, keras.layers.Layer):
             return
+        if self.layer is not None:
+            again.warn_of_what_is_left_out(self.layer, made)
         if self.layer is not None and self.layer.variables:
             old, new = self.layer.variables, made.variables
             # By place: names may be counted up. A layer that gained a bias has names.
@@ -211,6 +215,7 @@ class Graph:
         self.model = model
         self.units = {} if units is None else units
         self.nodes = []
+        self.has_masks = False
         values = {}
         for depth in sorted(functional._nodes_by_depth, reverse=True):
             for node in functional._nodes_by_depth[depth]:
@@ -241,6 +246,7 @@ class Graph:
             value = Value(x.shape, keras.backend.standardize_dtype(x.dtype), call)
             values[id(x)] = value
             call.outputs.append(value)
+            self.has_masks |= get_keras_mask(x) is not None
         self.nodes.append(call)
 
     def _unit(self, operation):
@@ -401,9 +407,16 @@ class Graph:
     def make(self):
         """Return the new model with weights, compiled as the one that was read was."""
         model = self.build()
-        for unit in self.all_units():
+        units = self.all_units()
+        for unit in units:
             unit.give_weights()
-        _compile_as(self.model, model)
+        sources = [
+            unit.source
+            for unit in units
+            if unit.source is not None and unit.graph is None
+        ]
+        again.warn_of_what_is_shared(sources, self.model)
+        again.compile_as(self.model, model)
         return model
 
 
@@ -447,15 +460,6 @@ def _without_automatic_masks(arguments):
         if all(id(leaf) in automatic for leaf in tree.flatten(kwargs["mask"])):
             del kwargs["mask"]
     return {name: value for name, value in kwargs.items() if value is not None}
-
-
-def _compile_as(old, new):
-    """Compile with the same optimizer, loss and metrics. Slots are not carried over."""
-    if not getattr(old, "compiled", False):
-        return
-    config = old.get_compile_config()
-    if config is not None:
-        new.compile_from_config(config)
 
 
 def numpy(x):

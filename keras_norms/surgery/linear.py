@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from keras import layers
 
+from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.weight_normalization import CWN, WN, WS
 
 CONV = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
@@ -15,7 +16,7 @@ TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTrans
 DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
 SEPARABLE = (layers.SeparableConv1D, layers.SeparableConv2D)
 DENSE = (layers.Dense,)
-EINSUM = (layers.EinsumDense,)
+EINSUM = (layers.EinsumDense, ChannelAffine)
 PLAIN = CONV + TRANSPOSED + DEPTHWISE + SEPARABLE + DENSE + EINSUM
 WRAPPERS = (WS, CWN, WN)
 
@@ -41,21 +42,21 @@ def is_foldable(unit):
     )
 
 
-def inner(unit):
-    """The unit, or for a wrapper the layer inside of it: what has the data format."""
-    return unit.layer.layer if issubclass(unit.cls, WRAPPERS) else unit
+def data_format(unit):
+    """That of the layer, or of the one inside of a wrapper; `None` if it has none."""
+    if unit.layer is None:
+        return unit.config.get("data_format")
+    layer = unit.layer.layer if issubclass(unit.cls, WRAPPERS) else unit.layer
+    return getattr(layer, "data_format", None)
 
 
 def channel_axis(unit, rank):
     """The channel axis of its input and output."""
-    layer = inner(unit)
-    config = layer.config if layer is unit else layer.get_config()
-    return 1 if config.get("data_format") == "channels_first" else rank - 1
+    return 1 if data_format(unit) == "channels_first" else rank - 1
 
 
 def has_linear_activation(unit):
-    activation = keras.activations.get(unit.config.get("activation"))
-    return activation is keras.activations.linear
+    return unit.config.get("activation") in (None, "linear")
 
 
 def sees_border(unit):
@@ -70,6 +71,23 @@ def sees_border(unit):
         return unit.cls in TRANSPOSED and any(stride != 1 for stride in strides)
     # A transposed kernel overlaps its copies, less of them at the border.
     return unit.cls in TRANSPOSED or unit.config["padding"] != "valid"
+
+
+def is_free(unit):
+    """Whether no constraint would change the kernel or bias in the next step."""
+    return not any(
+        unit.config.get(f"{name}_constraint")
+        for name in ("kernel", "depthwise", "pointwise", "bias")
+    )
+
+
+def plain_dtype(unit):
+    """Its dtype policy as a norm can have it: without quantization."""
+    policy = keras.dtype_policies.get(unit.config["dtype"])
+    if policy.quantization_mode is None:
+        return unit.config["dtype"]
+    compute, variable = policy.compute_dtype, policy.variable_dtype
+    return compute if compute == variable else f"mixed_{compute}"
 
 
 def absorb_input(unit, a, b):

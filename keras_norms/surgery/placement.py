@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import keras
 from keras import layers, tree
 
 from keras_norms.layers.cbn import CBN
@@ -100,9 +99,7 @@ def _is_preprocessing(unit):
     if unit.layer is None:
         return unit.cls.__name__ in _PREPROCESSING_OPERATIONS
     if unit.cls is layers.Activation:
-        return keras.activations.get(unit.config["activation"]) is (
-            keras.activations.linear
-        )
+        return linear.has_linear_activation(unit)
     # Rescaling, Normalization, Resizing, random augmentation, encodings.
     return (
         issubclass(unit.cls, _PREPROCESSING)

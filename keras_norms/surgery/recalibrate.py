@@ -32,7 +32,8 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
     is the average over batches, as its moving average is.
 
     Layers that are frozen (`layer.trainable = False`) use their statistics and keep
-    them. All other weights, and the optimizer, stay as they are.
+    them, and so do those of classes derived from these that override `call`, which a
+    warning names. All other weights, and the optimizer, stay as they are.
 
     Args:
         model: A built Keras model of any kind. It is changed in place.
@@ -68,11 +69,17 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
     if batch_size is not None:
         arguments.integer("batch_size", batch_size, at_least=1)
     arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
-    found = [
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, NORMS) and layer.trainable
-    ]
+    calls = [norm.call for norm in NORMS]
+    found, others = [], []
+    for layer in model._flatten_layers():
+        if isinstance(layer, NORMS) and layer.trainable:
+            (found if type(layer).call in calls else others).append(layer)
+    if others:
+        warnings.warn(
+            "recalibrate: these layers are of classes that override `call`, and keep "
+            f"their statistics: {[layer.name for layer in others]}.",
+            stacklevel=2,
+        )
     if not found:
         raise ValueError(
             "Argument `model` must have a normalisation layer that is not frozen: "

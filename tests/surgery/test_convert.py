@@ -10,6 +10,7 @@ from keras import layers
 
 from keras_norms import AMAT
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.layers.weight_normalization import CWN, WN, WS
@@ -468,16 +469,66 @@ def test_wrong_norms(norm):
         convert(m.sequential(), norm)
 
 
-def test_wrong_models_and_axes():
+def test_wrong_models():
     with pytest.raises(ValueError, match="must be built"):
         convert(keras.Sequential([layers.Dense(2)]), "cbn")
-    inputs = keras.Input((8, 8, 3))
-    x = layers.BatchNormalization(axis=2, name="wrong")(inputs)
-    model = keras.Model(inputs, layers.Conv2D(2, 3)(x))
-    with pytest.raises(ValueError, match="'wrong'.*axis=2"):
-        convert(model, "cbn")
+
+
+def test_norms_that_stay():
+    """Another axis, a mask that is given, always in training: the rest is converted."""
+    inputs = keras.Input((8, 3))
+    x = layers.BatchNormalization(name="goes")(layers.Conv1D(4, 3)(inputs))
+    x = layers.BatchNormalization(axis=1, name="axis")(layers.ReLU()(x))
+    x = layers.Conv1D(4, 1, name="second")(x)
+    x = layers.BatchNormalization(name="mask")(x, mask=x[..., 0] > 0)
+    x = layers.Dense(4)(x)
+    x = layers.BatchNormalization(name="training")(x, training=True)
+    model = m.randomize(keras.Model(inputs, layers.Dense(2)(x)))
+    for preserve in (True, False):
+        with pytest.warns(UserWarning, match="stay as they are: .'axis', 'mask', 'tr"):
+            new = convert(model, "cbn", preserve=preserve)
+        names = [layer.name for layer in norms_in(new)]
+        assert names == ["axis", "mask", "training"]
+        assert len(m.of_class(new, CBN)) == 3
+        if preserve:
+            m.assert_same_outputs(new, model, m.batch_for(model))
     # In place, the axis does not matter.
-    m.assert_same_outputs(convert(model, "noisy_bn"), model, m.batch_for(model))
+    m.assert_same_outputs(quiet(convert, model, "noisy_bn"), model, m.batch_for(model))
+
+
+def test_layers_with_constraints_take_no_map():
+    """The first step of training would undo it."""
+    inputs = keras.Input((6,))
+    x = layers.Dense(4, kernel_constraint="non_neg", name="first")(inputs)
+    x = layers.BatchNormalization()(x)
+    model = m.randomize(keras.Model(inputs, layers.Dense(2)(layers.ReLU()(x))))
+    model.layers[1].kernel.assign(keras.ops.abs(model.layers[1].kernel))
+    new = quiet(convert, model, "cbn")
+    assert m.of_class(new, ChannelAffine)
+    old = m.numpy(model.get_layer("first").kernel)
+    np.testing.assert_array_equal(m.numpy(new.get_layer("first").kernel), old)
+    m.assert_same_outputs(new, model, m.batch_for(model))
+    assert not m.of_class(quiet(fold, model), layers.BatchNormalization)
+
+
+def test_the_map_of_a_frozen_norm_is_frozen():
+    inputs = keras.Input((6,))
+    x = layers.BatchNormalization(trainable=False)(layers.ReLU()(inputs))
+    new = quiet(convert, keras.Model(inputs, layers.ReLU()(x)), "cbn")
+    (affine,) = m.of_class(new, ChannelAffine)
+    assert not affine.trainable_weights
+
+
+def test_quantized_layers():
+    inputs = keras.Input((6,))
+    x = layers.ReLU()(layers.BatchNormalization()(layers.Dense(4)(inputs)))
+    x = layers.BatchNormalization()(layers.Dense(4, name="quantized")(x))
+    model = m.randomize(keras.Model(inputs, layers.Dense(2)(x)))
+    model.get_layer("quantized").quantize("int8")
+    new = quiet(convert, model, "cbn", data=m.batch_for(model))
+    assert new.get_layer("quantized").quantization_mode == "int8"
+    assert new.get_layer("quantized_cbn").compute_dtype == "float32"
+    m.assert_same_outputs(new, model, m.batch_for(model))
 
 
 @pytest.mark.parametrize("data", ["images", 3, object(), []])

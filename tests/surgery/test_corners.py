@@ -350,6 +350,9 @@ def test_a_layer_that_is_never_called():
 
 
 class NoConfig(layers.Layer):
+    def build(self, shape):
+        self.add_weight(shape=(), name="w")
+
     def get_config(self):
         raise NotImplementedError("no configuration")
 

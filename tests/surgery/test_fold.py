@@ -407,11 +407,18 @@ def test_models_that_cannot_be_read():
         fold(layers.Dense(2))
 
 
-def test_another_axis_than_the_channels():
-    inputs = keras.Input((8, 8, 3))
-    x = layers.BatchNormalization(axis=1, name="wrong")(inputs)
-    with pytest.raises(ValueError, match="'wrong'.*axis=1.*8, 8, 3"):
-        fold(keras.Model(inputs, layers.Conv2D(2, 3)(x)))
+@pytest.mark.parametrize("norm", [layers.BatchNormalization, CBN])
+def test_another_axis_than_the_channels(norm):
+    """It stays in place, whatever is around it; the rest is folded."""
+    inputs = keras.Input((8, 3))
+    x = layers.BatchNormalization()(layers.Conv1D(4, 1)(inputs))
+    x = layers.ZeroPadding1D(1)(norm(axis=1, name="wrong")(x))
+    x = layers.UpSampling1D(2)(layers.Cropping1D(2)(x))
+    x = layers.Dense(4)(norm(axis=1, name="steps")(x))
+    x = layers.GlobalAveragePooling1D()(layers.AveragePooling1D(2)(x))
+    model = m.randomize(keras.Model(inputs, x))
+    folded = check(model)
+    assert [layer.name for layer in norms_in(folded)] == ["wrong", "steps"]
 
 
 def test_a_norm_that_always_trains_stays():

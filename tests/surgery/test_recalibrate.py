@@ -255,6 +255,24 @@ def test_subclassed_models():
     )
 
 
+def test_a_derived_class_that_computes_something_else():
+    class Twice(layers.BatchNormalization):
+        def call(self, inputs, training=None, mask=None):
+            return 2 * super().call(inputs, training=training, mask=mask)
+
+    inputs = keras.Input((4,))
+    x = layers.BatchNormalization(name="plain")(Twice(name="twice")(inputs))
+    model = m.randomize(keras.Model(inputs, x))
+    before, x = model.get_layer("twice").get_weights(), m.images(64, 4)
+    expected = m.numpy(model.get_layer("twice")(x, training=False)).mean(0)
+    with pytest.warns(UserWarning, match="override `call`.*'twice'"):
+        recalibrate(model, x, verbose=0)
+    for a, b in zip(model.get_layer("twice").get_weights(), before):
+        np.testing.assert_array_equal(a, b)
+    mean = m.numpy(model.get_layer("plain").moving_mean)
+    np.testing.assert_allclose(mean, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_batch_renormalization():
     model = keras.Sequential(
         [keras.Input((3,)), layers.BatchNormalization(renorm=True, name="bn")]

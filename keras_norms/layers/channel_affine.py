@@ -1,0 +1,31 @@
+"""ChannelAffine: a scale and a shift for each channel."""
+
+import keras
+from keras import ops
+
+
+@keras.saving.register_keras_serializable(package="keras_norms")
+class ChannelAffine(keras.layers.EinsumDense):
+    """A trainable scale and shift for each channel: `kernel * x + bias`.
+
+    What `convert` leaves of a `BatchNormalization` that no other layer takes in: an
+    `EinsumDense` whose kernel has the one letter of the channels, and which passes
+    masks on, as normalisation layers do and `EinsumDense` does not.
+
+    Args:
+        *args, **kwargs: Those of `keras.layers.EinsumDense`; `bias_axes` is the letter
+            of the kernel.
+
+    Example:
+
+    >>> ChannelAffine("abc,c->abc", output_shape=(None, 64), bias_axes="c")
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.supports_masking = True
+
+    def call(self, inputs, training=None):
+        # Without `ops.add`: on TensorFlow it adds to the last axis where sizes agree.
+        bias = ops.convert_to_tensor(self.bias)
+        return inputs * ops.reshape(self.kernel, bias.shape) + bias

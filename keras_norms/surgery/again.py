@@ -1,0 +1,234 @@
+"""A layer made again: from its configuration, with the functions that it had.
+
+A configuration names functions, and a name may stand for nothing, as that of a closure,
+or for something else, as that of a function called `relu`. Here it holds them.
+"""
+
+import inspect
+import warnings
+
+import keras
+from keras import tree
+from keras.src.saving.serialization_lib import SafeModeScope
+
+
+class _Kept:
+    """Stands for a function or an object while `get_config` is called."""
+
+    def __init__(self, value, number):
+        self.value, self.number = value, number
+
+    def __call__(self, *args, **kwargs):
+        return self.value(*args, **kwargs)
+
+    def get_config(self):
+        return {"number": self.number}
+
+    @classmethod
+    def from_config(cls, config):
+        return config["value"]
+
+
+def config_of(thing):
+    """The configuration of a layer, optimizer or metric, which holds its functions.
+
+    Only `from_config` can read it: functions, and objects whose classes are not those
+    of Keras, are in it as they are.
+    """
+    kept = _functions(thing)
+    try:
+        for number, (part, name, value) in enumerate(kept):
+            # Past Keras, which would look for weights in the attribute.
+            object.__setattr__(part, name, _Kept(value, number))
+        config = thing.get_config()
+    finally:
+        for part, name, value in kept:
+            object.__setattr__(part, name, value)
+    plain = keras.layers.Layer.from_config.__func__
+    takes = {
+        type(part).__name__: type(part).from_config.__func__ is plain
+        for part in _parts(thing)
+        if not _is_of_keras(type(part))
+    }
+
+    def fill(entry, is_taken=False):
+        """Put functions in; as they are where a constructor takes them."""
+        if isinstance(entry, _Kept):
+            return entry.value
+        if isinstance(entry, dict):
+            if entry.get("class_name") == _Kept.__name__:
+                value = kept[entry["config"]["number"]][-1]
+                return value if is_taken else {**entry, "config": {"value": value}}
+            if "class_name" in entry:
+                is_taken = takes.get(entry["class_name"], False)
+            return {name: fill(each, is_taken) for name, each in entry.items()}
+        if type(entry) in (list, tuple):
+            return type(entry)(fill(each) for each in entry)
+        return entry
+
+    return fill(config)
+
+
+def from_config(cls, config, source=None):
+    """`cls.from_config(config)`, where the layers in it may be of any class.
+
+    Args:
+        cls, config: Class and configuration, that of `config_of`.
+        source: The layer that it is the configuration of, if any.
+    """
+    inside = [] if source is None else [type(part) for part in _parts(source)]
+    own = {each.__name__: each for each in inside if not _is_of_keras(each)}
+    own[_Kept.__name__] = _Kept
+    # A constructor may take none of the arguments that all layers have.
+    untaken = _untaken(cls, config)
+    config = {name: value for name, value in config.items() if name not in untaken}
+    with SafeModeScope(False), keras.saving.custom_object_scope(own):
+        new = cls.from_config(config)
+    for name, value in untaken.items():
+        setattr(new, name if name != "dtype" else "dtype_policy", value)
+    return new
+
+
+def _untaken(cls, config):
+    if _is_of_keras(cls) or not issubclass(cls, keras.layers.Layer):
+        return {}
+    taken = inspect.signature(cls.__init__).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return {}
+    names = {"name", "trainable", "dtype"} & config.keys() - taken.keys()
+    return {name: config[name] for name in names}
+
+
+def warn_of_what_is_left_out(old, new):
+    """Warn where a layer made again is another one, for its configuration is not whole.
+
+    Args:
+        old, new: The layer and the one that was made of its configuration, both built.
+    """
+    if type(old).__module__.partition(".")[0] in ("keras", "keras_norms"):
+        return
+    of_all_layers = vars(keras.layers.Layer())
+    found = [
+        f"{name}={value!r} (now {vars(new)[name]!r})"
+        for name, value in vars(old).items()
+        if isinstance(value, (bool, int, float, str))
+        and name not in of_all_layers
+        and vars(new).get(name, value) != value
+    ]
+    if found:
+        warnings.warn(
+            f"Layer '{old.name}' was made again from its configuration, and its "
+            f"function may have changed: {type(old).__name__}.get_config() leaves out "
+            + ", ".join(found),
+            stacklevel=5,
+        )
+
+
+def warn_of_what_is_shared(operations, model):
+    """Warn where functions refer to layers or weights of a model, and so do copies."""
+    own = {id(each): each for each in (*model._flatten_layers(), *model.variables)}
+    found = {
+        f"{own[id(each)].name} (in {operation.name})"
+        for operation in operations
+        for _, _, function in _functions(operation)
+        for each in _seen_by(getattr(function, "func", function))
+        if id(each) in own
+    }
+    if found:
+        warnings.warn(
+            "Functions of the model refer to layers or weights by themselves. The new "
+            f"model shares these with the old one: {sorted(found)}",
+            stacklevel=4,
+        )
+
+
+def _seen_by(function):
+    if not inspect.isfunction(function):
+        return [getattr(function, "__self__", None)]
+    names = inspect.getclosurevars(function)
+    return [*names.nonlocals.values(), *names.globals.values()]
+
+
+def copied(operation, name):
+    """A copy that shares all but name and calls: for a layer without variables."""
+    new = object.__new__(type(operation))
+    vars(new).update(vars(operation))
+    object.__setattr__(new, "name", name)
+    for name in ("_inbound_nodes", "_outbound_nodes"):
+        object.__setattr__(new, name, [])
+    return new
+
+
+def is_copied(operation):
+    """Whether it has no variables, and its configuration may not be all of it."""
+    if not isinstance(operation, keras.layers.Layer) or operation.variables:
+        return False
+    return not _is_of_keras(type(operation)) or any(
+        name for part, name, _ in _functions(operation) if part is operation
+    )
+
+
+def compile_as(old, new):
+    """Compile with the same optimizer, loss and metrics. Slots are not carried over.
+
+    Functions are used as they are. What cannot be made again leaves the new model
+    without a compile state, and a warning says so.
+    """
+    if not getattr(old, "compiled", False):
+        return
+    try:
+        if type(old).compile is not keras.Model.compile:
+            config = old.get_compile_config()
+            if config is not None:
+                new.compile_from_config(config)
+            return
+        settings = old._compile_config.config
+        new.compile(
+            **{k: tree.map_structure(_made_again, v) for k, v in settings.items()}
+        )
+        if new.optimizer is not None:
+            new.optimizer.build(new.trainable_variables)
+    except Exception as e:
+        warnings.warn(
+            f"The new model '{new.name}' is not compiled: the optimizer, loss or "
+            f"metrics of the old one could not be made again: {e}",
+            stacklevel=4,
+        )
+
+
+def _made_again(setting):
+    """An optimizer or a metric made again; a loss has no state."""
+    if isinstance(setting, (keras.optimizers.Optimizer, keras.metrics.Metric)):
+        return from_config(type(setting), config_of(setting))
+    return setting
+
+
+def _parts(thing):
+    """A layer with those inside of it, or the object alone."""
+    if isinstance(thing, keras.layers.Layer):
+        return thing._flatten_layers()
+    return [thing]
+
+
+def _functions(thing):
+    """What a name in a configuration may not stand for: (owner, attribute, value)."""
+    return [
+        (part, name, value)
+        for part in _parts(thing)
+        for name, value in vars(part).items()
+        if _is_kept(value) and not hasattr(type(part), name)
+    ]
+
+
+def _is_kept(value):
+    if not callable(value) or isinstance(value, (type, keras.layers.Layer)):
+        return False
+    if hasattr(value, "get_config"):
+        return not _is_of_keras(type(value))
+    # Keras finds these by their names.
+    name = getattr(value, "__name__", "")
+    return getattr(keras.activations, name, None) is not value
+
+
+def _is_of_keras(cls):
+    return cls.__module__.partition(".")[0] == "keras"
