@@ -9,10 +9,11 @@ from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery import affine as affine_lib
 from keras_norms.surgery import fuse, linear
 from keras_norms.surgery.fused import split
-from keras_norms.surgery.graph import Graph, numpy
+from keras_norms.surgery.graph import numpy
+from keras_norms.surgery.inline import NORMALIZING, graph_of
 
 
-def fold(model):
+def fold(model, inline=True):
     """Make a copy for inference, with normalisation folded into kernels and biases.
 
     At inference every normalisation layer is `a * x + b` for each channel. After a
@@ -34,10 +35,16 @@ def fold(model):
 
     A warning names these layers.
 
+    Blocks, which are layers of one's own with layers inside, and subclassed models are
+    entered as in `convert`: their class, methods and presets are lost. Those that
+    cannot be traced stay as they are, with a warning.
+
     Args:
-        model: A built Functional or Sequential model, nested or with shared layers. It
-            is not changed. Layers inside of other layers, such as
+        model: A built Functional, Sequential or subclassed model, nested or with shared
+            layers. It is not changed. Layers inside of layers of Keras, such as
             `TimeDistributed(BatchNormalization())`, stay as they are.
+        inline: Boolean, whether blocks are entered. If not, what is inside of them
+            stays, and subclassed models are refused.
 
     Returns:
         A new model of the same name, with the names of its other layers, their dtype
@@ -45,14 +52,15 @@ def fold(model):
         gone.
 
     Raises:
-        ValueError: If the model is subclassed or not built, if a layer normalises
-            another axis than the channels, or if a layer is not affine at inference.
+        ValueError: If the model is not built, if it is subclassed and cannot be traced,
+            if a layer normalises another axis than the channels, or if a layer is not
+            affine at inference.
 
     Example:
 
     >>> fold(model).export("saved_model")
     """
-    graph = Graph(model)
+    graph = graph_of(model, "fold", inline, holding=NORMALIZING)
     split(graph)
     for unit in graph.all_units():
         if issubclass(unit.cls, linear.WRAPPERS):
