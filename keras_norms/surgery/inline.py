@@ -59,30 +59,36 @@ def graph_of(model, caller, inline, holding=NORMALIZING + LINEAR, skip=None):
         return Graph(model)
     inside = model._flatten_layers()
     blocks = [x for x in inside if is_block(x) and (x is model or not _in(skip, x))]
-    tracer = Tracer(blocks)
-    with tracer.entering(inside):
-        if is_graph(model):
-            tracer.read(model)
-        elif model in blocks and model.built:
-            tracer.read_subclassed(model)
+    left, count = {}, -1
+    while len(left) > count:  # A block stays in all of its calls, or in none.
+        count = len(left)
+        tracer = Tracer(blocks, left)
+        with tracer.entering(inside):
+            if is_graph(model):
+                tracer.read(model)
+            elif model in blocks and model.built:
+                tracer.read_subclassed(model)
     if not is_graph(model) and id(model) not in tracer.traced:
         try:
             functional_of(model)
         except ValueError as e:
-            reason = tracer.left.get(id(model), (None, "it is not built"))[1]
-            raise ValueError(f"{e}. Its `call` cannot be traced: {reason}") from e
+            reason = left.get(id(model), (None, "it is not built"))[1]
+            raise ValueError(
+                f"{e}. Its `call` cannot be traced: {reason}. If it can with inputs "
+                "that you know, pass `keras.Model(inputs, model(inputs))`"
+            ) from e
     graph = Graph(model, traced=tracer.traced)
     _name_apart(graph, blocks)
-    left = [
+    named = [
         f"'{block.name}' ({type(block).__name__}): {reason}"
-        for block, reason in tracer.left.values()
+        for block, reason in left.values()
         if id(block) in graph.units
         and any(isinstance(x, holding) for x in block._flatten_layers())
     ]
-    if left:
+    if named:
         warnings.warn(
             f"{caller}: what is inside of these layers stays as it is, for their "
-            f"`call` cannot be traced: {'; '.join(left)}.",
+            f"`call` cannot be traced: {'; '.join(named)}.",
             stacklevel=3,
         )
     return graph

@@ -1,6 +1,7 @@
 """Calls of blocks traced with symbolic tensors, see inline.py."""
 
 import contextlib
+import functools
 import inspect
 import re
 import warnings
@@ -50,10 +51,10 @@ class Tracer:
 
     Attributes:
         traced: What `Graph` takes.
-        left: The blocks that cannot be traced and why, by their `id`.
+        left: The blocks that cannot be traced and why, by their `id`. More are added.
     """
 
-    def __init__(self, blocks):
+    def __init__(self, blocks, left):
         self.blocks = {id(block): block for block in blocks}
         identities = {
             id(layer): layer
@@ -62,9 +63,9 @@ class Tracer:
             if type(layer) is keras.layers.Identity
         }
         self._inside = [*blocks, *identities.values()]
-        self.traced, self.left = {}, {}
+        self.traced, self.left = {}, left
         self._same = {}  # An output of a block, and what makes it inside.
-        self._entries = []
+        self._entries, self._made = [], []
 
     @contextlib.contextmanager
     def entering(self, layers):
@@ -108,15 +109,16 @@ class Tracer:
     def read_subclassed(self, model):
         """Read a model whose inputs are known from what it was built for."""
         shapes = list((model._build_shapes_dict or {}).values())
-        inputs = [
-            tree.map_shape_structure(
-                lambda s: keras.Input(s[1:], dtype=model.input_dtype), shape
-            )
-            for shape in shapes
-        ]
-        if not inputs:
+        if not shapes or None in shapes:
             self._leave(model, "the shapes of the inputs it is built for are not known")
             return
+        layers = model._flatten_layers()
+        reads_numbers = any(isinstance(x, keras.layers.Embedding) for x in layers)
+        dtype = "int32" if reads_numbers else model.input_dtype
+        inputs = [
+            tree.map_shape_structure(lambda s: keras.Input(s[1:], dtype=dtype), shape)
+            for shape in shapes
+        ]
         entry = self._trace(model, inputs, {})
         if entry is not None:
             inputs = inputs if len(inputs) > 1 else inputs[0]
@@ -147,6 +149,9 @@ class Tracer:
         if entry is None:
             return None
         made = tree.flatten(entry.outputs)
+        if [x.shape for x in call.outputs] != [y.shape for y in made]:
+            self._leave(call.operation, "Keras takes it to make other shapes")
+            return None
         for x, y in zip(call.outputs, made):
             self._same[id(x)] = (x, y)
         calls = self._calls(made, known)
@@ -180,19 +185,23 @@ class Tracer:
         return None
 
     def _run(self, block, args, kwargs, training):
-        self._entries = []
+        self._entries, self._made = [], []
         try:
             block(*args, **kwargs, training=training)
         except Exception as e:
             self._leave(block, _first_line(e))
+        for each, alias, tensor in self._made:
+            if get_keras_mask(alias) is not get_keras_mask(tensor):
+                self._leave(each, "it gives its output a mask")
         return self._entries
 
     def _leave(self, block, reason):
         self.left.setdefault(id(block), (block, reason))
 
     def _symbolic_call(self, block):
+        alias = functools.partial(self._alias, block)
         if type(block) is keras.layers.Identity:
-            return self._alias  # It is there for its name alone.
+            return alias  # It is there for its name alone.
         original = block.symbolic_call
 
         def symbolic_call(*args, **kwargs):
@@ -204,7 +213,7 @@ class Tracer:
                 self._leave(block, str(e))
                 return original(*args, **kwargs)
             # Keras notes the block as what made its outputs.
-            return tree.map_structure(self._alias, outputs)
+            return tree.map_structure(alias, outputs)
 
         return symbolic_call
 
@@ -242,7 +251,7 @@ class Tracer:
                 if inspect.isroutine(leaf):
                     raise _CannotTrace(f"it gives '{name}' a function")
             try:
-                call.operation.get_config()
+                is_graph(call.operation) or call.operation.get_config()
             except Exception as e:
                 text = f"it calls '{name}', which has no configuration"
                 raise _CannotTrace(text) from e
@@ -336,11 +345,12 @@ class Tracer:
 
     # Tensors and calls
 
-    def _alias(self, tensor):
+    def _alias(self, layer, tensor):
         alias = keras.KerasTensor(tensor.shape, tensor.dtype)
         if get_keras_mask(tensor) is not None:
             set_keras_mask(alias, get_keras_mask(tensor))
         self._same[id(alias)] = (alias, tensor)
+        self._made.append((layer, alias, tensor))
         return alias
 
     def _real_tensor(self, leaf):

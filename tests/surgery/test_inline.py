@@ -206,6 +206,9 @@ class Reader(layers.Layer):
         self.norm = layers.BatchNormalization()
         self.lstm = layers.LSTM(3)
 
+    def compute_mask(self, x, mask):
+        return None
+
     def call(self, x, mask=None):
         return self.lstm(ops.tanh(self.norm(self.dense(x), mask=mask)), mask=mask)
 
@@ -221,6 +224,35 @@ def test_masks():
     # It does say something.
     other = np.where(tokens == 0, 1, tokens)
     assert np.max(np.abs(m.outputs(model, other) - m.outputs(model, tokens))) > 1e-3
+
+
+def test_a_mask_that_only_the_block_passes_on():
+    inputs = keras.Input((6, 6), dtype="int32")
+    x = layers.Embedding(6, 4, mask_zero=True)(inputs)
+    x = layers.Reshape((36, 4))(PassesMask(name="stays")(x))
+    model = m.randomize(keras.Model(inputs, x))
+    with pytest.warns(UserWarning, match="'stays' .*: it gives its output a mask"):
+        fold(model)
+    # Where there is no mask it can be entered.
+    model = with_block(PassesMask())
+    m.assert_same_outputs(quietly(fold, model), model, m.images(3, 6, 6, 3))
+
+
+def test_a_block_stays_in_all_of_its_calls_or_in_none():
+    """Its second call, with another shape, cannot be traced."""
+
+    class Cuts(Stays):
+        def call(self, x):
+            return super().call(x) if x.shape[1] == 6 else ops.shape(x)[0] + x
+
+    cuts = Cuts(name="cuts")
+    inputs = keras.Input((6, 6, 4))
+    x = layers.Cropping2D(1)(cuts(inputs))
+    model = m.randomize(keras.Model(inputs, cuts(x)))
+    with pytest.warns(UserWarning, match="'cuts' .*"):
+        new = convert(model, lambda norm: None)
+    assert isinstance(new.get_layer("cuts"), Cuts)
+    assert len(new.weights) == len(model.weights)
 
 
 def test_mixed_precision():
@@ -340,6 +372,17 @@ class AddsLoss(Stays):
     def call(self, x):
         self.add_loss(ops.sum(ops.ones(())))
         return super().call(x)
+
+
+class PassesMask(Stays):
+    """Its functions lose a mask, which it gives back."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+
+    def call(self, x, training=None):
+        return ops.relu(super().call(x, training))
 
 
 class FillsBatch(Stays):
