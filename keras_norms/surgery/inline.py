@@ -16,6 +16,7 @@ import warnings
 import keras
 from keras.src.models.functional import Functional
 
+from keras_norms.layers import arguments
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery import linear
 from keras_norms.surgery.affine import NORMS
@@ -51,10 +52,7 @@ def graph_of(model, caller, inline, holding=NORMALIZING + LINEAR, skip=None):
         ValueError: If the model is none of these, or is subclassed and cannot be
             traced.
     """
-    if not isinstance(inline, bool):
-        raise ValueError(
-            f"Argument `inline` must be True or False. Received: inline={inline!r}"
-        )
+    arguments.boolean("inline", inline)
     if not inline or not isinstance(model, keras.Model):
         return Graph(model)
     inside = model._flatten_layers()

@@ -51,9 +51,9 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
         The model.
 
     Raises:
-        ValueError: If the model is not built, if it has no layer to measure, if `data`
-            is of another kind, empty, or does not fit the model, or if another argument
-            is out of its range.
+        ValueError: If the model is not built, if it calls no layer to measure, if
+            `data` is of another kind, empty, or does not fit the model, or if another
+            argument is out of its range.
 
     Example:
 
@@ -85,10 +85,14 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
     measured = measure(
         model, found, data, steps, batch_size, verbose, with_batch_statistics=True
     )
+    unread = [layer.name for layer, s in zip(found, measured) if s is None]
+    if len(unread) == len(found):
+        raise ValueError(
+            f"Layers {unread} of model '{model.name}' were not called by the model."
+        )
     for layer, statistics in zip(found, measured):
         if statistics is not None:
             _assign(layer, statistics)
-    unread = [layer.name for layer, s in zip(found, measured) if s is None]
     if unread:
         warnings.warn(
             f"recalibrate: model '{model.name}' does not call these layers, which keep "
