@@ -27,7 +27,7 @@ def cheap_compilation():
 
 def is_few(x, steps, batch_size):
     """Whether inputs as `predict` takes them are known to be a few batches."""
-    first = tree.flatten(x)[0]
+    first = (tree.flatten(x) or [()])[0]
     try:
         count = len(first) if steps is None else steps
     except TypeError:
