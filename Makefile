@@ -1,6 +1,7 @@
 # make demo      the main job: CBN against BatchNormalization on real images
 # make test      the tests, on TensorFlow and JAX, and the coverage of keras_norms
-# make test-all  the same, and PyTorch, the TPU compiler, all recipes on JAX
+# make test-all  the same, and PyTorch, keras-hub's networks, the TPU compiler, all
+#                recipes on JAX
 # make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
 
 PYTHON ?= python3
@@ -36,6 +37,9 @@ test-all: test test-extra
 
 test-extra: .venv/installed-extra
 	KERAS_BACKEND=torch $(PYTEST)
+	KERAS_BACKEND=torch $(PYTEST) -m hub
+	KERAS_BACKEND=tensorflow $(PYTEST) -m hub
+	KERAS_BACKEND=jax $(PYTEST) -m hub
 	KERAS_BACKEND=jax $(PYTEST) -m tpu
 	KERAS_BACKEND=jax $(PYTEST) $(LATER_ON_JAX)
 
@@ -56,5 +60,5 @@ install: .venv/installed
 	touch $@
 
 .venv/installed-extra: .venv/installed
-	.venv/bin/pip install -q -c constraints.txt -e '.[torch,tpu]'
+	.venv/bin/pip install -q -c constraints.txt -e '.[torch,tpu,hub]'
 	touch $@

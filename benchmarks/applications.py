@@ -29,6 +29,7 @@ import warnings
 import keras
 import numpy as np
 from absl import app, flags
+from keras import tree
 
 from benchmarks import machine
 from keras_norms import AMAT
@@ -77,6 +78,11 @@ def build(name, size):
         classes=10,
         classifier_activation=None,
     )
+    return randomize(model)
+
+
+def randomize(model):
+    """Draw all weights of a model anew, so that no layer is left unused."""
     rng = np.random.default_rng(0)
     for layer in model._flatten_layers():
         for weight in layer.weights if not list(layer._layers) else ():
@@ -112,9 +118,10 @@ def difference(actual, expected):
 
 
 def outputs(model, x):
+    """All outputs, one row for each image."""
     # Not compiled: that would take longer than to run it once.
-    y = keras.ops.convert_to_numpy(model(x, training=False))
-    return np.asarray(y, "float64")
+    made = map(keras.ops.convert_to_numpy, tree.flatten(model(x, training=False)))
+    return np.hstack([np.asarray(y, "float64").reshape(len(y), -1) for y in made])
 
 
 def check(name, size, norms, batch):

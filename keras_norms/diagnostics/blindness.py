@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_norms.diagnostics.model_loss import find_layer
+from keras_norms.diagnostics.model_loss import find_layer, names_of
 from keras_norms.diagnostics.slopes import Slopes
 from keras_norms.layers import arguments
 from keras_norms.layers.channel_normalization import ChannelNormalization
@@ -37,7 +37,7 @@ class Blindness(NamedTuple):
     """What `blindness` returns, for each layer and batch. `print` shows a table.
 
     Attributes:
-        layers: Tuple of names.
+        layers: Tuple of names; of paths where several layers have that name.
         kinds: Tuple of the names of their classes.
         batches: Tuple of `"mixed"` and `"one label"`, or one of them.
         samples: Tuple, the number of samples of each batch.
@@ -169,7 +169,7 @@ def blindness(
     changes, shares, shared = zip(*results)
     shape = len(layers), len(batches)
     return Blindness(
-        layers=tuple(layer.name for layer in layers),
+        layers=tuple(names_of(layers)),
         kinds=tuple(type(layer).__name__ for layer in layers),
         batches=tuple(batches),
         samples=tuple(len(np.arange(_size(x))[c]) for c in batches.values()),

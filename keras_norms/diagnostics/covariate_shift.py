@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.landscape import learning_rate_of
-from keras_norms.diagnostics.model_loss import find_layer
+from keras_norms.diagnostics.model_loss import find_layer, names_of
 from keras_norms.layers.model_arguments import check_layers, check_model
 
 
@@ -14,7 +14,7 @@ class CovariateShift(NamedTuple):
     """What `covariate_shift` returns, an element for each layer.
 
     Attributes:
-        layers: Tuple of names.
+        layers: Tuple of names; of paths where several layers have that name.
         distances: Array, `|G - G'|_2`.
         cosines: Array, the cosine of the angle between `G` and `G'`; `nan` where one of
             them is zero.
@@ -171,8 +171,8 @@ def weights_of_layers(model, layers=None):
                 f"Received: layer '{layer.name}'"
             )
     return {
-        layer.name: np.sort(
+        name: np.sort(
             np.concatenate([places[id(v)] for v in layer.trainable_variables])
         )
-        for layer in found
+        for name, layer in zip(names_of(found), found)
     }

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_norms.diagnostics.model_loss import names_of
 from keras_norms.diagnostics.recorder import record
 from keras_norms.layers import arguments
 from keras_norms.layers.kernels import check_layer, kernels_of, overrides_call
@@ -117,8 +118,9 @@ def effective_weights(model, x, *, training=True):
             place of the statistics of the batch.
 
     Returns:
-        A dict from the name of each such `BatchNormalization` to an `EffectiveWeight`.
-        For a linear layer in `WS`, `CWN` or `WN`, `W` is the normalised kernel.
+        A dict from the name of each such `BatchNormalization`, or its path where
+        several have that name, to an `EffectiveWeight`. For a linear layer in `WS`,
+        `CWN` or `WN`, `W` is the normalised kernel.
 
     Raises:
         ValueError: If the model is not built, the batch is empty, or no
@@ -143,13 +145,14 @@ def effective_weights(model, x, *, training=True):
         if isinstance(each, keras.layers.BatchNormalization)
         and not overrides_call(each)
     ]
+    names = dict(zip(map(id, norms), names_of(norms)))
     makers, found = {}, {}
     for call in record(model, [*linear.values(), *norms], x, training):
         if id(call.layer) in linear:
             makers[id(call.output)] = call
         elif id(call.input) in makers:
             layer = makers[id(call.input)].layer
-            found[call.layer.name] = _effective(
+            found[names[id(call.layer)]] = _effective(
                 call, layer, wrappers.get(id(layer)), training
             )
     if not found:

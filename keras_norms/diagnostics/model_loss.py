@@ -159,10 +159,10 @@ class ModelLoss:
 
 
 def find_layer(model, layer, argument="layer"):
-    """The layer of `model`, nested ones too, that `layer` is or is the name of."""
+    """The layer of `model`, nested ones too, by itself, its name or its path."""
     layers = model._flatten_layers(include_self=False)
-    name = layer if isinstance(layer, str) else None
-    found = [each for each in layers if each is layer or each.name == name]
+    name = layer if isinstance(layer, str) else object()
+    found = [e for e in layers if e is layer or e.name == name or e.path == name]
     if len(found) == 1:
         return found[0]
     if found:
@@ -178,6 +178,15 @@ def find_layer(model, layer, argument="layer"):
         f"Received: {argument}={arguments.shown(layer)}. "
         f"The model has {[each.name for each in layers]}"
     )
+
+
+def names_of(layers):
+    """The name of each layer, or its path where several have that name."""
+    names = [layer.name for layer in layers]
+    return [
+        name if names.count(name) == 1 else layer.path
+        for name, layer in zip(names, layers)
+    ]
 
 
 @contextlib.contextmanager

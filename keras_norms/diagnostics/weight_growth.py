@@ -4,6 +4,7 @@ import keras
 import numpy as np
 
 from keras_norms.diagnostics.geometry import affine, float64, moments
+from keras_norms.diagnostics.model_loss import names_of
 from keras_norms.diagnostics.probes import Probe
 from keras_norms.diagnostics.recorder import record
 from keras_norms.layers.channel_normalization import ChannelNormalization
@@ -159,7 +160,8 @@ class BatchStatistics(Probe):
 
     Attributes:
         channels: Dict from `<layer>_variance_distance` and `<layer>_mean_distance` to
-            lists of arrays `(channels,)`, one for each step in `history`.
+            lists of arrays `(channels,)`, one for each step in `history`. A layer is
+            called by its path where several have its name.
 
     Raises:
         ValueError: When training begins, if a layer is not in the model, is not of
@@ -212,14 +214,14 @@ class BatchStatistics(Probe):
                 for norm in self._norms
             }
         numbers = {}
-        for norm in self._norms:
+        for name, norm in zip(names_of(self._norms), self._norms):
             if norm not in found:
                 raise ValueError(f"The model does not call layer '{norm.name}'.")
             mean, variance = found[norm]
             gamma, beta = affine(norm, len(mean))
             values = {
-                f"{norm.name}_variance_distance": np.abs(gamma**2 - variance),
-                f"{norm.name}_mean_distance": np.abs(beta - mean),
+                f"{name}_variance_distance": np.abs(gamma**2 - variance),
+                f"{name}_mean_distance": np.abs(beta - mean),
             }
             for key, value in values.items():
                 self.channels.setdefault(key, []).append(value)

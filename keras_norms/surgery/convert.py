@@ -15,7 +15,8 @@ from keras_norms.surgery import affine as affine_lib
 from keras_norms.surgery import fuse, linear, weights
 from keras_norms.surgery.again import config_of, from_config
 from keras_norms.surgery.fused import fuse_model
-from keras_norms.surgery.graph import Graph, Unit
+from keras_norms.surgery.graph import Unit
+from keras_norms.surgery.inline import graph_of
 from keras_norms.surgery.placement import insertions
 from keras_norms.surgery.recalibrate import check_data, measure, recalibrate
 
@@ -40,7 +41,7 @@ _SHARED_WITH_BATCH_NORM = (
 )
 
 
-def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
+def convert(model, norm, preserve=True, data=None, skip=None, fused=False, inline=True):
     """Make a copy of a model that normalises in another way.
 
     **CBN moves.** Every `BatchNormalization` goes, and a `CBN` stands before every
@@ -78,12 +79,23 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
       made up for, by the gain with `gain=True`, or by the statistics of the
       BatchNormalization that follows.
 
+    Blocks, which are layers of one's own with layers inside, and subclassed models are
+    entered: what their `call` calls stands in their place, with the same weights. The
+    class of a block is lost with that, and of a model that is not plainly Functional
+    also its methods and presets; layers inside that share a name get that of the block
+    before theirs. A block stays as it is, and a warning names it, if its `call` cannot
+    be traced with symbolic tensors: if it asks for their values, reads or changes
+    variables or attributes itself, adds losses, or does other things in training than
+    at inference but by passing `training` on. Layers that Keras itself has made of
+    others, such as `MultiHeadAttention` or `Bidirectional`, are not entered.
+
     With `preserve=False` the new layers start as they are made, and `data`, if there
     is any, sets their moving statistics as `recalibrate` does.
 
     Args:
-        model: A built Functional or Sequential model, nested or with shared layers. It
-            is not changed.
+        model: A built Functional, Sequential or subclassed model, nested or with shared
+            layers. It is not changed. A subclassed one is taken as what it computes of
+            the inputs that it was built for.
         norm: `"cbn"`, `"noisy_bn"`, `"lp_norm"`, `"ws"`, `"cwn"` or `"wn"`; a class of
             these; or a layer, such as `CBN(rho=2)`, whose configuration all new layers
             have, but for axis, name and dtype. A function from each
@@ -92,12 +104,14 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
         preserve: Boolean, see above.
         data: Inputs to measure statistics on: an array, a `tf.data.Dataset`, a
             `keras.utils.PyDataset`, or an iterable of batches, see `recalibrate`.
-        skip: Layers to leave alone: names, or a predicate of a layer. A model that is
-            skipped is left alone with all its layers.
+        skip: Layers to leave alone: names, or a predicate of a layer. A model or block
+            that is skipped is left alone with all its layers.
         fused: Boolean, whether each CBN is fused with the layers that read it, as
             `FusedCBN` layers under its name: the same weights and function, with less
             memory and time in training. A CBN stays as it is before a layer that
             `FusedCBN` does not take, such as one behind explicit zero padding.
+        inline: Boolean, whether blocks are entered, see above. If not, what is inside
+            of them stays, and subclassed models are refused.
 
     Returns:
         A new model of the same name, with the names and weights of all layers that
@@ -107,9 +121,9 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
         is.
 
     Raises:
-        ValueError: If the model is subclassed or not built, if `norm` is none of the
-            above, if a layer with weights cannot be made again from its configuration,
-            or if `data` is of another kind.
+        ValueError: If the model is not built, if it is subclassed and cannot be traced,
+            if `norm` is none of the above, if a layer with weights cannot be made again
+            from its configuration, or if `data` is of another kind.
 
     Example:
 
@@ -125,7 +139,7 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False):
             "Argument `fused` must be True or False, and False unless `norm` is CBN. "
             f"Received: fused={arguments.shown(fused)} with norm={norm!r}"
         )
-    graph = Graph(model)
+    graph = graph_of(model, "convert", inline, skip=skip)
     if data is not None:
         check_data(model, data)
     skipped = _skipped(graph, skip)

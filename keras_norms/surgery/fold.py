@@ -11,10 +11,11 @@ from keras_norms.surgery import affine as affine_lib
 from keras_norms.surgery import fuse, linear
 from keras_norms.surgery.again import config_of
 from keras_norms.surgery.fused import split
-from keras_norms.surgery.graph import Graph, numpy
+from keras_norms.surgery.graph import numpy
+from keras_norms.surgery.inline import NORMALIZING, graph_of
 
 
-def fold(model):
+def fold(model, inline=True):
     """Make a copy for inference, with normalisation folded into kernels and biases.
 
     At inference every normalisation layer is `a * x + b` for each channel. After a
@@ -36,10 +37,16 @@ def fold(model):
 
     A warning names these layers.
 
+    Blocks, which are layers of one's own with layers inside, and subclassed models are
+    entered as in `convert`: their class, methods and presets are lost. Those that
+    cannot be traced stay as they are, with a warning.
+
     Args:
-        model: A built Functional or Sequential model, nested or with shared layers. It
-            is not changed. Layers inside of other layers, such as
+        model: A built Functional, Sequential or subclassed model, nested or with shared
+            layers. It is not changed. Layers inside of layers of Keras, such as
             `TimeDistributed(BatchNormalization())`, stay as they are.
+        inline: Boolean, whether blocks are entered. If not, what is inside of them
+            stays, and subclassed models are refused.
 
     Returns:
         A new model of the same name, with the names of its other layers, their dtype
@@ -47,15 +54,15 @@ def fold(model):
         gone.
 
     Raises:
-        ValueError: If the model is subclassed or not built, if a layer is not affine at
-            inference, or if a layer with weights cannot be made again from its
-            configuration.
+        ValueError: If the model is not built, if it is subclassed and cannot be traced,
+            if a layer is not affine at inference, or if a layer with weights cannot be
+            made again from its configuration.
 
     Example:
 
     >>> fold(model).export("saved_model")
     """
-    graph = Graph(model)
+    graph = graph_of(model, "fold", inline, holding=NORMALIZING)
     split(graph)
     for unit in graph.all_units():
         if issubclass(unit.cls, linear.WRAPPERS):

@@ -7,6 +7,7 @@ makes new layers, calls them and gives them their weights.
 """
 
 import tempfile
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -16,6 +17,15 @@ from keras.src.models.functional import Functional, functional_like_constructor
 
 from keras_norms.layers import arguments
 from keras_norms.surgery import again
+
+
+class Call(NamedTuple):
+    """One call as Keras recorded it, on symbolic tensors."""
+
+    operation: Any
+    args: tuple
+    kwargs: dict
+    outputs: list
 
 
 class Value:
@@ -120,6 +130,8 @@ class Unit:
 
     @property
     def name(self):
+        if self.graph is not None:
+            return self.graph.name
         # Operations made by an operator (x + y), and layers whose constructor does not
         # take it, have no name in their configuration.
         known = self._config is not None and "name" in self._config
@@ -143,6 +155,12 @@ class Unit:
     def become(self, cls, config, arrays):
         """Turn into another layer at the same place."""
         self.source, self.cls, self._config, self.arrays = None, cls, config, arrays
+
+    def rename(self, name):
+        if self.graph is not None:
+            self.graph.name = name
+        else:
+            self._config = {**self.config, "name": name}
 
     def wrap_in(self, wrapper):
         """Call it inside of `wrapper(layer, name=...)`, which takes its name."""
@@ -208,53 +226,50 @@ class Graph:
     Args:
         model: A built Functional or Sequential model. It is only read.
         units: Units by the `id` of their layer, shared with nested graphs.
+        traced: Inputs, calls and outputs, as of `calls_of`, of those models that are
+            read otherwise, by the `id` of the model.
     """
 
-    def __init__(self, model, units=None):
-        functional = functional_of(model)
-        self.model = model
+    def __init__(self, model, units=None, traced=None):
+        self.traced = traced or {}
+        inputs, calls, outputs = self.traced.get(id(model)) or calls_of(model)
+        self.model, self.name = model, model.name
         self.units = {} if units is None else units
         self.nodes = []
         self.has_masks = False
         values = {}
-        for depth in sorted(functional._nodes_by_depth, reverse=True):
-            for node in functional._nodes_by_depth[depth]:
-                self._read(node, values)
-        self.inputs = tree.map_structure(
-            lambda x: values[id(x)], functional._inputs_struct
-        )
-        self.outputs = tree.map_structure(
-            lambda x: values[id(x)], functional._outputs_struct
-        )
+        for call in calls:
+            self._read(call, values)
+        self.inputs = tree.map_structure(lambda x: values[id(x)], inputs)
+        self.outputs = tree.map_structure(lambda x: values[id(x)], outputs)
         for value in tree.flatten(self.outputs):
             value.is_output = True
 
-    def _read(self, node, values):
+    def _read(self, call, values):
         def value_of(leaf):
             return values[id(leaf)] if isinstance(leaf, keras.KerasTensor) else leaf
 
-        arguments = node.arguments
-        args, kwargs = arguments.args, _without_automatic_masks(arguments)
-        if not node.is_input and any(
+        args, kwargs = call.args, _without_automatic_masks(call)
+        if any(
             isinstance(x, keras.KerasTensor) and id(x) not in values
             for x in tree.flatten((args, kwargs))
         ):
             return  # A call whose inputs are not part of this model.
         args, kwargs = tree.map_structure(value_of, (args, kwargs))
-        call = Node(self._unit(node.operation), args, kwargs, self)
-        for x in node.outputs:
-            value = Value(x.shape, keras.backend.standardize_dtype(x.dtype), call)
+        node = Node(self._unit(call.operation), args, kwargs, self)
+        for x in call.outputs:
+            value = Value(x.shape, keras.backend.standardize_dtype(x.dtype), node)
             values[id(x)] = value
-            call.outputs.append(value)
+            node.outputs.append(value)
             self.has_masks |= get_keras_mask(x) is not None
-        self.nodes.append(call)
+        self.nodes.append(node)
 
     def _unit(self, operation):
         unit = self.units.get(id(operation))
         if unit is None:
             unit = self.units[id(operation)] = Unit(operation)
             if is_graph(operation):
-                unit.graph = Graph(operation, self.units)
+                unit.graph = Graph(operation, self.units, self.traced)
         return unit
 
     # What is there
@@ -371,18 +386,20 @@ class Graph:
             for structure in (self.inputs, self.outputs)
         )
         cls = type(self.model)
-        if cls in (Functional, keras.Model) or not functional_like_constructor(cls):
+        if not is_graph(self.model) or not functional_like_constructor(cls):
             cls = keras.Model
-        if isinstance(self.model, keras.Sequential):
+        if cls is Functional or isinstance(self.model, keras.Sequential):
             cls = keras.Model
-        model = cls(inputs, outputs, name=self.model.name)
+        model = cls(inputs, outputs, name=self.name)
         if not self.model.trainable:
             model.trainable = False
         return model
 
     def _is_chain(self):
         return all(
-            len(node.args) == len(node.outputs) == 1 for node in self.nodes[1:]
+            len(node.args) == len(node.outputs) == 1
+            and issubclass(node.unit.cls, keras.layers.Layer)
+            for node in self.nodes[1:]
         ) and all(
             node.input is before.output
             for before, node in zip(self.nodes, self.nodes[1:])
@@ -390,13 +407,7 @@ class Graph:
 
     def _build_sequential(self):
         layers = [self._make(node.unit) for node in self.nodes]
-        if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
-            raise ValueError(
-                f"Model '{self.model.name}' cannot be a Sequential model any more."
-            )
-        return keras.Sequential(
-            layers, name=self.model.name, trainable=self.model.trainable
-        )
+        return keras.Sequential(layers, name=self.name, trainable=self.model.trainable)
 
     @staticmethod
     def _make(unit):
@@ -418,6 +429,17 @@ class Graph:
         again.warn_of_what_is_shared(sources, self.model)
         again.compile_as(self.model, model)
         return model
+
+
+def calls_of(model):
+    """The inputs, the calls in an order in which they can be run, and the outputs."""
+    functional = functional_of(model)
+    calls = [
+        Call(node.operation, node.arguments.args, node.arguments.kwargs, node.outputs)
+        for depth in sorted(functional._nodes_by_depth, reverse=True)
+        for node in functional._nodes_by_depth[depth]
+    ]
+    return functional._inputs_struct, calls, functional._outputs_struct
 
 
 def is_graph(layer):
@@ -451,11 +473,11 @@ def functional_of(model):
     return model
 
 
-def _without_automatic_masks(arguments):
+def _without_automatic_masks(call):
     """The keyword arguments of a call, less masks that Keras fills in by itself."""
-    kwargs = dict(arguments.kwargs)
+    kwargs = dict(call.kwargs)
     if "mask" in kwargs:
-        first = arguments.args[0] if arguments.args else None
+        first = call.args[0] if call.args else None
         automatic = {id(get_keras_mask(x)) for x in tree.flatten(first)} | {id(None)}
         if all(id(leaf) in automatic for leaf in tree.flatten(kwargs["mask"])):
             del kwargs["mask"]

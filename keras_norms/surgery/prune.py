@@ -13,6 +13,7 @@ from keras_norms.surgery import linear, resize
 from keras_norms.surgery.channels import Channels
 from keras_norms.surgery.fused import split
 from keras_norms.surgery.graph import Graph, numpy
+from keras_norms.surgery.inline import LINEAR, graph_of
 from keras_norms.surgery.recalibrate import _batches, _wrong_data
 from keras_norms.surgery.substitutes import Choice, Site
 
@@ -66,7 +67,9 @@ class Pruned(NamedTuple):
         return "\n".join(lines)
 
 
-def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
+def prune(
+    model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32, inline=True
+):
     """Make a copy with fewer channels, which computes the same up to a stated error.
 
     At training a normalised channel differs from all others by gamma and beta alone:
@@ -105,9 +108,12 @@ def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
     `TimeDistributed` and WS (see `fold`), EinsumDense, and subclasses. Each layer keeps
     one channel at least.
 
+    Blocks, which are layers of one's own with layers inside, and subclassed models are
+    entered as in `convert`, and lose their class, methods and presets.
+
     Args:
-        model: A built Functional or Sequential model, nested or with shared layers. It
-            is not changed. A `FusedCBN` comes back as a CBN and its layers.
+        model: A built Functional, Sequential or subclassed model, nested or with shared
+            layers. It is not changed. A `FusedCBN` comes back as a CBN and its layers.
         data: Inputs to measure on, as in `recalibrate`. A few hundred to thousand are
             enough; they are kept in memory.
         gamma: Float >= 0, or `None` for no constants. Standard deviations up to it
@@ -119,6 +125,8 @@ def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
         steps: Optional integer, how many batches of `data` to use. Needed where it is
             endless.
         batch_size: Integer, for arrays.
+        inline: Boolean, whether blocks are entered. If not, nothing inside of them
+            goes, and subclassed models are refused.
 
     Returns:
         A `Pruned`: the new model, of the same name, with the names of all layers and
@@ -128,8 +136,8 @@ def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
         training data then, or train it on.
 
     Raises:
-        ValueError: If the model is subclassed or not built, if it has no channel that
-            could go, or if an argument is out of its range.
+        ValueError: If the model is not built, if it is subclassed and cannot be traced,
+            if it has no channel that could go, or if an argument is out of its range.
 
     Example:
 
@@ -144,7 +152,7 @@ def prune(model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32):
     https://arxiv.org/abs/1708.06519
     """
     _check(gamma, similarity, steps, batch_size)
-    graph = Graph(model)
+    graph = graph_of(model, "prune", inline, holding=LINEAR)
     if any(unit.cls is FusedCBN for unit in graph.all_units()):
         split(graph)
         model = graph.make()

@@ -15,6 +15,7 @@ from keras_norms.ops import lp_norm, normalize
 from keras_norms.ops.moments import Moments, moments, per_channel, reduction_axes
 from keras_norms.surgery.affine import NORMS, Statistics
 from keras_norms.surgery.graph import numpy
+from keras_norms.surgery.hurry import FEW, cheap_compilation, is_few
 
 
 def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
@@ -32,8 +33,10 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
     is the average over batches, as its moving average is.
 
     Layers that are frozen (`layer.trainable = False`) use their statistics and keep
-    them, and so do those of classes derived from these that override `call`, which a
-    warning names. All other weights, and the optimizer, stay as they are.
+    them, and so do layers that the model has but does not call, and those of classes
+    derived from these that override `call`; a warning names both. Layers inside of
+    other layers are measured like all others. All other weights, and the optimizer,
+    stay as they are.
 
     Args:
         model: A built Keras model of any kind. It is changed in place.
@@ -49,9 +52,9 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
         The model.
 
     Raises:
-        ValueError: If the model is not built, if it has no layer to measure, if `data`
-            is of another kind, empty, or does not fit the model, or if another argument
-            is out of its range.
+        ValueError: If the model is not built, if it calls no layer to measure, if
+            `data` is of another kind, empty, or does not fit the model, or if another
+            argument is out of its range.
 
     Example:
 
@@ -89,8 +92,20 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
     measured = measure(
         model, found, data, steps, batch_size, verbose, with_batch_statistics=True
     )
+    unread = [layer.name for layer, s in zip(found, measured) if s is None]
+    if len(unread) == len(found):
+        raise ValueError(
+            f"Layers {unread} of model '{model.name}' were not called by the model."
+        )
     for layer, statistics in zip(found, measured):
-        _assign(layer, statistics)
+        if statistics is not None:
+            _assign(layer, statistics)
+    if unread:
+        warnings.warn(
+            f"recalibrate: model '{model.name}' does not call these layers, which keep "
+            f"their statistics: {unread}.",
+            stacklevel=2,
+        )
     return model
 
 
@@ -113,12 +128,22 @@ def measure(
             batch instead of their own.
 
     Returns:
-        A list of `Statistics`, in float64, one for each layer.
+        A list of `Statistics`, in float64, one for each layer; `None` for a layer that
+        the model does not call.
     """
     probe = _Probe(model, layers, with_batch_statistics)
     x = _batches(model, data)
+    if isinstance(data, list) and not isinstance(x, list):
+        few = len(data) <= FEW
+    else:
+        few = is_few(x, steps, batch_size)
+    if few and keras.backend.backend() == "tensorflow":
+        probe.compile(run_eagerly=True)  # Faster than to make a graph.
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            cheap_compilation() if few else contextlib.nullcontext(),
+        ):
             # All of it was asked for.
             warnings.filterwarnings("ignore", "Your input ran out of data")
             outputs = probe.predict(x, batch_size, verbose, steps)
@@ -129,12 +154,7 @@ def measure(
     by_layer = [[] for _ in layers]
     for index, output in zip(probe.recorder.order, tree.flatten(outputs)):
         by_layer[index].append(np.asarray(output, "float64"))
-    unread = [layer.name for layer, values in zip(layers, by_layer) if not values]
-    if unread:
-        raise ValueError(
-            f"Layers {unread} of model '{model.name}' were not called by the model."
-        )
-    return [_combine(np.concatenate(values)) for values in by_layer]
+    return [_combine(np.concatenate(values)) if values else None for values in by_layer]
 
 
 class _Recorder:
@@ -207,6 +227,8 @@ class _Probe(keras.Model):
         super().__init__(name="probe")
         self.model = model
         self.recorder = _Recorder(layers, with_batch_statistics)
+        # JAX would call it once to build it, and compile each operation by itself.
+        self.built = True
 
     def call(self, inputs):
         with self.recorder.recording() as rows:

@@ -130,9 +130,10 @@ SURGERY = {
                 )
             ).refuses(["hidden", 3], "Hidden", {"hidden": 1}),
             "fused": SWITCH,
+            "inline": SWITCH,
         },
     ),
-    "fold": Entry(surgery.fold, {}, {"model": BUILT}),
+    "fold": Entry(surgery.fold, {"model": MODEL}, {"model": BUILT, "inline": SWITCH}),
     "recalibrate": Entry(
         surgery.recalibrate,
         {"model": MODEL, "data": X},
@@ -154,6 +155,7 @@ SURGERY = {
             "similarity": number(above=0, most=1).or_none(),
             "steps": COUNT.or_none(),
             "batch_size": COUNT,
+            "inline": SWITCH,
         },
     ),
 }

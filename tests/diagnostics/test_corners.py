@@ -104,6 +104,40 @@ def test_a_weight_that_has_no_gradient():
     assert np.isnan(found.deviations[place]) and np.isnan(found.unit_deviations[place])
 
 
+class _Block(layers.Layer):
+    """Its layers have the same names as those of all others."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(3, name="dense")
+        self.norm = layers.BatchNormalization(name="norm")
+
+    def call(self, x):
+        return self.norm(self.dense(x))
+
+
+def test_layers_in_blocks_that_share_a_name_go_by_their_paths():
+    inputs = keras.Input((2,))
+    middle = _Block(name="two")(_Block(name="one")(inputs))
+    model = keras.Model(inputs, layers.Dense(2, name="top")(middle))
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 2), "float32")
+    assert list(diagnostics.effective_weights(model, x)) == ["one/norm", "two/norm"]
+    names = ["one/dense", "two/dense", "top"]
+    given = {"loss": "mse", "learning_rate": 0.1}
+    for chosen in (None, names):
+        found = diagnostics.covariate_shift(model, x, y, layers=chosen, **given)
+        kernels = [name for name in found.layers if "norm" not in name]
+        assert kernels == names
+    assert diagnostics.blindness(model, x, y, "mse").layers == ("one/norm", "two/norm")
+    model.compile("sgd", "mse")
+    probe = diagnostics.BatchStatistics(x, every=1)
+    model.fit(x, y, verbose=0, callbacks=[probe])
+    assert {name.rpartition("_")[0].rpartition("_")[0] for name in probe.channels} == {
+        "one/norm",
+        "two/norm",
+    }
+
+
 def test_a_norm_that_the_model_does_not_call():
     class Idle(ByKeyword):
         def __init__(self):

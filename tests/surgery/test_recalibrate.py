@@ -295,3 +295,24 @@ def test_bad_input():
     for data in (None, "images", 3, object(), []):
         with pytest.raises(ValueError, match="Argument `data` must be"):
             quietly(model, data)
+
+
+def test_few_batches_and_many_are_measured_alike():
+    """A few run eagerly on TensorFlow, and with a cheap compilation on JAX."""
+    model = network(layers.BatchNormalization)
+    norm = model.get_layer("first")
+    x = m.images(40, 6, 6, 3)
+    mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    parts = [x[i : i + 4] for i in range(0, 40, 4)]
+    for data, options in (
+        (x, {"batch_size": 8}),
+        (x, {"batch_size": 4}),
+        (x, {"batch_size": 4, "steps": 10}),
+        (parts, {}),
+        (parts[:5] + [x[20:]], {}),
+        (iter(parts), {}),
+    ):
+        norm.moving_mean.assign(np.zeros(3))
+        quietly(model, data, **options)
+        for name, expected in (("moving_mean", mean), ("moving_variance", variance)):
+            np.testing.assert_allclose(weight(norm, name), expected, rtol=1e-4)

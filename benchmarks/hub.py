@@ -1,0 +1,332 @@
+"""convert and fold over the networks of keras-hub, whose blocks are layers themselves.
+
+    python -m benchmarks.hub                                # all, 2 CPU cores
+    python -m benchmarks.hub --networks=MobileNetV3,HGNetV2
+
+Each network is built small, without presets, with random weights as in
+benchmarks/applications.py. For each:
+
+* `convert(model, "cbn", data=...)` gives the same outputs and leaves no
+  BatchNormalization; how long it takes;
+* the model trains two steps, is saved, and loads;
+* `fold` of the network, and of the trained one, gives the same outputs with layers of
+  Keras only.
+
+A difference is max |a - b| / max |b| over all outputs. --table writes the table.
+"""
+
+import importlib.metadata
+import json
+import pathlib
+import tempfile
+import time
+import warnings
+
+import keras
+import numpy as np
+from absl import app, flags
+from keras import layers, tree
+
+from benchmarks import machine
+from benchmarks.applications import cell, count, difference, outputs, randomize
+from keras_norms import AMAT
+from keras_norms.layers.cbn import CBN
+from keras_norms.surgery import convert, fold
+
+SIZE = 64
+PRESERVE_LIMIT = 1e-4
+FOLD_LIMIT = 2e-5
+
+
+def _models():
+    import keras_hub  # Not at import: it takes seconds, and few have it.
+
+    return keras_hub.models
+
+
+def _resnet(block_type, **settings):
+    settings = {
+        "input_conv_filters": [64],
+        "input_conv_kernel_sizes": [7],
+        "use_pre_activation": False,
+        **settings,
+    }
+    return _models().ResNetBackbone(
+        stackwise_num_filters=[64, 16, 16, 24],
+        stackwise_num_blocks=[1, 2, 1, 1],
+        stackwise_num_strides=[1, 2, 2, 2],
+        block_type=block_type,
+        image_shape=(SIZE, SIZE, 3),
+        **settings,
+    )
+
+
+def _densenet():
+    return _models().DenseNetBackbone(
+        [2, 3, 2], image_shape=(SIZE, SIZE, 3), growth_rate=8
+    )
+
+
+def _mobilenet():
+    swish = "hard_swish"
+    return _models().MobileNetBackbone(
+        stackwise_expansion=[[24, 32], [40, 48, 48], [48, 64]],
+        stackwise_num_blocks=[2, 3, 2],
+        stackwise_num_filters=[[16, 16], [24, 24, 24], [32, 32]],
+        stackwise_kernel_size=[[3, 3], [5, 5, 5], [5, 5]],
+        stackwise_num_strides=[[2, 1], [2, 1, 1], [2, 1]],
+        stackwise_se_ratio=[[None, None], [0.25, 0.25, 0.25], [0.3, 0.25]],
+        stackwise_activation=[["relu", "relu"], [swish] * 3, [swish] * 2],
+        stackwise_padding=[[1, 1], [2, 2, 2], [2, 2]],
+        output_num_filters=48,
+        depthwise_filters=8,
+        depthwise_stride=2,
+        depthwise_residual=False,
+        last_layer_filter=64,
+        squeeze_and_excite=0.5,
+        image_shape=(SIZE, SIZE, 3),
+    )
+
+
+def _efficientnet(blocks):
+    return _models().EfficientNetBackbone(
+        stackwise_width_coefficients=[1.0] * 3,
+        stackwise_depth_coefficients=[1.0] * 3,
+        stackwise_kernel_sizes=[3, 5, 3],
+        stackwise_num_repeats=[1, 2, 2],
+        stackwise_input_filters=[16, 16, 24],
+        stackwise_output_filters=[16, 24, 32],
+        stackwise_expansion_ratios=[1, 4, 4],
+        stackwise_squeeze_and_excite_ratios=[0.25, 0.25, 0.25],
+        stackwise_strides=[1, 2, 2],
+        stackwise_block_types=blocks,
+        stackwise_force_input_filters=[0] * 3,
+        stackwise_nores_option=[False] * 3,
+        num_features=64,
+        input_shape=(SIZE, SIZE, 3),
+    )
+
+
+def _cspnet():
+    return _models().CSPNetBackbone(
+        stem_filters=16,
+        stem_kernel_size=3,
+        stem_strides=1,
+        stackwise_depth=[1, 2, 2],
+        stackwise_strides=[1, 2, 2],
+        stackwise_num_filters=[16, 24, 32],
+        block_type="dark_block",
+        stage_type="csp",
+        bottle_ratio=[0.5, 1.0, 1.0],
+        block_ratio=[1.0, 0.5, 0.5],
+        expand_ratio=[2.0, 1.0, 1.0],
+        down_growth=True,
+        image_shape=(SIZE, SIZE, 3),
+    )
+
+
+def _xception():
+    return _models().XceptionBackbone(
+        stackwise_conv_filters=[[8, 16], [16, 24], [24, 24, 24], [32, 32]],
+        stackwise_pooling=[True, True, False, False],
+        image_shape=(SIZE, SIZE, 3),
+    )
+
+
+def _hgnet(affine):
+    return _models().HGNetV2Backbone(
+        depths=[1, 2, 1],
+        embedding_size=8,
+        hidden_sizes=[16, 24, 32],
+        stem_channels=[3, 8, 8],
+        hidden_act="relu",
+        use_learnable_affine_block=affine,
+        stackwise_stage_filters=[
+            (8, 8, 16, 1, 2, 3),
+            (16, 8, 24, 2, 2, 3),
+            (24, 16, 32, 1, 2, 5),
+        ],
+        apply_downsample=[False, True, True],
+        use_lightweight_conv_block=[False, False, True],
+        image_shape=(SIZE, SIZE, 3),
+    )
+
+
+def _vgg():
+    """keras-hub's VGG, which has no norms, with one behind each convolution."""
+
+    def with_norm(layer, *args, **kwargs):
+        y = layer(*args, **kwargs)
+        if isinstance(layer, layers.Conv2D):
+            y = layers.BatchNormalization(name=f"{layer.name}_bn")(y)
+        return y
+
+    model = _models().VGGBackbone([1, 2, 2], [8, 16, 24], image_shape=(SIZE, SIZE, 3))
+    plain = keras.Model(model.input, model.output)
+    return keras.models.clone_model(plain, call_function=with_norm)
+
+
+def _deeplab():
+    return _models().DeepLabV3Backbone(
+        image_encoder=_resnet("bottleneck_block"),
+        spatial_pyramid_pooling_key="P5",
+        upsampling_size=8,
+        dilation_rates=[1, 2],
+        low_level_feature_key="P2",
+        projection_filters=8,
+        image_shape=(SIZE, SIZE, 3),
+    )
+
+
+def _retinanet():
+    return _models().RetinaNetBackbone(
+        image_encoder=_resnet("basic_block"),
+        min_level=3,
+        max_level=7,
+        use_p5=False,
+        use_fpn_batch_norm=True,
+        image_shape=(SIZE, SIZE, 3),
+    )
+
+
+NETWORKS = {
+    "ResNet": lambda: _resnet("bottleneck_block"),
+    "ResNetV2": lambda: _resnet("basic_block", use_pre_activation=True),
+    "ResNet-vd": lambda: _resnet(
+        "bottleneck_block_vd",
+        input_conv_filters=[8, 8, 64],
+        input_conv_kernel_sizes=[3, 3, 3],
+    ),
+    "DenseNet": _densenet,
+    "MobileNetV3": _mobilenet,
+    "EfficientNet": lambda: _efficientnet(["v1"] * 3),
+    "EfficientNetV2": lambda: _efficientnet(["fused", "fused", "unfused"]),
+    "CSPNet": _cspnet,
+    "Xception": _xception,
+    "HGNetV2": lambda: _hgnet(affine=False),
+    "HGNetV2-affine": lambda: _hgnet(affine=True),
+    "VGG-norms": _vgg,
+    "DeepLabV3": _deeplab,
+    "RetinaNet": _retinanet,
+}
+
+_NETWORKS = flags.DEFINE_list("networks", list(NETWORKS), "Names of networks.")
+_OUTPUT = flags.DEFINE_string("table", None, "Markdown file to write the table to.")
+
+
+def check(name, batch=8):
+    """Everything for one network. Returns a row."""
+    keras.utils.set_random_seed(0)
+    model = randomize(NETWORKS[name]())
+    x = np.random.default_rng(1).normal(size=(batch, SIZE, SIZE, 3)).astype("float32")
+    expected = outputs(model, x)
+    row = {
+        "network": name,
+        "layers": len(list(model._flatten_layers())),
+        "BatchNormalization": count(model, layers.BatchNormalization),
+        "spread": float(np.max(np.std(expected, 0)) / np.max(np.abs(expected))),
+    }
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        start = time.process_time()
+        new = convert(model, "cbn", data=x)
+        row["seconds"] = time.process_time() - start
+    row["warnings"] = [str(w.message) for w in said if "convert:" in str(w.message)]
+    row["CBN"] = count(new, CBN)
+    row["left"] = count(new, layers.BatchNormalization)
+    row["preserve"] = difference(outputs(new, x), expected)
+    targets = tree.map_structure(keras.ops.zeros_like, new(x, training=False))
+    # On TensorFlow, making a graph of the step takes longer than to run it twice.
+    eagerly = keras.backend.backend() == "tensorflow"
+    new.compile(keras.optimizers.SGD(1e-3, clipnorm=1.0), "mse", run_eagerly=eagerly)
+    history = new.fit(
+        x, targets, len(x), epochs=2, verbose=0, callbacks=[AMAT()], shuffle=False
+    )
+    row["losses"] = history.history["loss"]
+    trained = outputs(new, x)
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "model.keras"
+        new.save(file)
+        loaded = keras.models.load_model(file)
+    row["load"] = difference(outputs(loaded, x), trained)
+    row["fold"], row["stay"] = _folded(model, x, expected)
+    row["CBN fold"], row["CBN stay"] = _folded(loaded, x, trained)
+    row["unchanged"] = difference(outputs(model, x), expected) == 0
+    return row
+
+
+def _folded(model, x, expected):
+    """The difference after fold, and how many norms are left."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = fold(model)
+    for layer in result._flatten_layers():
+        package = type(layer).__module__.partition(".")[0]
+        if package != "keras" and not layer.name.endswith("_lab"):
+            raise AssertionError(f"layer '{layer.name}' of {package} is left")
+    return difference(outputs(result, x), expected), count(
+        result, layers.BatchNormalization
+    )
+
+
+def table(rows):
+    lines = [
+        "| network | layers | BN layers | after convert: BN, CBN layers | spread "
+        "| preserved | saved and loaded | fold of the original | fold of the trained "
+        "| stay: original, CBN | convert, seconds |",
+        "|---" * 11 + "|",
+    ]
+    for row in rows:
+        cells = [row["network"], row["layers"], row["BatchNormalization"]]
+        cells += [f"{row['left']}, {row['CBN']}", f"{row['spread']:.1e}"]
+        cells += [cell(row["preserve"], PRESERVE_LIMIT), cell(row["load"], 0)]
+        cells += [cell(row[name], FOLD_LIMIT) for name in ("fold", "CBN fold")]
+        cells += [f"{row['stay']}, {row['CBN stay']}", f"{row['seconds']:.1f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def document(rows):
+    about = machine.describe()
+    versions = ", ".join(
+        f"{package} {importlib.metadata.version(package)}"
+        for package in ("keras", "keras-hub", about["backend"], "numpy")
+    )
+    return f"""# convert and fold over keras-hub
+
+    python -m benchmarks.hub --table=docs/results/keras_hub.md
+
+{about["backend"]} on {about["cores"]} CPU cores ({about["processor"]}), {versions},
+float32, 8 random images of {SIZE} by {SIZE}. The networks are built small, with random
+kernels, affine weights (scales of both signs) and moving statistics. Their blocks are
+layers themselves in MobileNetV3, EfficientNetV2, HGNetV2, DeepLabV3 and RetinaNet, and
+are entered. keras-hub's VGG has no norms; here one stands behind each convolution. What
+is compared, and how, is in `benchmarks/hub.py`.
+
+A number is max |a - b| / max |b| over all outputs. *Spread* is how much the outputs
+vary between images, on the same scale. *Preserved* is the network after
+`convert(model, "cbn", data=x)` against the original (limit {PRESERVE_LIMIT:g}); it is
+trained for two steps, saved and loaded, and *fold* is the folded network against what
+was folded (limit {FOLD_LIMIT:g}). A number over its limit is bold. *Stay* counts norms
+that no kernel can take after fold: frozen BatchNormalization layers. *Seconds* are
+processor time of the conversion, measuring of the statistics included. All layers that
+are left after fold are Keras' own, but for the learnable affine layers of
+HGNetV2-affine, which are keras-hub's.
+
+{table(rows)}
+"""
+
+
+def main(_):
+    rows = []
+    for name in _NETWORKS.value:
+        rows.append(check(name))
+        print(json.dumps(rows[-1]), flush=True)
+        keras.utils.clear_session(free_memory=True)
+    print(table(rows))
+    if _OUTPUT.value:
+        pathlib.Path(_OUTPUT.value).write_text(document(rows))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,134 @@
+"""Layers inside of layers: the `call` of a block as the calls that it makes.
+
+A block is a layer of one's own that has layers in it, or a subclassed model. Called
+with symbolic tensors, its `call` calls these layers with symbolic tensors too, and
+Keras records that. The graph of a model then has these calls in the place of the block,
+with the same layers; nested blocks are entered alike.
+
+What such a graph cannot hold makes a block stay as it is: variables that `call` reads
+itself, state that it changes, losses that it adds, and whatever else depends on more
+than its tensors. That it has the same values is tried on random data.
+"""
+
+import collections
+import warnings
+
+import keras
+from keras.src.models.functional import Functional
+
+from keras_norms.layers import arguments
+from keras_norms.layers.fused_cbn import FusedCBN
+from keras_norms.surgery import linear
+from keras_norms.surgery.affine import NORMS
+from keras_norms.surgery.graph import Graph, functional_of, is_graph
+from keras_norms.surgery.trace import Tracer
+
+NORMALIZING = (*NORMS, *linear.WRAPPERS, FusedCBN)
+LINEAR = linear.PLAIN
+# Bases that say nothing of how a layer calls what is in it.
+_BASES = (
+    keras.layers.Layer,
+    keras.layers.Wrapper,
+    keras.Model,
+    keras.Sequential,
+    Functional,
+)
+
+
+def graph_of(model, caller, inline, holding=NORMALIZING + LINEAR, skip=None):
+    """The graph of a model, with the calls inside of its blocks.
+
+    Args:
+        model: A Functional or Sequential model, or a subclassed one that is built.
+        caller: Name of the function that warns.
+        inline: Boolean, whether blocks are entered.
+        holding: Classes. That a block stays is worth a warning if it has one of these.
+        skip: Names or a predicate of layers that are not entered.
+
+    Returns:
+        A `Graph`.
+
+    Raises:
+        ValueError: If the model is none of these, or is subclassed and cannot be
+            traced.
+    """
+    arguments.boolean("inline", inline)
+    if not inline or not isinstance(model, keras.Model):
+        return Graph(model)
+    inside = model._flatten_layers()
+    blocks = [x for x in inside if is_block(x) and (x is model or not _in(skip, x))]
+    left, count = {}, -1
+    while len(left) > count:  # A block stays in all of its calls, or in none.
+        count = len(left)
+        tracer = Tracer(blocks, left)
+        with tracer.entering(inside):
+            if is_graph(model):
+                tracer.read(model)
+            elif model in blocks and model.built:
+                tracer.read_subclassed(model)
+    if not is_graph(model) and id(model) not in tracer.traced:
+        try:
+            functional_of(model)
+        except ValueError as e:
+            reason = left.get(id(model), (None, "it is not built"))[1]
+            raise ValueError(
+                f"{e}. Its `call` cannot be traced: {reason}. If it can with inputs "
+                "that you know, pass `keras.Model(inputs, model(inputs))`"
+            ) from e
+    graph = Graph(model, traced=tracer.traced)
+    _name_apart(graph, blocks)
+    named = [
+        f"'{block.name}' ({type(block).__name__}): {reason}"
+        for block, reason in left.values()
+        if id(block) in graph.units
+        and any(isinstance(x, holding) for x in block._flatten_layers())
+    ]
+    if named:
+        warnings.warn(
+            f"{caller}: what is inside of these layers stays as it is, for their "
+            f"`call` cannot be traced: {'; '.join(named)}.",
+            stacklevel=3,
+        )
+    return graph
+
+
+def is_block(layer):
+    """Whether it is a layer of one's own with layers inside that surgery knows."""
+    if is_graph(layer) or type(layer) is keras.Sequential:
+        return False
+    for cls in type(layer).__mro__:
+        package = cls.__module__.partition(".")[0]
+        is_known = package in ("keras", "keras_norms") and cls not in _BASES
+        if is_known and issubclass(cls, keras.layers.Layer):
+            return False
+    return any(
+        isinstance(x, NORMALIZING + LINEAR)
+        for x in layer._flatten_layers(include_self=False)
+    )
+
+
+def _in(skip, layer):
+    if callable(skip):
+        return bool(skip(layer))
+    # What else it may be is not for this to say.
+    is_collection = isinstance(skip, (list, tuple, set, frozenset))
+    return layer.name in skip if is_collection else layer.name == skip
+
+
+def _name_apart(graph, blocks):
+    """Put the name of the block before names that are there more than once."""
+    owners = {id(layer): block for block in blocks for layer in block._layers}
+    for one in graph.walk():
+        units = list({id(node.unit): node.unit for node in one.nodes}.values())
+        count = collections.Counter(unit.name for unit in units)
+        for unit in units:
+            owner = owners.get(id(unit.source))
+            while count[unit.name] > 1 and owner is not None:
+                unit.rename(f"{owner.name}_{unit.name}")
+                count[unit.name] += 1
+                owner = owners.get(id(owner))
+        seen = set()
+        for unit in units:
+            if unit.name in seen:
+                unit.rename(one.free_name(unit.name))
+            seen.add(unit.name)

@@ -1,0 +1,421 @@
+"""Calls of blocks traced with symbolic tensors, see inline.py."""
+
+import contextlib
+import functools
+import inspect
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops, tree
+from keras.src.backend import get_keras_mask
+from keras.src.backend.common.keras_tensor import is_keras_tensor
+from keras.src.backend.common.masking import set_keras_mask
+
+from keras_norms.surgery.graph import Call, calls_of, is_graph
+from keras_norms.surgery.graph import numpy as to_numpy
+from keras_norms.surgery.hurry import cheap_compilation
+
+
+class _Scope(keras.StatelessScope):
+    """Takes down which variables are read and changed."""
+
+    def __init__(self):
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.read, self.changed = [], []
+
+    def get_current_value(self, variable):
+        self.read.append(variable.name)
+
+    def add_update(self, update):
+        self.changed.append(update[0].name)
+
+
+class _Entry(NamedTuple):
+    """One call of a block, with symbolic tensors."""
+
+    block: Any
+    args: tuple
+    kwargs: dict
+    outputs: Any
+
+
+class _CannotTrace(Exception):
+    pass
+
+
+class Tracer:
+    """Traces blocks.
+
+    Attributes:
+        traced: What `Graph` takes.
+        left: The blocks that cannot be traced and why, by their `id`. More are added.
+    """
+
+    def __init__(self, blocks, left):
+        self.blocks = {id(block): block for block in blocks}
+        identities = {
+            id(layer): layer
+            for block in blocks
+            for layer in block._flatten_layers()
+            if type(layer) is keras.layers.Identity
+        }
+        self._inside = [*blocks, *identities.values()]
+        self.traced, self.left = {}, left
+        self._same = {}  # An output of a block, and what makes it inside.
+        self._entries, self._made = [], []
+
+    @contextlib.contextmanager
+    def entering(self, layers):
+        """Let calls of blocks with symbolic tensors go inside; leave no trace of it."""
+        before = [
+            (nodes, len(nodes))
+            for layer in layers
+            for each in (layer, *getattr(layer, "operations", ()))
+            for nodes in (each._inbound_nodes, each._outbound_nodes)
+        ]
+        for layer in self._inside:
+            # Past Keras, which would look for layers in the attribute.
+            object.__setattr__(layer, "symbolic_call", self._symbolic_call(layer))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            for layer in self._inside:
+                object.__delattr__(layer, "symbolic_call")
+            for nodes, count in before:
+                del nodes[count:]
+
+    # Models
+
+    def read(self, model):
+        """Read a Functional or Sequential model, and the models in it."""
+        if id(model) in self.traced:
+            return
+        inputs, calls, outputs = calls_of(model)
+        known = {id(x) for call in calls for x in call.outputs}
+        self.traced[id(model)] = ()  # Entered.
+        result = []
+        for call in calls:
+            inner = None
+            if id(call.operation) in self.blocks:
+                inner = self._calls_inside(call, known)
+            result += [self._real(call)] if inner is None else inner
+        self._finish(model, inputs, result, outputs)
+
+    def read_subclassed(self, model):
+        """Read a model whose inputs are known from what it was built for."""
+        shapes = list((model._build_shapes_dict or {}).values())
+        if not shapes or None in shapes:
+            self._leave(model, "the shapes of the inputs it is built for are not known")
+            return
+        layers = model._flatten_layers()
+        reads_numbers = any(isinstance(x, keras.layers.Embedding) for x in layers)
+        dtype = "int32" if reads_numbers else model.input_dtype
+        inputs = [
+            tree.map_shape_structure(lambda s: keras.Input(s[1:], dtype=dtype), shape)
+            for shape in shapes
+        ]
+        entry = self._trace(model, inputs, {})
+        if entry is not None:
+            inputs = inputs if len(inputs) > 1 else inputs[0]
+            calls = self._calls(tree.flatten((inputs, entry.outputs)), ())
+            calls = _without_training(calls)
+            self._finish(model, inputs, calls, entry.outputs)
+
+    def _finish(self, model, inputs, calls, outputs):
+        self.traced[id(model)] = (
+            inputs,
+            calls,
+            tree.map_structure(self._real_tensor, outputs),
+        )
+        for call in calls:
+            if is_graph(call.operation):
+                self.read(call.operation)
+
+    def _calls_inside(self, call, known):
+        """The calls that a call of a block makes, or `None`."""
+        kwargs = dict(call.kwargs)
+        # Keras notes a default of False as well.
+        if kwargs.pop("training", None):
+            self._leave(call.operation, "it is called with training=True")
+            return None
+        entry = self._trace(
+            call.operation, *tree.map_structure(self._real_tensor, (call.args, kwargs))
+        )
+        if entry is None:
+            return None
+        made = tree.flatten(entry.outputs)
+        if [x.shape for x in call.outputs] != [y.shape for y in made]:
+            self._leave(call.operation, "Keras takes it to make other shapes")
+            return None
+        for x, y in zip(call.outputs, made):
+            self._same[id(x)] = (x, y)
+        calls = self._calls(made, known)
+        known |= {id(x) for call in calls for x in call.outputs}
+        return _without_training(calls)
+
+    # Blocks
+
+    def _trace(self, block, args, kwargs):
+        """A call of a block without what cannot be traced in it, or `None`.
+
+        In training and in inference it must make the same calls.
+        """
+        while id(block) not in self.left:
+            count = len(self.left)
+            first = self._run(block, args, kwargs, training=False)
+            second = self._run(block, args, kwargs, training=True)
+            if len(self.left) > count:
+                continue
+            found = self._difference(first[-1], second[-1])
+            if found is None:
+                return first[-1]
+            # Which of the blocks inside is it? Inner ones come first.
+            for one, other in zip(first, second):
+                reason = one.block is other.block and self._difference(one, other)
+                if reason:
+                    self._leave(one.block, reason)
+                    break
+            else:
+                self._leave(block, found)
+        return None
+
+    def _run(self, block, args, kwargs, training):
+        self._entries, self._made = [], []
+        try:
+            block(*args, **kwargs, training=training)
+        except Exception as e:
+            self._leave(block, _first_line(e))
+        for each, alias, tensor in self._made:
+            if get_keras_mask(alias) is not get_keras_mask(tensor):
+                self._leave(each, "it gives its output a mask")
+        return self._entries
+
+    def _leave(self, block, reason):
+        self.left.setdefault(id(block), (block, reason))
+
+    def _symbolic_call(self, block):
+        alias = functools.partial(self._alias, block)
+        if type(block) is keras.layers.Identity:
+            return alias  # It is there for its name alone.
+        original = block.symbolic_call
+
+        def symbolic_call(*args, **kwargs):
+            if id(block) in self.left:
+                return original(*args, **kwargs)
+            try:
+                outputs = self._enter(block, args, kwargs)
+            except _CannotTrace as e:
+                self._leave(block, str(e))
+                return original(*args, **kwargs)
+            # Keras notes the block as what made its outputs.
+            return tree.map_structure(alias, outputs)
+
+        return symbolic_call
+
+    def _enter(self, block, args, kwargs):
+        if block.activity_regularizer is not None:
+            raise _CannotTrace("it has an activity regularizer")
+        before, scope = dict(vars(block)), _Scope()
+        try:
+            with scope:
+                outputs = block.call(*args, **kwargs)
+            reason = None
+        except Exception as e:
+            reason = _first_line(e)
+        changed = [k for k, v in vars(block).items() if before.get(k) is not v]
+        if changed:
+            vars(block).clear()
+            vars(block).update(before)
+            raise _CannotTrace(f"it sets {sorted(changed)}")
+        if scope.changed:
+            raise _CannotTrace(f"it changes its variables {sorted(set(scope.changed))}")
+        if scope.read:
+            raise _CannotTrace(f"it reads its variables {sorted(set(scope.read))}")
+        if scope.losses:
+            raise _CannotTrace("it adds losses")
+        if reason is None and not all(map(is_keras_tensor, tree.flatten(outputs))):
+            reason = "it returns other things than tensors"
+        if reason is not None:
+            raise _CannotTrace(reason)
+        entry = _Entry(block, args, kwargs, outputs)
+        for call in self._calls_of(entry):
+            name = call.operation.name
+            for leaf in tree.flatten((call.args, call.kwargs)):
+                if isinstance(leaf, keras.Variable):
+                    raise _CannotTrace(f"it reads its variables ['{leaf.name}']")
+                if inspect.isroutine(leaf):
+                    raise _CannotTrace(f"it gives '{name}' a function")
+            try:
+                is_graph(call.operation) or call.operation.get_config()
+            except Exception as e:
+                text = f"it calls '{name}', which has no configuration"
+                raise _CannotTrace(text) from e
+        self._entries.append(entry)
+        return outputs
+
+    def _difference(self, one, other):
+        """Why calls of a block at inference and in training are not one, or `None`."""
+        ours, others = self._calls_of(one), self._calls_of(other)
+        if self._form(one, ours) != self._form(other, others):
+            return "it makes other calls in training than at inference"
+        for mine, yours in zip(ours, others):
+            modes = [call.kwargs.get("training", "any") for call in (mine, yours)]
+            if modes not in (["any", "any"], [False, True]):
+                return (
+                    f"it calls '{mine.operation.name}' with training={modes[0]} "
+                    "whether it is trained or not"
+                )
+        return self._wrong_values(one, ours)
+
+    def _form(self, entry, calls):
+        """A call of a block as text, in which tensors are counted."""
+        numbers = {}
+
+        def text(leaf):
+            if not is_keras_tensor(leaf):
+                return repr(leaf)
+            return str(numbers.setdefault(id(self._real_tensor(leaf)), len(numbers)))
+
+        lines = [str(tree.map_structure(text, entry.args))]
+        for operation, args, kwargs, outputs in calls:
+            kwargs = {k: v for k, v in kwargs.items() if k != "training"}
+            settings = id(operation)
+            if not getattr(operation, "variables", ()):  # It may be made in the call.
+                settings = {**operation.get_config(), "name": None}
+            made = tree.map_structure(text, (args, kwargs, outputs))
+            lines.append(f"{type(operation)} {settings} {made}")
+        return [*lines, str(tree.map_structure(text, entry.outputs))]
+
+    def _wrong_values(self, entry, calls):
+        """What is wrong with what `calls` make of random data, or `None`."""
+        inputs = [
+            self._real_tensor(x)
+            for x in tree.flatten((entry.args, entry.kwargs))
+            if is_keras_tensor(x)
+        ]
+        variables = entry.block.variables
+
+        def run(state, arrays):
+            """What the block makes, and what its calls make."""
+            values = {id(x): y for x, y in zip(inputs, arrays)}
+
+            def fill(*structures):
+                return tree.map_structure(
+                    lambda leaf: values.get(id(self._real_tensor(leaf)), leaf),
+                    structures,
+                )
+
+            with keras.StatelessScope(zip(variables, state)):
+                args, kwargs = fill(entry.args, entry.kwargs)
+                expected = entry.block(*args, **{**kwargs, "training": False})
+                for call in calls:
+                    args, kwargs = fill(call.args, call.kwargs)
+                    if isinstance(call.operation, keras.layers.Layer):
+                        kwargs["training"] = False
+                    made = tree.flatten(call.operation(*args, **kwargs))
+                    values.update((id(x), y) for x, y in zip(call.outputs, made))
+            return tree.flatten(fill(entry.outputs)), tree.flatten(expected)
+
+        if keras.backend.backend() == "jax":
+            import jax
+
+            run = jax.jit(run)  # It would compile each operation by itself.
+        try:
+            rng = np.random.default_rng(0)
+            with cheap_compilation():
+                made = run(
+                    [v.value for v in variables], [_draw(rng, x) for x in inputs]
+                )
+        except Exception as e:
+            return f"it cannot be tried on random data: {_first_line(e)}"
+        limit = 1e-2 if "16" in entry.block.compute_dtype else 1e-5
+        for x, y in zip(*made, strict=True):
+            x, y = to_numpy(x).astype("float64"), to_numpy(y).astype("float64")
+            size = np.max(np.abs(y), initial=0, where=np.isfinite(y))
+            if x.shape != y.shape or not np.allclose(
+                x, y, rtol=0, atol=limit * size, equal_nan=True
+            ):
+                return "its layers called one by one give other values"
+        return None
+
+    # Tensors and calls
+
+    def _alias(self, layer, tensor):
+        alias = keras.KerasTensor(tensor.shape, tensor.dtype)
+        if get_keras_mask(tensor) is not None:
+            set_keras_mask(alias, get_keras_mask(tensor))
+        self._same[id(alias)] = (alias, tensor)
+        self._made.append((layer, alias, tensor))
+        return alias
+
+    def _real_tensor(self, leaf):
+        while id(leaf) in self._same:
+            leaf = self._same[id(leaf)][1]
+        return leaf
+
+    def _real(self, call):
+        args, kwargs = tree.map_structure(self._real_tensor, (call.args, call.kwargs))
+        return Call(call.operation, args, kwargs, call.outputs)
+
+    def _calls_of(self, entry):
+        inputs = {id(self._real_tensor(x)) for x in tree.flatten(entry[1:3])}
+        return self._calls(tree.flatten(entry.outputs), inputs)
+
+    def _calls(self, tensors, known):
+        """The calls that make some tensors from known ones, in order."""
+
+        def node_of(x):
+            x = self._real_tensor(x)
+            if id(x) in known:
+                return None
+            operation, index, _ = x._keras_history
+            return operation._inbound_nodes[index]
+
+        calls, done = [], set()
+        waiting = [node_of(x) for x in reversed(tensors)]
+        while waiting:
+            node = waiting[-1]
+            if node is None or node in done:
+                waiting.pop()
+                continue
+            before = [n for n in map(node_of, node.input_tensors) if n not in done]
+            before = [n for n in reversed(before) if n is not None]
+            if before:
+                waiting += before
+                continue
+            done.add(waiting.pop())
+            args, kwargs = node.arguments.args, node.arguments.kwargs
+            calls.append(self._real(Call(node.operation, args, kwargs, node.outputs)))
+        return calls
+
+
+def _draw(rng, tensor):
+    """Random data for a symbolic tensor; for integers and masks, zeros and ones."""
+    shape = [32 if n is None else n for n in tensor.shape]
+    shape[:1] = [2 if n is None else n for n in tensor.shape[:1]]
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    made = rng.normal(size=shape)
+    made = made if keras.backend.is_float_dtype(dtype) else made > 0
+    return ops.cast(made, dtype)
+
+
+def _without_training(calls):
+    """Calls that follow the mode of the model."""
+    return [
+        call._replace(kwargs={k: v for k, v in call.kwargs.items() if k != "training"})
+        for call in calls
+    ]
+
+
+def _first_line(error):
+    """What an error says, less what Keras puts before it."""
+    text = re.sub(r"\x1b\[\d*m", "", str(error))
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("Exception encountered"):
+        lines = lines[1:]
+    return lines[0] if lines else type(error).__name__
