@@ -136,20 +136,20 @@ def _bounded(variance):
     return ops.where(variance > largest, largest, variance)
 
 
-def _in_half_precision(x):
-    return keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16")
-
-
 @fused(cpu="mean_and_variance")
 def _mean_and_variance(x, prior, count, *, axis):
     half = keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16")
     if devices_share_batches():
         around = _around_prior_or_zero if half else _around_prior_if_near
         return around(x, prior, count, axis)
+    backend = keras.backend.backend()
+    if backend == "torch":
+        # Each operation is a pass of its own: one more costs less than to avoid it.
+        return _around(x, _mean(x, prior.dtype, count, axis), count, axis)
     values = _values_of(x, prior.dtype, axis)
     shift = ops.clip(prior, ops.min(values, 0), ops.max(values, 0))
     found = _around(x, shift, count, axis)
-    if not half or keras.backend.backend() != "jax":
+    if not half or backend != "jax":
         return found
     import jax
 
@@ -200,7 +200,6 @@ def _around_prior_if_near(x, prior, count, axis, mask=None):
     A value of the batch would do better than the prior, but devices that do not hold it
     would have to fetch it.
     """
-    axes = reduction_axes(len(x.shape), axis)
     found = _around(x, prior, count, axis, mask)
     mean, variance = found
     error = ops.square(mean - ops.stop_gradient(prior))
@@ -210,9 +209,8 @@ def _around_prior_if_near(x, prior, count, axis, mask=None):
     near = ops.logical_and(near, ops.isfinite(variance))  # Squares may overflow.
 
     def where_it_was_far():
-        divisor = ops.maximum(count, ops.ones_like(count))
-        total = ops.sum(_visible(ops.cast(x, prior.dtype), mask), axes)
-        exact = _around(x, total / divisor, count, axis, mask)
+        shift = _mean(x, prior.dtype, count, axis, mask)
+        exact = _around(x, shift, count, axis, mask)
         return tuple(ops.where(near, *pair) for pair in zip(found, exact))
 
     return ops.cond(ops.all(near), lambda: found, where_it_was_far)
@@ -231,6 +229,13 @@ def _around(x, shift, count, axis, mask=None):
     square = ops.sum(ops.square(behind), axes) / divisor
     variance = ops.relu(square - ops.square(mean))
     return shift + mean, variance
+
+
+def _mean(x, dtype, count, axis, mask=None):
+    total = ops.sum(
+        _visible(ops.cast(x, dtype), mask), reduction_axes(len(x.shape), axis)
+    )
+    return total / ops.maximum(count, ops.ones_like(count))
 
 
 def _visible(x, mask):
