@@ -23,6 +23,14 @@ def test_network(tmp_path):
     assert "| vgg16, 2 x 4 | bn |" in done.stdout
 
 
+def test_quantization():
+    done = run("quantization", "--norms=cbn,fused_cbn", "--seeds=1", "--epochs=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    cbn, fused = done.stdout.splitlines()[-2:]
+    assert cbn.startswith("| cbn |")
+    assert fused == cbn.replace("cbn", "fused_cbn")
+
+
 @pytest.mark.parametrize(
     "name, argument, expected",
     [
