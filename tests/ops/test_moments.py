@@ -126,10 +126,13 @@ def test_the_gradient_of_one_moment_alone(name, shape):
     assert relative_error(dx, expected) < 1e-5
 
 
+@pytest.mark.parametrize("shared", [False, True] if BACKEND == "jax" else [False])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shape", [(256, 5), (16, 4, 4, 5)])
-def test_a_prior_that_is_wrong(shape, dtype):
-    """Each channel by another amount."""
+def test_a_prior_that_is_wrong(shape, dtype, shared, monkeypatch):
+    """Each channel by another amount; as on one device, and as on several."""
+    name = "keras_norms.ops.moments.devices_share_batches"
+    monkeypatch.setattr(name, lambda: shared)
     prior = np.array([1e2, -1e4, 1e10, 1e30, np.inf], "float32")
     x = np.random.default_rng(9).normal(1, 1, shape)
     x = ops.cast(ops.convert_to_tensor(x.astype("float32")), dtype)
