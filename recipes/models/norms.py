@@ -31,7 +31,7 @@ from collections.abc import Callable
 import keras
 
 from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN
-from recipes.cbn_parts import L2Norm, MeanRemoval
+from recipes.models.cbn_parts import L2Norm, MeanRemoval
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ makes of the first:
     y_a = x_a       y_b = x_b * exp(s(x_a)) + t(x_a)       log |det dy/dx| = sum s
 
 A normalisation has two places. In the networks of s and t it may be anything: they are
-never inverted. Between couplings it is inverted, see `recipes.flow_steps`.
+never inverted. Between couplings it is inverted, see `recipes.models.flow_steps`.
 
 Reference: https://arxiv.org/abs/1605.08803, Sections 3.3 to 3.7, Appendix E.
 """
@@ -20,7 +20,7 @@ import keras
 from keras import layers, ops
 
 from keras_norms import WN
-from recipes.flow_steps import (
+from recipes.models.flow_steps import (
     BETWEEN,
     Coupling,
     FactorOut,

@@ -1,4 +1,4 @@
-"""Image sets as NumPy arrays, their batches, and what `recipes.train` reads of them."""
+"""Image sets as NumPy arrays, and their batches."""
 
 import functools
 import pathlib
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from recipes import imagenet
+from recipes.engine import imagenet
 
 TFDS = ("cifar10", "cifar100", "mnist")
 STREAMED = (imagenet.NAME,)  # too large to be arrays
@@ -35,21 +35,28 @@ def augmented(dataset):
     return stem(dataset).startswith(("cifar", *STREAMED))
 
 
-def source(config, data_dir=None, download=False):
-    """What a network is trained on and tested with.
+def source(settings):
+    """What a classifier is trained on and tested with.
 
     Args:
-        config: Dict, as `recipes.train.complete` returns it.
-        data_dir, download: Arguments of `load`.
+        settings: A `recipes.engine.classifier.Training`.
 
     Returns:
         `Arrays`, or an `imagenet.Stream`, which has the same attributes and methods.
     """
-    if config["dataset"] in STREAMED:
-        return imagenet.Stream(config, data_dir, download)
-    sizes = config["train_size"], config["validation_size"]
-    return Arrays(
-        load(config["dataset"], data_dir, sizes[0], download, sizes[1]), config
+    if settings.dataset in STREAMED:
+        return imagenet.Stream(settings)
+    return Arrays(images(settings), settings)
+
+
+def images(settings):
+    """The `ImageData` that a `recipes.engine.settings.Images` says."""
+    return load(
+        settings.dataset,
+        settings.data_dir,
+        settings.train_size,
+        settings.download,
+        getattr(settings, "validation_size", None),
     )
 
 
@@ -187,29 +194,31 @@ def _labels(y):
 
 
 class Arrays:
-    """An `ImageData` as `recipes.train` reads it.
+    """An `ImageData` as the training of a classifier reads it.
 
     Args:
         images: The `ImageData`.
-        config: Dict, as `recipes.train.complete` returns it.
+        settings: A `recipes.engine.classifier.Training`.
 
     Attributes:
+        images: The `ImageData`.
         image_shape: `(height, width, channels)`.
         num_classes: Integer.
         steps: Number of training batches in an epoch.
         test: Test images and labels.
     """
 
-    def __init__(self, images, config):
+    def __init__(self, images, settings):
+        self.images = images
         self.image_shape = images.x_train.shape[1:]
         self.num_classes = images.num_classes
         self.test = images.x_test, images.y_test
         self._batches = Batches(
             images.x_train,
             images.y_train,
-            config["batch_size"],
-            seed=config["seed"],
-            augment=config["augment"],
+            settings.batch_size,
+            seed=settings.seed,
+            augment=settings.augment,
         )
         self.steps = self._batches.steps
 

@@ -52,12 +52,11 @@ def schedule(learning_rate, total_steps):
 
 
 class Stream:
-    """The batches of ImageNet, as `recipes.train` reads them.
+    """The batches of ImageNet, as a classifier reads them.
 
     Args:
-        config: Dict, as `recipes.train.complete` returns it.
-        data_dir: Where tensorflow_datasets looks; its own default where `None`.
-        download: Whether to prepare the data set from its archives if it is not there.
+        settings: A `recipes.engine.classifier.Training`. With `download`, the data set
+            is prepared from its archives if it is not there.
 
     Attributes:
         image_shape: `(image_size, image_size, 3)`.
@@ -71,18 +70,18 @@ class Stream:
             larger than it.
     """
 
-    def __init__(self, config, data_dir=None, download=False):
-        self._config = config
-        self._builder = _builder(data_dir, download)
+    def __init__(self, settings):
+        self._settings = settings
+        self._builder = _builder(settings.data_dir, settings.download)
         self._split, count = "train", self._builder.info.splits["train"].num_examples
-        size, batch_size = config["train_size"], config["batch_size"]
+        size, batch_size = settings.train_size, settings.batch_size
         if size is not None:
             _check_size("train_size", size, count)
             self._split, count = f"train[:{size}]", size
         _check_size("batch_size", batch_size, count)
         self._count = count
         self.steps = count // batch_size
-        self.image_shape = (config["image_size"], config["image_size"], 3)
+        self.image_shape = (settings.image_size, settings.image_size, 3)
         self.num_classes = self._builder.info.features["label"].num_classes
         self.test_count = self._builder.info.splits["validation"].num_examples
         self._part, self._parts = 0, 1
@@ -130,21 +129,21 @@ class Stream:
             A `tf.data.Dataset` of images `(batch_size, height, width, 3)`, float32, and
             labels `(batch_size,)`, int64.
         """
-        epochs = range(first_epoch, self._config["epochs"])
+        epochs = range(first_epoch, self._settings.epochs)
         datasets = [self._epoch(epoch) for epoch in epochs]
         return functools.reduce(lambda a, b: a.concatenate(b), datasets).prefetch(-1)
 
     def _epoch(self, epoch):
         import tensorflow as tf
 
-        seed = self._config["seed"]
+        seed = self._settings.seed
         first = epoch * self._count  # of the random numbers of this epoch
         order = int(np.random.default_rng((seed, epoch)).integers(2**31))
         images = self._read(self._split, shuffle_seed=order)
         images = images.shuffle(SHUFFLED, seed=order, reshuffle_each_iteration=False)
 
         def prepare(number, image, label):
-            if self._config["augment"]:
+            if self._settings.augment:
                 image = random_crop(image, self.image_shape[0], (seed, first + number))
             else:
                 image = middle_crop(image, self.image_shape[0])
@@ -152,10 +151,10 @@ class Stream:
 
         return (
             images.enumerate()
-            .take(self.steps * self._config["batch_size"])
+            .take(self.steps * self._settings.batch_size)
             .shard(self._parts, self._part)
             .map(lambda number, pair: prepare(number, *pair), tf.data.AUTOTUNE)
-            .batch(self._config["batch_size"] // self._parts, drop_remainder=True)
+            .batch(self._settings.batch_size // self._parts, drop_remainder=True)
         )
 
     def _test(self, batched=True):
@@ -167,7 +166,7 @@ class Stream:
         images = self._read("validation").map(prepare, tf.data.AUTOTUNE)
         if not batched:
             return images
-        return images.batch(self._config["batch_size"]).prefetch(tf.data.AUTOTUNE)
+        return images.batch(self._settings.batch_size).prefetch(tf.data.AUTOTUNE)
 
     def _read(self, split, shuffle_seed=None):
         """Encoded images and labels, in an order that `shuffle_seed` decides."""

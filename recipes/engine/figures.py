@@ -5,7 +5,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from recipes import experiment
+from recipes.engine import files
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -268,7 +268,7 @@ def legend(figure, axes):
 
 def save(figure, path):
     """Writes the figure, whole or not at all."""
-    experiment.write(path, lambda temporary: figure.savefig(temporary, dpi=120))
+    files.write(path, lambda temporary: figure.savefig(temporary, dpi=120))
 
 
 def _name(label):

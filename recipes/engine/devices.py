@@ -37,13 +37,13 @@ import keras
 import numpy as np
 from absl import flags
 
-from recipes.data import TEST_BATCH_SIZE
+from recipes.engine.data import TEST_BATCH_SIZE
 
 BACKENDS = {"mirrored": "tensorflow", "tpu": "tensorflow", "data_parallel": "jax"}
 
 
 def get(name, job_addresses=None, num_processes=None, process_id=None):
-    """Makes a strategy, the argument `strategy` of `recipes.train.train`.
+    """Makes a strategy, the argument `strategy` of `recipes.engine.classifier.problem`.
 
     Args:
         name: A key of `BACKENDS`, `"none"` or `None`.
@@ -140,13 +140,13 @@ class Replicas:
         """Where this process reads and writes the run `name`."""
         return directories
 
-    def distribute(self, source, config):
-        """The batches of `source`, see `recipes.data.source`, as `fit` is to get them.
+    def distribute(self, source, settings):
+    """The batches of `recipes.engine.data.source`, as `fit` is to get them.
 
         Raises:
             ValueError: If the batch size is no multiple of the number of replicas.
         """
-        return _Datasets(source, config["batch_size"], self.devices)
+        return _Datasets(source, settings.batch_size, self.devices)
 
 
 class DataParallel:
@@ -202,19 +202,19 @@ class DataParallel:
                 path.write_bytes(content)
         return runs_dir, *others
 
-    def distribute(self, source, config):
+    def distribute(self, source, settings):
         """The part of each batch of `source` that this process has.
 
         Raises:
             ValueError: If the batch size is no multiple of the number of devices.
         """
         return _Parts(
-            source, config["batch_size"], self.devices, self._process, self._processes
+            source, settings.batch_size, self.devices, self._process, self._processes
         )
 
 
 class _Parts:
-    """What `recipes.data.source` returns, with an equal part of each batch a device.
+    """What `data.source` returns, with an equal part of each batch a device.
 
     Test images are divided into batches of one size. Where the devices cannot share
     that, zeros of weight 0 fill a batch up, so that every image counts once.

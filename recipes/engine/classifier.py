@@ -1,0 +1,164 @@
+"""Classifiers of images, trained as Section 6.1 of the CBN paper does.
+
+Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and
+Beyond, TPAMI 2023, Section 6.1. https://doi.org/10.1109/TPAMI.2023.3319005
+"""
+
+import contextlib
+import dataclasses
+
+import keras
+
+from recipes import models
+from recipes.engine import data, imagenet, optimizers, training
+from recipes.engine.settings import Images, Sweep, setting
+from recipes.models import norms
+
+ACTIVATIONS = ("sigmoid", "tanh", "relu", "selu", "swish")
+DTYPES = ("float32", "bfloat16", "mixed_bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(Images):
+    """The settings of a training. The defaults are the paper's for CIFAR."""
+
+    NAMED = ("dataset", "model", "norm", "activation", "seed")
+    VARIABLE = (
+        *("seed", "rho", "stage_rho", "omega", "learning_rate", "weight_decay"),
+        *("momentum", "epochs", "train_size", "validation_size"),
+    )
+
+    dataset: str = setting(
+        "digits",
+        f"digits, {', '.join(data.TFDS + data.STREAMED)}, or the path of an .npz file.",
+    )
+    model: str = setting("resnet20", models.NAMES)
+    norm: str = setting("cbn", "Normalisation.", choices=sorted(norms.NORMS))
+    activation: str = setting("sigmoid", "As Keras calls it.")
+    rho: float = setting(1.0, "CBN's rho.", above=0)
+    stage_rho: str | None = setting(None, "CBN's rho of stages: stage1=0.5,stage2=2.")
+    omega: float = setting(10.0, "CBN's omega.", at_least=0)
+    epochs: int | None = setting(None, "120; of digits 15, of mnist 10.", at_least=1)
+    seed: int = setting(0, "Of weights, order, augmentation.", at_least=0)
+    batch_size: int | None = setting(None, "128; of imagenet2012 256.", at_least=1)
+    learning_rate: float = setting(0.1, "Of epoch 1.", above=0)
+    momentum: float = setting(0.9, "Of gradient descent.", at_least=0, at_most=1)
+    weight_decay: float | None = setting(
+        None, "Times weights; 5e-4, of imagenet2012 1e-4.", at_least=0
+    )
+    validation_size: int | None = setting(
+        None, "Test on so many held-out training images.", at_least=1
+    )
+    augment: bool | None = setting(
+        None, "Crop and mirror training images; CIFAR's and ImageNet's if not given."
+    )
+    image_size: int | None = setting(None, "Pixels of imagenet2012; 224.", at_least=1)
+    dtype: str | None = setting(
+        None, "Dtype policy; Keras' own if not given.", choices=DTYPES
+    )
+
+    def usual(self):
+        stem = data.stem(self.dataset)
+        usual = {
+            "epochs": {"digits": 15, "mnist": 10}.get(stem, 120),
+            "augment": data.augmented(stem),
+            "batch_size": 128,
+            "weight_decay": 5e-4,
+        }
+        return usual | (imagenet.SETTINGS if self.dataset in data.STREAMED else {})
+
+    def __post_init__(self):
+        super().__post_init__()
+        models.check(self.model, self.activation)
+        self.normalisation()
+        for key, fits in (
+            ("image_size", self.dataset in data.STREAMED),
+            ("validation_size", self.dataset not in data.STREAMED),
+        ):
+            if (value := getattr(self, key)) is not None and not fits:
+                raise ValueError(
+                    f"Argument `{key}` must be None with dataset={self.dataset!r}. "
+                    f"Received: {key}={value}"
+                )
+
+    def normalisation(self):
+        """The `recipes.models.norms.Norm`."""
+        rho = norms.stage_rho(self.rho, self.stage_rho)
+        return norms.get(self.norm, rho, self.omega)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid(Training, Sweep):
+    """The settings of a recipe that trains many classifiers."""
+
+    RUN = Training
+
+    def about(self):
+        """The data set, the network and how many runs, for the title of a figure."""
+        runs = "one run each" if self.seeds == 1 else f"mean of {self.seeds} runs"
+        return f"{data.stem(self.dataset)}, {self.model}, {runs}"
+
+
+def problem(settings, strategy=None, optimizer=optimizers.SGD):
+    """The training of a classifier.
+
+    Args:
+        settings: A `Training`.
+        strategy: `None`, or what `recipes.engine.devices.get` returns.
+        optimizer: Class of the optimizer, with the arguments of `optimizers.SGD`.
+
+    Returns:
+        A `recipes.engine.training.Problem`.
+    """
+    source = data.source(settings)
+    images = getattr(source, "images", None)
+    norm = settings.normalisation()
+    scope, layers = contextlib.nullcontext, norm
+    if strategy is not None:
+        scope, layers = strategy.scope, strategy.norm(norm)
+        source = strategy.distribute(source, settings)
+
+    def network():
+        with scope():
+            return _network(settings, source, layers, optimizer)
+
+    make = optimizers.piecewise_schedule
+    if settings.dataset in data.STREAMED:
+        make = imagenet.schedule
+    return training.Problem(
+        network,
+        source.batches,
+        source.steps,
+        settings.epochs,
+        source.test,
+        make(settings.learning_rate, source.steps * settings.epochs),
+        norm.amat,
+        images,
+        strategy,
+    )
+
+
+def _network(settings, source, norm, optimizer):
+    model = models.build(
+        settings.model,
+        source.image_shape,
+        source.num_classes,
+        norm,
+        settings.activation,
+        dtype=settings.dtype,
+    )
+    norms.check_stages(settings.stage_rho, model)
+    model.compile(
+        optimizer(settings.learning_rate, settings.momentum, settings.weight_decay),
+        # With a strategy, test batches have images of weight 0.
+        keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        ),
+        weighted_metrics=["accuracy"],
+    )
+    return model
+
+
+def train(settings, kind="", **hooks):
+    """Trains a classifier; see `recipes.engine.training.train` for the hooks."""
+    return training.train(settings, kind, problem, **hooks)

@@ -1,0 +1,45 @@
+"""The command line of a recipe: flags from its settings, its table at the end."""
+
+import sys
+
+from absl import app, flags
+
+
+def run(recipe, kind):
+    """Defines the flags, and calls the recipe with the settings that they say.
+
+    Args:
+        recipe: Function of the settings. What it returns is the path of a directory
+            with table.md, and is reported; or `None`.
+        kind: The class of the settings.
+    """
+    kind.define_flags()
+
+    def main(_):
+        try:
+            settings = kind.from_flags()
+        except ValueError as error:
+            sys.exit(f"{error}\nAll flags: {sys.argv[0]} --help")
+        directory = recipe(settings)
+        if directory is not None:
+            report(directory)
+
+    app.run(main)
+
+
+def parse(kind, arguments):
+    """The settings that a list of arguments such as `--epochs=3` says."""
+    values = flags.FlagValues()
+    kind.define_flags(values)
+    if unknown := values(["recipe", *arguments])[1:]:
+        raise ValueError(f"Arguments must be flags. Received: {unknown}")
+    return kind.from_flags(values)
+
+
+def report(directory):
+    """Prints the table of a recipe and where its files are."""
+    print(f"\n{(directory / 'table.md').read_text()}")
+    for path in sorted(directory.glob("*.png")):
+        print(f"Picture  {path}")
+    print(f"Table    {directory / 'table.md'}")
+    print(f"Numbers  {directory / 'results.json'}")

@@ -1,0 +1,97 @@
+"""Files that are written whole and read with a clear error.
+
+A process may be killed at any moment, the disk may be full, and a file may come back
+damaged: then there is the old file, or an error that names it and says what to do.
+"""
+
+import errno
+import json
+import os
+import pathlib
+import re
+
+import numpy as np
+
+
+def write(path, save):
+    """Calls `save(temporary path)` and renames the file to `path`, whole or not at all.
+
+    Args:
+        path: Where the file is to be. Missing directories are made.
+        save: Callable of one `pathlib.Path`, which has the suffix of `path`.
+
+    Raises:
+        OSError: If it cannot be written. The error names the file and the reason.
+    """
+    path = pathlib.Path(path)
+    temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save(temporary)
+            # On the disk before it has the name: power may fail too.
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path, error):
+    """An OSError that names the file that could not be written."""
+    return OSError(
+        error.errno or errno.EIO,
+        f"{path} cannot be written: {error.strerror or error}. What was recorded "
+        "before is whole, and once this is mended, the same command goes on",
+    )
+
+
+def sweep(path):
+    """Removes what killed processes left of `path`, which nobody may be writing."""
+    name = rf"\.{re.escape(path.stem)}-\d+{re.escape(path.suffix)}"
+    for left in path.parent.glob(f".*{path.suffix}"):
+        if re.fullmatch(name, left.name):
+            left.unlink(missing_ok=True)
+
+
+def write_json(path, value):
+    """Writes `value`, where NaN and infinities become null, as JSON cannot say them."""
+    text = json.dumps(finite(value), indent=2) + "\n"
+    write(path, lambda temporary: temporary.write_text(text))
+
+
+def read_json(path):
+    """Reads a dict that `write_json` wrote.
+
+    Raises:
+        ValueError: If the file is damaged. The error names it.
+    """
+    try:
+        value = json.loads(pathlib.Path(path).read_bytes())
+    except ValueError as error:
+        raise damaged(path, f"it is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise damaged(path, "it has no keys")
+    return value
+
+
+def damaged(path, reason):
+    """A ValueError that says what to do about a file that cannot be used."""
+    return ValueError(
+        f"{path} is damaged, or does not belong there: {reason}. Restore it from a "
+        f"copy; or delete the directory {pathlib.Path(path).parent}, and the same "
+        "command makes it anew."
+    )
+
+
+def finite(value):
+    """A copy of what JSON can say, but for NaN and infinities, which become None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,145 @@
+"""Gradient descent as the papers ran it, and the learning rate through training."""
+
+import bisect
+
+import keras
+from keras import ops
+
+from keras_norms.layers.learning_rate import FollowsLearningRate
+
+
+@keras.saving.register_keras_serializable(package="keras_norms_recipes")
+class SGD(keras.optimizers.Optimizer):
+    """Gradient descent with momentum and coupled weight decay, as in PyTorch.
+
+        g = gradient + weight_decay * w
+        v = momentum * v - learning_rate * g
+        w = w + v
+
+    The `weight_decay` of `keras.optimizers.SGD` is decoupled: it stays out of the
+    momentum, and at momentum 0.9 shrinks the weights ten times less. Here every
+    trainable weight decays, biases and the affine weights of norms too, and the loss
+    that training reports is free of the penalty.
+
+    Momentum and weight decay are variables: a compiled network can train with others.
+
+    Args:
+        learning_rate: Float or `keras.optimizers.schedules.LearningRateSchedule`.
+        momentum: Float in [0, 1].
+        weight_decay: Float >= 0.
+    """
+
+    def __init__(self, learning_rate=0.1, momentum=0.9, weight_decay=5e-4, **kwargs):
+        super().__init__(learning_rate, **kwargs)
+        self.initial_momentum = momentum
+        # Not `self.weight_decay`, which would switch on the decoupled decay as well.
+        self.initial_weight_decay = weight_decay
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self.momentum = self._scalar("momentum", self.initial_momentum)
+        self.coupled_weight_decay = self._scalar(
+            "coupled_weight_decay", self.initial_weight_decay
+        )
+        self.velocities = self.add_optimizer_variables(variables, "velocity")
+
+    def _scalar(self, name, value):
+        initializer = keras.initializers.Constant(value)
+        return self.add_variable((), initializer, name=name)
+
+    def update_step(self, gradient, variable, learning_rate):
+        rate, momentum, decay, gradient = (
+            ops.cast(value, variable.dtype)
+            for value in (
+                learning_rate,
+                self.momentum,
+                self.coupled_weight_decay,
+                gradient,
+            )
+        )
+        velocity = self.velocities[self._get_variable_index(variable)]
+        step = momentum * velocity - rate * (gradient + decay * variable)
+        self.assign(velocity, step)
+        self.assign_add(variable, step)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "momentum": self.initial_momentum,
+            "weight_decay": self.initial_weight_decay,
+        }
+
+
+def piecewise_schedule(learning_rate, total_steps):
+    """The rate, a tenth of it from 1/2 of all steps on, a hundredth from 5/6 on.
+
+    These are epochs 60 and 100 of the papers' 120.
+
+    Args:
+        learning_rate: Float, the rate of the first step.
+        total_steps: Integer, the number of steps of the whole training.
+
+    Returns:
+        A `keras.optimizers.schedules.PiecewiseConstantDecay`.
+    """
+    # Keras holds a value up to and including its boundary.
+    return keras.optimizers.schedules.PiecewiseConstantDecay(
+        boundaries=[total_steps // 2 - 1, total_steps * 5 // 6 - 1],
+        values=[learning_rate, learning_rate / 10, learning_rate / 100],
+    )
+
+
+class Rate(keras.callbacks.Callback):
+    """Sets the learning rate where a piecewise schedule changes it.
+
+    A schedule in the optimizer is part of the compiled step; a rate that is set is not,
+    so that one network trains with another. CBN layers are told as by the `AMAT`
+    callback: AMAT knows `omega * rate` only, and as omega is part of the compiled step,
+    these layers have omega 1 and are told that product.
+
+    Args:
+        schedule: A `keras.optimizers.schedules.PiecewiseConstantDecay`.
+        omegas: Dict from the name of each layer that is told to its omega.
+    """
+
+    def __init__(self, schedule, omegas=None):
+        super().__init__()
+        self._schedule = schedule
+        self._omegas = omegas or {}
+
+    def on_train_begin(self, logs=None):
+        self._rate = None
+        self._step = int(ops.convert_to_numpy(self.model.optimizer.iterations))
+        self._layers = [
+            layer for layer in followers(self.model) if layer.name in self._omegas
+        ]
+
+    def on_train_batch_begin(self, batch, logs=None):
+        place = bisect.bisect_left(self._schedule.boundaries, self._step)
+        rate = self._schedule.values[place]
+        self._step += 1
+        if rate == self._rate:
+            return
+        # In an epoch the trainer of JAX has the state, and takes it back if it is new.
+        if not getattr(self.model, "_jax_state_synced", True):
+            self.model.jax_state_sync()
+        self.model.optimizer.learning_rate = rate
+        for layer in self._layers:
+            layer.set_learning_rate(self._omegas[layer.name] * rate)
+        self._rate = rate
+
+
+def followers(model):
+    """The layers of a model that AMAT would tell the learning rate."""
+    layers = model._flatten_layers()
+    return [layer for layer in layers if isinstance(layer, FollowsLearningRate)]
+
+
+def give_omegas(model):
+    """Makes the omega of all such layers 1; returns a dict of what it was, by name."""
+    omegas = {layer.name: layer.omega for layer in followers(model)}
+    for layer in followers(model):
+        layer.omega = 1.0
+    return omegas

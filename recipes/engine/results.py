@@ -1,0 +1,125 @@
+"""Tables of what came out, their numbers over seeds, and the files they go to."""
+
+import numpy as np
+import pandas as pd
+
+from recipes.engine import files
+
+
+def write(directory, text, results):
+    """Writes table.md and results.json."""
+    files.write_json(directory / "results.json", results)
+    files.write(directory / "table.md", lambda path: path.write_text(text))
+
+
+def markdown(header, rows):
+    """A Markdown table: the first column to the left, the others to the right."""
+    table = pd.DataFrame([list(map(str, row)) for row in rows], columns=list(header))
+    align = ["left", *["right"] * (len(header) - 1)]
+    return table.to_markdown(index=False, disable_numparse=True, colalign=align) + "\n"
+
+
+def mean_and_std(values):
+    """Over seeds, what is not `None`: a dict of `mean` and `std`, or `None`.
+
+    The deviation is that of a sample (n - 1); a single value has none, `None`.
+    """
+    values = pd.Series([value for value in values if value is not None], dtype=float)
+    if values.empty:
+        return None
+    std = None if len(values) == 1 else float(values.std())
+    return {"mean": float(values.mean()), "std": std}
+
+
+def spread(value, digits, factor=1):
+    """A dict of `mean_and_std`, or `None`, as text."""
+    if value is None:
+        return "–"
+    parts = [value["mean"]] + [value["std"]] * (value["std"] is not None)
+    return " ± ".join(f"{factor * part:.{digits}f}" for part in parts)
+
+
+def percent(outcomes):
+    """Test accuracy over seeds, %, as text: of the runs that did not diverge.
+
+    Args:
+        outcomes: List of `recipes.engine.training.Outcome`, one a seed.
+    """
+    alive = [
+        outcome.results["test_accuracy"]
+        for outcome in outcomes
+        if not outcome.results["diverged"]
+    ]
+    lost = len(outcomes) - len(alive)
+    if not alive:
+        return "diverged"
+    text = spread(mean_and_std(alive), 2, 100)
+    return f"{text} ({lost} of {len(outcomes)} diverged)" if lost else text
+
+
+def note(seeds):
+    """What stands below a table: what its numbers are."""
+    if seeds == 1:
+        return "One run each."
+    return (
+        f"Mean ± standard deviation of {seeds} seeds (n - 1), over the runs that did "
+        "not diverge."
+    )
+
+
+def summarise(outcomes, target_accuracy):
+    """The numbers of one row of a comparison, over the runs that did not diverge.
+
+    Args:
+        outcomes: List of `recipes.engine.training.Outcome`, one a seed.
+        target_accuracy: Float.
+
+    Returns:
+        Dict with `test_accuracy` and `train_loss` (of the last epoch) and
+        `seconds_per_step`, as `mean_and_std`; `epochs_to_target`, a list with an epoch
+        or `None` a run; `diverged` and `seeds`, two counts; and, where trials trained
+        together, `trials_at_once` and `images_per_second` of the largest population.
+    """
+    runs = [outcome.results for outcome in outcomes]
+    trained = [run for run in runs if not run["diverged"]]
+    return {
+        **{
+            key: mean_and_std([run[key] for run in trained])
+            for key in ("test_accuracy", "train_loss", "seconds_per_step")
+        },
+        "epochs_to_target": [
+            first_epoch(outcome.metrics, target_accuracy) for outcome in outcomes
+        ],
+        "diverged": len(runs) - len(trained),
+        "seeds": len(runs),
+        **_together(runs),
+    }
+
+
+def first_epoch(metrics, target_accuracy):
+    """The first epoch whose test accuracy is the target or more, or `None`."""
+    reached = (m["epoch"] for m in metrics if m["test_accuracy"] >= target_accuracy)
+    return next(reached, None)
+
+
+def epochs(values):
+    """A list with an epoch or `None` a run, as text."""
+    reached = [epoch for epoch in values if epoch is not None]
+    if not reached:
+        return "never"
+    mean = f"{np.mean(reached):.1f}"
+    if len(reached) == len(values):
+        return mean
+    return f"{mean} ({len(reached)} of {len(values)} runs)"
+
+
+def _together(runs):
+    """How many trials trained at once, at most, and how fast they all did; or nothing.
+
+    The numbers are those of the largest population, which was the whole machine's load.
+    """
+    runs = [run for run in runs if run.get("images_per_second") is not None]
+    if not runs:
+        return {}
+    largest = max(runs, key=lambda run: run["trials_at_once"])
+    return {key: largest[key] for key in ("trials_at_once", "images_per_second")}

@@ -1,0 +1,126 @@
+"""Trainings side by side, each in a process of its own with one thread."""
+
+import collections
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+
+import keras
+
+# A network for small images gains little from a second thread, a second run gains all.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "NPROC": "1",  # XLA
+    "TF_CPP_MIN_LOG_LEVEL": "3",  # nothing but the progress bar
+}
+MOST = 8  # each takes about 1 GB
+
+
+def default_count():
+    """How many: 1 where there is an accelerator, else one for each core, at most 8."""
+    try:
+        devices = keras.distribution.list_devices()
+    except AttributeError:  # PyTorch has none
+        devices = []
+    if any(not device.startswith("cpu") for device in devices):
+        return 1
+    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
+        return min(len(os.sched_getaffinity(0)), MOST)
+    return min(os.cpu_count(), MOST)
+
+
+def each(function, jobs, program, count=None):
+    """Calls `function(job)` for each job, `count` at a time.
+
+    Jobs of one program meet in one process, as long as no process is idle: to compile
+    a small network takes longer than to train it.
+
+    Args:
+        function: Of a module, so that another process can import it.
+        jobs: List of what can be pickled.
+        program: Function of a job that returns what can be a key of a dict, equal for
+            those that are compiled once.
+        count: Integer; `default_count()` where None. With 1, the calls are made one
+            after the other in this process, with all of the machine.
+
+    Yields:
+        A job, and what the function returned, as they come.
+    """
+    waiting = collections.defaultdict(collections.deque)
+    for job in jobs:
+        waiting[program(job)].append(job)
+    count = min(count or default_count(), len(jobs))
+    if count <= 1:
+        for of_program in waiting.values():
+            for job in of_program:
+                yield job, function(job)
+        return
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(_pool()) for _ in range(count)]
+        last = [None] * count  # the program of each pool
+        running = {}
+        idle = list(range(count))
+        try:
+            while waiting or running:
+                while idle and waiting:
+                    pool = idle.pop(0)
+                    last[pool] = _next(waiting, last, pool)
+                    job = waiting[last[pool]].popleft()
+                    if not waiting[last[pool]]:
+                        del waiting[last[pool]]
+                    with environment(ENVIRONMENT):  # which a new worker inherits
+                        running[pools[pool].submit(function, job)] = pool, job
+                done, _ = concurrent.futures.wait(
+                    running, return_when=concurrent.futures.FIRST_COMPLETED
+                )
+                for future in done:
+                    pool, job = running.pop(future)
+                    idle.append(pool)
+                    yield job, future.result()
+        except BaseException:
+            for pool in pools:
+                pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _next(waiting, last, pool):
+    """The program that a pool goes on with: its own, a free one, that of most jobs."""
+    if last[pool] in waiting:
+        return last[pool]
+    return max(waiting, key=lambda key: (key not in last, len(waiting[key])))
+
+
+def _pool():
+    return concurrent.futures.ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), initializer=end_with_parent
+    )
+
+
+@contextlib.contextmanager
+def environment(variables):
+    """Sets environment variables, for processes that start in this context."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def end_with_parent():
+    """Lets a process that `multiprocessing` started end when its parent does."""
+    # Ctrl-C ends a worker at once, and so does the end of the process that started it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+
+    def follow():
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
