@@ -141,7 +141,7 @@ class Replicas:
         return directories
 
     def distribute(self, source, settings):
-    """The batches of `recipes.engine.data.source`, as `fit` is to get them.
+        """The batches of `recipes.engine.data.source`, as `fit` is to get them.
 
         Raises:
             ValueError: If the batch size is no multiple of the number of replicas.

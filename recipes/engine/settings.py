@@ -254,9 +254,8 @@ def _check(cls, name, value):
         raise ValueError(f"Argument `{name}` must {must}. Received: {name}={value!r}")
 
     kind, about = _kind(cls, name), _about(cls, name)
-    if value is None:
-        default = cls.__dataclass_fields__[name].default
-        return None if default is None else refuse("not be None")
+    if value is None and cls.__dataclass_fields__[name].default is None:
+        return
     if type(value) is not kind:
         words = {tuple: "be several values", bool: "be True or False"}
         refuse(words.get(kind, f"be of type {kind.__name__}"))
