@@ -1,9 +1,10 @@
 """Compares normalisations: CBN learns faster than BN, most of all with sigmoid.
 
 The first comparison is `make demo`: 30 trainings of ResNet-8 on scikit-learn's 8x8
-digits, TIME. The second is the paper's, for a GPU and ten seeds; the third is the same
-with the ten seeds of a combination trained together, in one program (JAX, for an
-accelerator: on a CPU it is slower than one by one; batches come in another order):
+digits, 3 minutes on two cores. The second is the paper's, for a GPU and ten seeds; the
+third is the same with the ten seeds of a combination trained together, in one program
+(JAX, for an accelerator: on a CPU it is slower than one by one; batches come in another
+order):
 
     python -m recipes.compare --models=resnet8 --rho=2
     python -m recipes.compare --dataset=cifar10 --data_dir=<where it is> \
@@ -11,10 +12,14 @@ accelerator: on a CPU it is slower than one by one; batches come in another orde
     KERAS_BACKEND=jax python -m recipes.compare --dataset=cifar10 \
         --data_dir=<where it is> --models=resnet20,vgg16 --seeds=10 --population=10
 
-NUMBERS
+Epochs until 90 % test accuracy on digits, and the test accuracy of the last epoch:
 
-The paper's Table 1, ResNet-20 on CIFAR-10 with 120 epochs, ten seeds and a rho for each
-activation:
+    activation       sigmoid        tanh        relu        selu       swish
+    BN             4.0  97.5   1.0  98.3   2.0  98.1   1.7  97.7   1.7  98.4
+    CBN, rho = 2   1.0  97.8   1.0  98.4   1.0  98.9   1.0  98.7   1.0  98.8
+
+(TensorFlow 2.21, one thread a run; deviations are 0.0 to 0.5 points.) The paper's Table
+1, ResNet-20 on CIFAR-10 with 120 epochs, ten seeds and a rho for each activation:
 
     BN                 79.0       87.6       91.1       89.7       91.2
     CBN                91.2       91.7       92.0       91.6       92.2
