@@ -1,5 +1,6 @@
 """Image sets as NumPy arrays, and their batches."""
 
+import dataclasses
 import functools
 import pathlib
 from typing import NamedTuple
@@ -47,6 +48,22 @@ def source(settings):
     if settings.dataset in STREAMED:
         return imagenet.Stream(settings)
     return Arrays(images(settings), settings)
+
+
+def other_batches(settings, count):
+    """Batches as training has them, which it does not see in this composition.
+
+    Args:
+        settings: See `source`.
+        count: How many: the first of an epoch each, so that they are independent.
+
+    Yields:
+        A pair of arrays.
+    """
+    others = source(dataclasses.replace(settings, seed=1_000_000, epochs=count))
+    for epoch in range(count):
+        x, y = next(iter(others.batches(epoch)))
+        yield np.asarray(x), np.asarray(y)
 
 
 def images(settings):
