@@ -106,7 +106,9 @@ def gradient_norms(path, panels, title):
         path, title: See `curves`.
         panels: Dict from a learning rate to what `curves` takes.
     """
-    colour_of = _colours({k: v for panel in panels.values() for k, v in panel.items()})
+    colour_of = _colours(
+        {(rate, name): of for rate in panels for name, of in panels[rate].items()}
+    )
 
     def draw(axis, rate, name):
         for norm, runs in panels[rate][name].items():

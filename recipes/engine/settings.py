@@ -24,8 +24,6 @@ from typing import ClassVar
 import keras
 from absl import flags
 
-flags.disclaim_key_flags()  # --help of a recipe shows them as its own
-
 
 def setting(
     default, help, *, choices=None, above=None, at_least=None, at_most=None, **kwargs
@@ -219,17 +217,11 @@ def _about(cls, name):
     return {}
 
 
-def _type(field):
-    """The type of a setting, without `None`."""
-    if isinstance(field.type, types.UnionType):
-        (kind,) = set(typing.get_args(field.type)) - {type(None)}
-        return kind
-    return field.type
-
-
 def _kind(cls, name):
-    """The type of a setting, of several values `tuple`."""
-    kind = _type(cls.__dataclass_fields__[name])
+    """The type of a setting without `None`, of several ones `tuple`."""
+    kind = cls.__dataclass_fields__[name].type
+    if isinstance(kind, types.UnionType):
+        (kind,) = [each for each in typing.get_args(kind) if each is not type(None)]
     return typing.get_origin(kind) or kind
 
 
@@ -243,14 +235,14 @@ _FLAG = {
 
 
 def _converted(field, value):
-    kind = _type(field)
-    if typing.get_origin(kind) is tuple and not isinstance(value, (str, type(None))):
+    kind = field.type
+    if typing.get_origin(kind) is tuple and not isinstance(value, str):
         item = typing.get_args(kind)[0]
         try:
             return tuple(item(each) for each in value)
         except (TypeError, ValueError):
             return value
-    if kind is float and type(value) is int:
+    if kind in (float, float | None) and type(value) is int:
         return float(value)
     return value
 
