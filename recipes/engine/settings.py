@@ -24,6 +24,8 @@ from typing import ClassVar
 import keras
 from absl import flags
 
+flags.disclaim_key_flags()  # --help of a recipe shows them as its own
+
 
 def setting(
     default, help, *, choices=None, above=None, at_least=None, at_most=None, **kwargs
