@@ -82,6 +82,7 @@ def test_none_becomes_the_usual_value():
     assert Menu().hours == 2
     assert Cooking().backend == BACKEND
     assert Cooking().places is None
+    assert classifier.Saved(saved_models_dir=None).saved_models_dir is None
 
 
 def test_labels():

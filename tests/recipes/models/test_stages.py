@@ -10,7 +10,7 @@ from recipes.engine import classifier, training
 from recipes.models import norms
 from tests.recipes import small
 
-SETTINGS = train.Saved(
+SETTINGS = classifier.Saved(
     train_size=60,
     batch_size=16,
     epochs=3,
