@@ -2,13 +2,13 @@
 
 The small run and the paper's (one of its four tables), for a GPU:
 
-    python -m recipes.cbn_ablation
-    python -m recipes.cbn_ablation --dataset=cifar10 --data_dir=<where it is> \
+    python -m recipes.cbn.ablation
+    python -m recipes.cbn.ablation --dataset=cifar10 --data_dir=<where it is> \
         --model=resnet20 --seeds=10 --rho_before=<for each activation> --rho_after=<...>
 
 The parts are the place (before the linear layer), decoupling (the shift before the
 norm), a tuned rho, and AMAT. The paper does not say which rho it chose; with
-`recipes.cbn_rho` one finds it for each activation.
+`recipes.cbn.rho` one finds it for each activation.
 
 The small run (ResNet-8 on digits, 102 trainings) took 13 minutes on 2 cores of an Intel
 Xeon that other work shared. Test accuracy in %, mean of three seeds, and in brackets
@@ -29,13 +29,14 @@ Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization
 Beyond, TPAMI 2023, Section 6.2, Tables 1-4. https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-from absl import app, flags
 
-from recipes import compare, data, figures, grid
-from recipes.cbn_tables import TABLES
+from recipes.cbn._paper_tables import TABLES
+from recipes.engine import classifier, command, data, figures, results, training
+from recipes.engine.settings import setting
 
 
 class Row(NamedTuple):
@@ -66,170 +67,150 @@ GAINS = {
     "tuned rho after the layer (6 - 1)": (6, 1),
     "AMAT after the layer (7 - 6)": (7, 6),
 }
-# The best of `recipes.cbn_rho` on digits, with --norm=cbn and with --norm=bn_rho.
-RHO_BEFORE = {"sigmoid": 1, "tanh": 8, "relu": 2, "selu": 2, "swish": 8}
-RHO_AFTER = {"sigmoid": 0.5, "tanh": 1, "relu": 0.5, "selu": 0.5, "swish": 2}
+# The best of `recipes.cbn.rho` on digits, with --norm=cbn and with --norm=bn_rho.
+RHO_BEFORE = {"sigmoid": 1.0, "tanh": 8.0, "relu": 2.0, "selu": 2.0, "swish": 8.0}
+RHO_AFTER = {"sigmoid": 0.5, "tanh": 1.0, "relu": 0.5, "selu": 0.5, "swish": 2.0}
 
 
-def cbn_ablation(
-    settings,
-    activations=grid.ACTIVATIONS,
-    seeds=3,
-    rho_before=None,
-    rho_after=None,
-    runs_dir="runs",
-    **places,
-):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(classifier.Grid):
+    """The seven rows with every activation."""
+
+    # A row has its own.
+    norms: ClassVar = tuple(row.norm for row in ROWS)
+    rhos: ClassVar = ()
+
+    model: str = "resnet8"
+    activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
+    rho_before: tuple[float, ...] | None = setting(
+        None, "Of rows 2 and 5, for each activation; those of digits.", above=0
+    )
+    rho_after: tuple[float, ...] | None = setting(
+        None, "Of rows 6 and 7, for each activation; those of digits.", above=0
+    )
+
+    def usual(self):
+        return super().usual() | {
+            "rho_before": tuple(RHO_BEFORE.get(a, 1.0) for a in self.activations),
+            "rho_after": tuple(RHO_AFTER.get(a, 1.0) for a in self.activations),
+        }
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("rho_before", "rho_after"):
+            if len(rhos := getattr(self, name)) != len(self.activations):
+                raise ValueError(
+                    f"Argument `{name}` must have one number for each of the "
+                    f"activations {self.activations}. Received: {name}={rhos}"
+                )
+
+    def rho_of(self, row, activation):
+        """The rho of a `Row`."""
+        before, _, tuned, _ = row.parts
+        if not tuned:
+            return 1.0
+        rhos = self.rho_before if before else self.rho_after
+        return rhos[self.activations.index(activation)]
+
+    def paper(self):
+        """The paper's table of the same data set and network, or else its first."""
+        number = {
+            ("cifar10", "vgg16"): 2,
+            ("cifar100", "resnet20"): 3,
+            ("cifar100", "vgg16"): 4,
+        }.get((data.stem(self.dataset), self.model), 1)
+        return TABLES[number]
+
+
+def run(settings):
     """Trains the seven rows with every activation; writes the table and the figure.
-
-    Args:
-        settings: Dict of the settings of `recipes.train.train` that all runs share.
-        activations: List of names.
-        seeds: Integer, each cell is trained with the seeds 0 to `seeds - 1`.
-        rho_before, rho_after: Dicts from each activation to the rho of rows 2 and 5,
-            and of rows 6 and 7. Missing ones are those found for digits, else 1.
-        runs_dir: Where the runs, and the outcome, are recorded.
-        **places: Other arguments of `recipes.grid.train_all`.
 
     Returns:
         The path of the directory with table.md, results.json and accuracy.png.
     """
-    rho_before = {a: float((rho_before or RHO_BEFORE).get(a, 1)) for a in activations}
-    rho_after = {a: float((rho_after or RHO_AFTER).get(a, 1)) for a in activations}
-
-    def rho(row, activation):
-        before, _, tuned, _ = row.parts
-        if not tuned:
-            return 1.0
-        return (rho_before if before else rho_after)[activation]
-
-    cells = [(row, activation) for activation in activations for row in ROWS]
-    configs = [
-        {
-            **settings,
-            "norm": row.norm,
+    cells = {
+        (activation, row.number): {
             "activation": activation,
-            "rho": rho(row, activation),
-            "seed": seed,
+            "norm": row.norm,
+            "rho": settings.rho_of(row, activation),
         }
-        for row, activation in cells
-        for seed in range(seeds)
+        for activation in settings.activations
+        for row in ROWS
+    }
+    runs = [run for cell in cells.values() for run in settings.runs(**cell)]
+    outcomes = training.train_all(classifier.train, runs, settings.workers)
+    found = {key: outcomes.of(**cell) for key, cell in cells.items()}
+    rows = [
+        {"row": key[1], **cell, **results.summarise(found[key], 0.9)}
+        for key, cell in cells.items()
     ]
-    outcomes = grid.train_all(configs, runs_dir=runs_dir, **places)
-    results = []
-    for i, (row, activation) in enumerate(cells):
-        runs, curves = zip(*outcomes[i * seeds : (i + 1) * seeds], strict=True)
-        results.append(
-            {
-                "row": row.number,
-                "activation": activation,
-                "norm": row.norm,
-                "rho": rho(row, activation),
-                **compare.summarise(runs, curves, 0.9),
-                "runs": runs,
-            }
-        )
-    rhos = [sorted(set(values.values())) for values in (rho_before, rho_after)]
-    directory = grid.directory(
-        "cbn_ablation", runs_dir, settings, activations, *rhos, [f"seeds{seeds}"]
-    )
-    title, paper = paper_table(settings)
-    grid.write(directory, table(results, activations, title, paper), {"rows": results})
-    _draw(
-        directory / "accuracy.png",
-        results,
-        activations,
-        grid.about(settings, seeds),
-        title,
-        paper,
-    )
+    directory = settings.directory("cbn_ablation")
+    results.write(directory, table(found, settings), {"rows": rows})
+    _draw(directory / "accuracy.png", found, settings)
     return directory
 
 
-def paper_table(settings):
-    """The paper's table of the same data set and network, or else its first."""
-    key = data.stem(settings.get("dataset", "digits")), settings.get("model")
-    number = {
-        ("cifar10", "vgg16"): 2,
-        ("cifar100", "resnet20"): 3,
-        ("cifar100", "vgg16"): 4,
-    }.get(key, 1)
-    return TABLES[number]
-
-
-def _cells(results):
-    return {(row["row"], row["activation"]): row for row in results}
-
-
-def table(results, activations, title, paper):
-    """Returns the rows of `cbn_ablation` as Markdown, the paper's numbers beside them.
+def table(outcomes, settings):
+    """The numbers as Markdown, the paper's beside them.
 
     Args:
-        results: List of dicts with `row` (the number), `activation`, `rho`, `runs` and
-            the mean `test_accuracy`.
-        activations: List of names.
-        title, paper: One of `recipes.cbn_tables.TABLES`.
+        outcomes: Dict from an activation and the number of a row to a list of
+            `recipes.engine.training.Outcome`, one a seed.
+        settings: A `Settings`.
     """
-    cell = _cells(results)
+    activations = settings.activations
+    title, paper = settings.paper()
     known = [activation for activation in activations if activation in paper]
-    header = ["row", "before", "decoupled", "rho", "AMAT", *activations]
-    lines = []
+    ours, theirs, gains = [], [], []
     for row in ROWS:
-        before, decoupled, tuned, amat = ("✓" if part else "" for part in row.parts)
-        rhos = [f"{cell[row.number, a]['rho']:g}" for a in activations]
+        before, decoupled, _, amat = ("✓" if part else "" for part in row.parts)
+        rhos = [f"{settings.rho_of(row, a):g}" for a in activations]
         rhos = ", ".join(rhos if len(set(rhos)) > 1 else rhos[:1])
-        accuracies = [grid.percent(cell[row.number, a]["runs"]) for a in activations]
-        lines.append(
-            [row.number, before, decoupled, rhos if tuned else "1", amat, *accuracies]
-        )
-    ours = grid.markdown(header, lines)
-    theirs = grid.markdown(
-        ["row", *known],
-        [
-            [row.number, *(_mean_and_std(paper[a][row.number - 1]) for a in known)]
-            for row in ROWS
-        ],
-    )
-    gains = []
+        accuracies = [results.percent(outcomes[a, row.number]) for a in activations]
+        ours.append([row.number, before, decoupled, rhos, amat, *accuracies])
+        numbers = [_of_paper(paper[a], row.number) for a in known]
+        theirs.append([row.number, *(results.spread(number, 2) for number in numbers)])
     for name, (with_part, without) in GAINS.items():
-        differences = [
-            _difference(cell[with_part, a], cell[without, a]) for a in activations
+        points = [
+            _difference(_points(outcomes[a, with_part]), _points(outcomes[a, without]))
+            for a in activations
         ]
         of_paper = [
-            paper[a][with_part - 1][0] - paper[a][without - 1][0] for a in known
+            _difference(_of_paper(paper[a], with_part), _of_paper(paper[a], without))
+            for a in known
         ]
-        gains.append(
-            [
-                name,
-                *(_signed(difference) for difference in differences),
-                _signed(_mean(differences)),
-                _signed(_mean(of_paper)),
-            ]
-        )
-    added = grid.markdown(["part", *activations, "mean", "the paper's mean"], gains)
+        means = [_mean(points), _mean(of_paper)]
+        gains.append([name, *map(_signed, [*points, *means])])
+    header = ["row", "before", "decoupled", "rho", "AMAT", *activations]
+    added = ["part", *activations, "mean", "the paper's mean"]
     return (
-        f"Test accuracy after the last epoch, %\n\n{ours}\n"
-        f"The paper's {title}\n\n{theirs}\n"
-        f"What each part adds, points of test accuracy\n\n{added}\n"
-        "Mean ± standard deviation over the seeds of runs that did not diverge.\n"
+        f"Test accuracy after the last epoch, %\n\n{results.markdown(header, ours)}\n"
+        f"The paper's {title}\n\n{results.markdown(['row', *known], theirs)}\n"
+        "What each part adds, points of test accuracy\n\n"
+        f"{results.markdown(added, gains)}\n{results.note(settings.seeds)}\n"
     )
 
 
-def _mean_and_std(pair):
-    mean, std = pair
-    return f"{mean:.2f}" if np.isnan(std) else f"{mean:.2f} ± {std:.2f}"
+def _points(outcomes):
+    """Test accuracy over seeds, %: a dict of `mean` and `std`, or `None`."""
+    return results.mean_and_std(results.accuracies(outcomes))
+
+
+def _of_paper(rows, number):
+    """The same of a row of the paper's, which always has a mean."""
+    mean, std = rows[number - 1]
+    return {"mean": mean, "std": None if np.isnan(std) else std}
 
 
 def _difference(with_part, without):
-    pair = with_part["test_accuracy"], without["test_accuracy"]
-    if None in pair:
+    if with_part is None or without is None:
         return None
-    return 100 * (pair[0]["mean"] - pair[1]["mean"])
+    return with_part["mean"] - without["mean"]
 
 
 def _mean(differences):
-    known = [difference for difference in differences if difference is not None]
-    return float(np.mean(known)) if known else None
+    value = results.mean_and_std(differences)
+    return value and value["mean"]
 
 
 def _signed(difference):
@@ -237,51 +218,22 @@ def _signed(difference):
     return "–" if difference is None else f"{round(difference, 2) + 0:+.2f}"
 
 
-def _draw(path, results, activations, about, title, paper):
-    cell = _cells(results)
-    panels = {}
-    for activation in activations:
-        ours = [cell[row.number, activation]["test_accuracy"] for row in ROWS]
-        panels[activation] = {
-            "test accuracy (%)": [
-                value and {key: 100 * value[key] for key in value} for value in ours
-            ]
+def _draw(path, outcomes, settings):
+    title, paper = settings.paper()
+    numbers = [row.number for row in ROWS]
+    panels = {
+        activation: {
+            "test accuracy (%)": [_points(outcomes[activation, n]) for n in numbers],
+            "the paper's (%)": [
+                _of_paper(paper[activation], n) if activation in paper else None
+                for n in numbers
+            ],
         }
-        theirs = [
-            dict(zip(("mean", "std"), paper[activation][row.number - 1], strict=True))
-            if activation in paper
-            else None
-            for row in ROWS
-        ]
-        panels[activation]["the paper's (%)"] = theirs
-    ticks = [str(row.number) for row in ROWS]
-    figures.steps(path, panels, ticks, f"Above: {about}. Below: the paper's {title}")
-
-
-def main(_):
-    grid.report(
-        cbn_ablation(
-            rho_before=_by_activation("rho_before"),
-            rho_after=_by_activation("rho_after"),
-            **grid.arguments_of_flags(),
-        )
-    )
-
-
-def _by_activation(name):
-    rhos, activations = flags.FLAGS[name].value, flags.FLAGS.activations
-    if rhos is None:
-        return None
-    if len(rhos) != len(activations):
-        raise ValueError(
-            f"Argument `{name}` must have one number for each of the activations "
-            f"{activations}. Received: {name}={rhos}"
-        )
-    return {a: float(rho) for a, rho in zip(activations, rhos, strict=True)}
+        for activation in settings.activations
+    }
+    title = f"Above: {settings.about()}. Below: the paper's {title}"
+    figures.steps(path, panels, list(map(str, numbers)), title)
 
 
 if __name__ == "__main__":
-    grid.define_flags("resnet8", seeds=3)
-    flags.DEFINE_list("rho_before", None, "Of rows 2 and 5, for each activation.")
-    flags.DEFINE_list("rho_after", None, "Of rows 6 and 7, for each activation.")
-    app.run(main)
+    command.run(run, Settings)

@@ -2,8 +2,8 @@
 
 The small run and the paper's, for a GPU:
 
-    python -m recipes.cbn_assumptions
-    python -m recipes.cbn_assumptions --dataset=cifar10 --data_dir=<where it is> \
+    python -m recipes.cbn.assumptions
+    python -m recipes.cbn.assumptions --dataset=cifar10 --data_dir=<where it is> \
         --model=resnet20
 
 Claim (Section 4.1, Figures 2 and 3): both "can be commonly satisfied". For each channel
@@ -33,19 +33,31 @@ Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization
 Beyond, TPAMI 2023, Theorems 2 and 3. https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
+import dataclasses
+import functools
+
 import keras
 import numpy as np
-from absl import app, flags
 from keras import ops
 
-from recipes import figures, grid
+from recipes.engine import classifier, command, data, figures, results, training
+from recipes.engine.settings import setting
 
 # Layers #2, #8 and #14 of the paper's ResNet-20.
 LAYERS = {f"stage {i}": f"stage{i}_block0_conv1_norm" for i in (1, 2, 3)}
-OTHER_BATCHES = (
-    1_000_000  # the seed of batches that training does not see in this order
-)
 INTERVALS = {"eta": (0, 2), "tau": (0, 1)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(classifier.Grid):
+    """CBN with every activation."""
+
+    model: str = setting("resnet20", "A residual network for small images.")
+    norm: str = setting(
+        "cbn", "CBN of which averages.", choices=("cbn", "cbn_batch", "cbn_fixed")
+    )
+    activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
+    seeds: int = 1
 
 
 def assumption_values(x, gamma, beta, rho, moving_mean):
@@ -67,13 +79,13 @@ def assumption_values(x, gamma, beta, rho, moving_mean):
         return (mean - beta) / moving_mean, gamma / (rho * sigma)
 
 
-def measure(model, images, config):
+def measure(model, problem, settings):
     """eta_k and tau_k of every channel of `LAYERS`: a list a layer of each."""
     layers = [model.get_layer(name) for name in LAYERS.values()]
     # The output is asked for so that the layer moves its mean on.
     outputs = [[layer.input, layer.output] for layer in layers]
     probe = keras.Model(model.inputs, outputs)
-    x, _ = grid.training_batches(images, config, OTHER_BATCHES)[0]
+    ((x, _),) = data.other_batches(settings, 1)
     outputs, state = probe.stateless_call(
         [v.value for v in probe.trainable_variables],
         [v.value for v in probe.non_trainable_variables],
@@ -82,85 +94,60 @@ def measure(model, images, config):
     )
     place = {v.path: i for i, v in enumerate(probe.non_trainable_variables)}
     values = {}
-    for (stage, _), layer, (inputs, _) in zip(
-        LAYERS.items(), layers, outputs, strict=True
-    ):
-        weights = layer.gamma, layer.beta, layer.rho
-        gamma, beta, rho = (ops.convert_to_numpy(w.value) for w in weights)
-        moving_mean = ops.convert_to_numpy(state[place[layer.moving_mean.path]])
-        eta, tau = assumption_values(
-            ops.convert_to_numpy(inputs), gamma, beta, rho, moving_mean
-        )
+    for stage, layer, (inputs, _) in zip(LAYERS, layers, outputs, strict=True):
+        moving_mean = state[place[layer.moving_mean.path]]
+        arrays = inputs, layer.gamma, layer.beta, layer.rho, moving_mean
+        eta, tau = assumption_values(*map(ops.convert_to_numpy, arrays))
         values[f"eta {stage}"] = eta.tolist()
         values[f"tau {stage}"] = tau.tolist()
     return values
 
 
-def cbn_assumptions(
-    settings,
-    activations=grid.ACTIVATIONS,
-    seeds=1,
-    rho=1.0,
-    runs_dir="runs",
-    **places,
-):
-    """Trains with CBN and every activation; writes the table and the figures.
+train = functools.partial(classifier.train, kind="cbn_assumptions", after=measure)
 
-    Args:
-        settings: Dict of the settings of `recipes.train.train` that all runs share. The
-            model must be a residual network.
-        activations: List of names.
-        seeds: Integer, each is trained with the seeds 0 to `seeds - 1`.
-        rho: Float, the paper's figures have 1.
-        runs_dir: Where the runs, and the outcome, are recorded.
-        **places: Other arguments of `recipes.grid.train_all`.
+
+def run(settings):
+    """Trains with CBN and every activation; writes the table and the figures.
 
     Returns:
         The path of the directory with table.md, results.json, eta.png (Figure 2) and
         tau.png (Figure 3).
     """
-    settings = {**settings, "norm": "cbn", "rho": rho}
-    configs = [
-        {**settings, "activation": activation, "seed": seed}
-        for activation in activations
-        for seed in range(seeds)
-    ]
-    outcomes = grid.train_all(
-        configs, kind="cbn_assumptions", measure=measure, runs_dir=runs_dir, **places
-    )
-    curves = {
-        activation: [curve for _, curve in outcomes[i * seeds : (i + 1) * seeds]]
-        for i, activation in enumerate(activations)
+    outcomes = training.train_all(train, settings.runs(), settings.workers)
+    found = {
+        (name, activation, stage): pooled(
+            [each.metrics for each in outcomes.of(activation=activation)],
+            f"{name} {stage}",
+        )
+        for name in INTERVALS
+        for activation in settings.activations
+        for stage in LAYERS
     }
     rows = [
         {
             "activation": activation,
             "value": name,
             "layer": stage,
-            **shares(pooled(curves[activation], f"{name} {stage}"), INTERVALS[name]),
+            **shares(values, INTERVALS[name]),
         }
-        for name in INTERVALS
-        for activation in activations
-        for stage in LAYERS
+        for (name, activation, stage), values in found.items()
     ]
-    lists = [activations, [f"seeds{seeds}"]]
-    directory = grid.directory("cbn_assumptions", runs_dir, settings, *lists)
-    runs = [run for run, _ in outcomes]
-    grid.write(directory, table(rows), {"rows": rows, "runs": runs})
-    for name, symbol, ylim in (("eta", "eta_k", (-1, 3)), ("tau", "tau_k", (-0.5, 5))):
+    directory = settings.directory("cbn_assumptions")
+    runs = [outcome.results for outcome in outcomes.values()]
+    results.write(directory, table(rows), {"rows": rows, "runs": runs})
+    for name, ylim in (("eta", (-1, 3)), ("tau", (-0.5, 5))):
         panels = {
             activation: {
-                stage: _finite(pooled(curves[activation], f"{name} {stage}"))
-                for stage in LAYERS
+                stage: _finite(found[name, activation, stage]) for stage in LAYERS
             }
-            for activation in activations
+            for activation in settings.activations
         }
         figures.distributions(
             directory / f"{name}.png",
             panels,
             INTERVALS[name],
-            symbol,
-            f"{symbol} over channels: {grid.about(settings, seeds)}, rho = {rho:g}",
+            f"{name}_k",
+            f"{name}_k over channels: {settings.about()}, rho = {settings.rho:g}",
             ylim,
         )
     return directory
@@ -206,26 +193,28 @@ def shares(values, interval):
 
 
 def table(rows):
-    """Returns the rows of `cbn_assumptions` as Markdown."""
-
-    def share(row, key):
-        return "–" if row[key] is None else f"{100 * row[key]:.1f}"
-
+    """The rows as Markdown."""
+    columns = {
+        "first": "epoch 1",
+        "last": "last epoch",
+        "all": "all",
+        "not_finite": "not finite",
+    }
     text = ""
     for name, (low, high) in INTERVALS.items():
-        of_name = [row for row in rows if row["value"] == name]
         lines = [
             [
                 row["activation"],
                 row["layer"],
-                *(share(row, key) for key in ("first", "last", "all", "not_finite")),
+                *("–" if row[c] is None else f"{100 * row[c]:.1f}" for c in columns),
             ]
-            for row in of_name
+            for row in rows
+            if row["value"] == name
         ]
-        header = ["activation", "layer", "epoch 1", "last epoch", "all", "not finite"]
+        header = ["activation", "layer", *columns.values()]
         text += (
             f"Share of channels with {low} < {name}_k < {high}, %\n\n"
-            f"{grid.markdown(header, lines)}\n"
+            f"{results.markdown(header, lines)}\n"
         )
     return text + (
         '"Not finite" are channels that divide by 0 (a ReLU that is never active); '
@@ -233,11 +222,5 @@ def table(rows):
     )
 
 
-def main(_):
-    grid.report(cbn_assumptions(rho=flags.FLAGS.rho, **grid.arguments_of_flags()))
-
-
 if __name__ == "__main__":
-    grid.define_flags("resnet20", seeds=1)
-    flags.DEFINE_float("rho", 1.0, "CBN's rho.", lower_bound=0)
-    app.run(main)
+    command.run(run, Settings)

@@ -2,8 +2,8 @@
 
 The small run and one nearer to the paper's, for a GPU:
 
-    python -m recipes.cbn_gradient_variance
-    python -m recipes.cbn_gradient_variance --dataset=cifar10 \
+    python -m recipes.cbn.gradient_variance
+    python -m recipes.cbn.gradient_variance --dataset=cifar10 \
         --data_dir=<where it is> --model=resnet20 --seeds=3
 
 Claim (Section 6.5, Figure 10, ResNet-18 on ILSVRC2012): CBN with AMAT (eta = 1 - 10 *
@@ -33,17 +33,17 @@ Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization
 Beyond, TPAMI 2023, Section 6.5. https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
+import dataclasses
 import functools
 
 import numpy as np
-from absl import app, flags
 
 from keras_norms.diagnostics import gradient_noise
-from recipes import figures, grid
+from recipes.engine import classifier, command, data, figures, results, training
+from recipes.engine.settings import setting
+from recipes.models import norms
 
 NORMS = ("bn", "cbn_batch", "cbn_fixed", "cbn")
-# The seed of the measured batches, which training does not see in this composition.
-OTHER_BATCHES = 1_000_000
 # The learning rates of a training, as parts of it: `optimizers.piecewise_schedule`.
 PHASES = {
     "first rate": (0, 1 / 2),
@@ -52,85 +52,77 @@ PHASES = {
 }
 
 
-def measure(model, images, config, batches):
+VALUES = {
+    "gradient_variance": "Variance of the mini-batch gradient",
+    "gradient_squared_norm": "Squared norm of the gradient",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(classifier.Training):
+    """A training whose gradients are measured."""
+
+    VARIABLE = (*classifier.Training.VARIABLE, "batches")
+
+    batches: int = setting(16, "Mini-batches measured.", at_least=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Measured, classifier.Grid):
+    """The variants with every activation."""
+
+    RUN = Measured
+
+    model: str = "resnet8"
+    activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
+    norms: tuple[str, ...] = setting(NORMS, "What to compare.", choices=norms.NORMS)
+    seeds: int = 1
+
+
+def measure(model, problem, settings):
     """Variance and squared norm of the gradient over so many mini-batches."""
-    stream = grid.training_batches(images, config, OTHER_BATCHES)
-    # The first of an epoch each: independent draws, not parts of one permutation.
-    chosen = (stream[i * stream.steps] for i in range(batches))
-    noise = gradient_noise(model, chosen)
+    noise = gradient_noise(model, data.other_batches(settings, settings.batches))
     return {
         "gradient_variance": noise.variance,
         "gradient_squared_norm": noise.squared_norm,
     }
 
 
-def cbn_gradient_variance(
-    settings,
-    activations=grid.ACTIVATIONS,
-    seeds=1,
-    batches=16,
-    rho=1.0,
-    runs_dir="runs",
-    **places,
-):
-    """Trains the variants with every activation; writes the table and the figure.
+train = functools.partial(classifier.train, kind="cbn_gradient_variance", after=measure)
 
-    Args:
-        settings: Dict of the settings of `recipes.train.train` that all runs share.
-        activations: List of names.
-        seeds: Integer, each cell is trained with the seeds 0 to `seeds - 1`.
-        batches: Integer, at least 2: mini-batches whose gradients are compared.
-        rho: Float, CBN's.
-        runs_dir: Where the runs, and the outcome, are recorded.
-        **places: Other arguments of `recipes.grid.train_all`.
+
+def run(settings):
+    """Trains the variants with every activation; writes the table and the figure.
 
     Returns:
         The path of the directory with table.md, results.json and gradient_variance.png
         (Figure 10).
     """
-    if batches < 2:
-        raise ValueError(
-            f"Argument `batches` must be at least 2. Received: batches={batches}"
-        )
-    settings = {**settings, "rho": rho}
-    cells = [(activation, norm) for activation in activations for norm in NORMS]
-    configs = [
-        {**settings, "norm": norm, "activation": activation, "seed": seed}
-        for activation, norm in cells
-        for seed in range(seeds)
-    ]
-    outcomes = grid.train_all(
-        configs,
-        kind=f"cbn_gradient_variance{batches}",
-        measure=functools.partial(measure, batches=batches),
-        runs_dir=runs_dir,
-        **places,
-    )
+    outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows, panels = [], {}
-    for i, (activation, norm) in enumerate(cells):
-        runs, curves = zip(*outcomes[i * seeds : (i + 1) * seeds], strict=True)
-        rows.append(
-            {
-                "activation": activation,
-                "norm": norm,
-                "gradient_variance": by_phase(curves, "gradient_variance"),
-                "gradient_squared_norm": by_phase(curves, "gradient_squared_norm"),
-                "runs": runs,
-            }
-        )
-        panels.setdefault(activation, {})[norm] = curves
-    lists = [activations, [f"batches{batches}"], [f"seeds{seeds}"]]
-    directory = grid.directory("cbn_gradient_variance", runs_dir, settings, *lists)
-    grid.write(directory, table(rows), {"batches": batches, "rows": rows})
+    for activation in settings.activations:
+        panels[activation] = {}
+        for norm in settings.norms:
+            found = outcomes.of(activation=activation, norm=norm)
+            metrics = [each.metrics for each in found]
+            panels[activation][norm] = metrics
+            row = {"activation": activation, "norm": norm}
+            row |= {key: by_phase(metrics, key) for key in VALUES}
+            rows.append(row | {"runs": [each.results for each in found]})
+    directory = settings.directory("cbn_gradient_variance")
+    results.write(directory, table(rows), {"batches": settings.batches, "rows": rows})
     figures.curves(
         directory / "gradient_variance.png",
         panels,
         [
-            ("gradient_variance", "gradient variance", {"yscale": "log"}),
-            ("gradient_squared_norm", "squared norm", {"yscale": "log"}),
-            ("train_loss", "training loss (nats)", {"yscale": "log"}),
+            (key, label, {"yscale": "log"})
+            for key, label in (
+                ("gradient_variance", "gradient variance"),
+                ("gradient_squared_norm", "squared norm"),
+                ("train_loss", "training loss (nats)"),
+            )
         ],
-        grid.about(settings, seeds),
+        settings.about(),
     )
     return directory
 
@@ -160,31 +152,23 @@ def by_phase(curves, key):
 
 
 def table(rows):
-    """Returns the rows of `cbn_gradient_variance` as Markdown."""
+    """The rows as Markdown, with ratios to CBN without AMAT."""
+    base = {row["activation"]: row for row in rows if row["norm"] == "cbn_batch"}
     text = ""
-    base = {
-        (row["activation"], key): row[key]
-        for row in rows
-        if row["norm"] == "cbn_batch"
-        for key in ("gradient_variance", "gradient_squared_norm")
-    }
-    titles = {
-        "gradient_variance": "Variance of the mini-batch gradient",
-        "gradient_squared_norm": "Squared norm of the gradient",
-    }
-    for key, title in titles.items():
-        lines = []
-        for row in rows:
-            of_batch = base[row["activation"], key]
-            lines.append(
-                [
-                    row["activation"],
-                    figures.NAME_OF.get(row["norm"], row["norm"]),
-                    *(_with_ratio(row[key][p], of_batch[p]) for p in PHASES),
-                ]
-            )
+    for key, title in VALUES.items():
+        lines = [
+            [
+                row["activation"],
+                figures.NAME_OF.get(row["norm"], row["norm"]),
+                *(
+                    _with_ratio(value, base.get(row["activation"], row)[key][phase])
+                    for phase, value in row[key].items()
+                ),
+            ]
+            for row in rows
+        ]
         header = ["activation", "norm", *PHASES]
-        text += f"{title}\n\n{grid.markdown(header, lines)}\n"
+        text += f"{title}\n\n{results.markdown(header, lines)}\n"
     return text + (
         "Geometric mean over the epochs at each learning rate, without estimates of "
         "the squared norm that are not positive; in parentheses the ratio to CBN "
@@ -198,17 +182,5 @@ def _with_ratio(value, base):
     return f"{value:.2e}" + ("" if base is None else f" ({value / base:.2f})")
 
 
-def main(_):
-    values = flags.FLAGS
-    grid.report(
-        cbn_gradient_variance(
-            batches=values.batches, rho=values.rho, **grid.arguments_of_flags()
-        )
-    )
-
-
 if __name__ == "__main__":
-    grid.define_flags("resnet8", seeds=1)
-    flags.DEFINE_integer("batches", 16, "Mini-batches measured.", lower_bound=2)
-    flags.DEFINE_float("rho", 1.0, "CBN's rho.", lower_bound=0)
-    app.run(main)
+    command.run(run, Settings)

@@ -2,8 +2,8 @@
 
 The small run and the paper's, for a GPU:
 
-    python -m recipes.cbn_max_lr
-    python -m recipes.cbn_max_lr --dataset=cifar10 --data_dir=<where it is> \
+    python -m recipes.cbn.max_lr
+    python -m recipes.cbn.max_lr --dataset=cifar10 --data_dir=<where it is> \
         --model=resnet20 --seeds=10 --activations=sigmoid,tanh,relu,selu,swish
 
 Claim (Section 6.3, Table 6 and Figure 7): either half of CBN raises the largest
@@ -30,16 +30,34 @@ Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization
 Beyond, TPAMI 2023, Section 6.3. https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
+import dataclasses
+import functools
+import itertools
+
 import keras
 import numpy as np
-from absl import app, flags
 from keras import ops
 
-from recipes import figures, grid, optimizers
+from recipes.engine import classifier, command, figures, optimizers, results, training
+from recipes.engine.settings import setting
+from recipes.models import norms
 
 NORMS = ("none", "mean_removal", "l2_norm", "cbn")
-ACTIVATIONS = ("sigmoid", "tanh", "relu")
-RATES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(classifier.Grid):
+    """The four variants at every rate."""
+
+    model: str = "resnet8"
+    activations: tuple[str, ...] = setting(
+        ("sigmoid", "tanh", "relu"), "As Keras has them."
+    )
+    norms: tuple[str, ...] = setting(NORMS, "What to compare.", choices=norms.NORMS)
+    learning_rates: tuple[float, ...] = setting(
+        (1e-4, 1e-3, 1e-2, 1e-1, 1.0), "Of epoch 1.", above=0
+    )
+    seeds: int = 1
 
 
 @keras.saving.register_keras_serializable(package="keras_norms_recipes")
@@ -47,6 +65,8 @@ class MeasuringSGD(optimizers.SGD):
     """Sums the squared norm of the gradients it gets, without weight decay."""
 
     def build(self, variables):
+        if self.built:
+            return
         super().build(variables)
         self.gradient_square = self.add_variable((), name="gradient_square")
 
@@ -57,89 +77,65 @@ class MeasuringSGD(optimizers.SGD):
         )
 
 
-def measure(model, images, config):
+def measure(model, problem, settings):
     """The root mean square over the steps of an epoch of the gradient's l2 norm."""
-    steps = len(images.x_train) // config["batch_size"]
     total = model.optimizer.gradient_square
-    square = float(ops.convert_to_numpy(total.value))
-    total.assign(0.0)
+    square = float(ops.convert_to_numpy(total))
+    total.assign(0.0)  # the next epoch starts anew
     return {
-        "gradient_norm": float(np.sqrt(square / steps)),
-        "guessing": 1 / images.num_classes,
+        "gradient_norm": float(np.sqrt(square / problem.steps)),
+        "guessing": 1 / model.output_shape[-1],
     }
 
 
-def cbn_max_lr(
-    settings,
-    activations=ACTIVATIONS,
-    seeds=1,
-    rates=RATES,
-    rho=1.0,
-    runs_dir="runs",
-    **places,
-):
-    """Trains the four variants at every rate; writes the table and the figures.
+train = functools.partial(
+    training.train,
+    kind="cbn_max_lr",
+    problem_of=functools.partial(classifier.problem, optimizer=MeasuringSGD),
+    after=measure,
+)
 
-    Args:
-        settings: Dict of the settings of `recipes.train.train` that all runs share.
-        activations: List of names.
-        seeds: Integer, each cell is trained with the seeds 0 to `seeds - 1`.
-        rates: List of floats, learning rates of the first epoch.
-        rho: Float, of the l2 norm and of CBN.
-        runs_dir: Where the runs, and the outcome, are recorded.
-        **places: Other arguments of `recipes.grid.train_all`.
+
+def run(settings):
+    """Trains the four variants at every rate; writes the table and the figures.
 
     Returns:
         The path of the directory with table.md, results.json, accuracy.png and
         gradient_norm.png (Figure 7).
     """
-    settings = {**settings, "rho": rho}
-    cells = [(a, norm, rate) for a in activations for norm in NORMS for rate in rates]
-    configs = [
-        {**settings, "norm": norm, "activation": a, "learning_rate": rate, "seed": seed}
-        for a, norm, rate in cells
-        for seed in range(seeds)
-    ]
-    outcomes = grid.train_all(
-        configs,
-        kind="cbn_max_lr",
-        measure=measure,
-        optimizer=MeasuringSGD,
-        runs_dir=runs_dir,
-        **places,
-    )
+    outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows, panels, accuracies = [], {}, {}
-    for i, (activation, norm, rate) in enumerate(cells):
-        runs, curves = zip(*outcomes[i * seeds : (i + 1) * seeds], strict=True)
+    names = "activation", "norm", "learning_rate"
+    swept = settings.activations, settings.norms, settings.learning_rates
+    for activation, norm, rate in itertools.product(*swept):
+        cell = dict(zip(names, (activation, norm, rate), strict=True))
+        found = outcomes.of(**cell)
+        curves = [each.metrics for each in found]
         rows.append(
             {
-                "activation": activation,
-                "norm": norm,
-                "learning_rate": rate,
-                "trains": all(trains(curve) for curve in curves),
-                "runs": runs,
+                **cell,
+                "trains": all(map(trains, curves)),
+                "accuracy": results.percent(found),
+                "runs": [each.results for each in found],
             }
         )
         panels.setdefault(rate, {}).setdefault(activation, {})[norm] = curves
-        accuracies.setdefault(activation, {}).setdefault(norm, {})[rate] = [
-            100 * run["test_accuracy"] for run in runs if not run["diverged"]
-        ]
-    lists = [activations, rates, [f"seeds{seeds}"]]
-    directory = grid.directory("cbn_max_lr", runs_dir, settings, *lists)
-    grid.write(
-        directory, table(rows), {"max_learning_rate": largest(rows), "rows": rows}
-    )
-    title = grid.about(settings, seeds)
+        by_rate = accuracies.setdefault(activation, {}).setdefault(norm, {})
+        by_rate[rate] = results.accuracies(found)
+    directory = settings.directory("cbn_max_lr")
+    found = {"max_learning_rate": largest(rows), "rows": rows}
+    results.write(directory, table(rows, settings), found)
     figures.against(
         directory / "accuracy.png",
         accuracies,
         "learning rate",
         "test accuracy (%)",
-        title,
+        settings.about(),
         base=10,
         ylim=(0, 100),
     )
-    figures.gradient_norms(directory / "gradient_norm.png", panels, title)
+    path = directory / "gradient_norm.png"
+    figures.gradient_norms(path, panels, settings.about())
     return directory
 
 
@@ -162,56 +158,34 @@ def largest(rows):
     """
     found = {}
     for row in rows:
-        rate = row["learning_rate"] if row["trains"] else None
-        rates = found.setdefault(row["activation"], {}).setdefault(row["norm"], [])
-        rates.append(rate)
-    return {
-        activation: {
-            norm: max((rate for rate in rates if rate is not None), default=None)
-            for norm, rates in norms.items()
-        }
-        for activation, norms in found.items()
-    }
+        best = found.setdefault(row["activation"], {})
+        rates = [best.get(row["norm"]), row["learning_rate"] if row["trains"] else None]
+        best[row["norm"]] = max(filter(None, rates), default=None)
+    return found
 
 
-def table(rows):
-    """Returns the rows of `cbn_max_lr` as Markdown."""
-    found = largest(rows)
-    rates = list(dict.fromkeys(row["learning_rate"] for row in rows))
-    cell = {(r["activation"], r["norm"], r["learning_rate"]): r for r in rows}
+def table(rows, settings):
+    """The rows as Markdown."""
+    rates = [f"{rate:g}" for rate in settings.learning_rates]
     lines = []
-    for activation, norms in found.items():
-        for norm, rate in norms.items():
-            outcomes = [cell[activation, norm, rate] for rate in rates]
+    for activation, best in largest(rows).items():
+        for norm, rate in best.items():
             accuracies = [
-                grid.percent(r["runs"]) + ("" if r["trains"] else " ✗")
-                for r in outcomes
+                row["accuracy"] + ("" if row["trains"] else " ✗")
+                for row in rows
+                if (row["activation"], row["norm"]) == (activation, norm)
             ]
             name = figures.NAME_OF.get(norm, norm)
-            best = "none" if rate is None else f"{rate:g}"
-            lines.append([activation, name, best, *accuracies])
-    header = ["activation", "norm", "largest rate", *(f"{rate:g}" for rate in rates)]
+            best_rate = "none" if rate is None else f"{rate:g}"
+            lines.append([activation, name, best_rate, *accuracies])
+    header = ["activation", "norm", "largest rate", *rates]
     return (
         "The largest learning rate that trains, and the test accuracy after the last "
-        f"epoch at each rate, %\n\n{grid.markdown(header, lines)}\n"
-        "✗ collapsed, or no better than guessing, with at least one seed. Mean ± "
-        "standard deviation over the seeds of runs that did not diverge.\n"
-    )
-
-
-def main(_):
-    values = flags.FLAGS
-    grid.report(
-        cbn_max_lr(
-            rates=[float(rate) for rate in values.rates],
-            rho=values.rho,
-            **grid.arguments_of_flags(),
-        )
+        f"epoch at each rate, %\n\n{results.markdown(header, lines)}\n"
+        "✗ collapsed, or no better than guessing, with at least one seed. "
+        f"{results.note(settings.seeds)}\n"
     )
 
 
 if __name__ == "__main__":
-    grid.define_flags("resnet8", seeds=1, activations=ACTIVATIONS)
-    flags.DEFINE_list("rates", [f"{rate:g}" for rate in RATES], "Learning rates.")
-    flags.DEFINE_float("rho", 1.0, "Of the l2 norm and of CBN.", lower_bound=0)
-    app.run(main)
+    command.run(run, Settings)

@@ -61,11 +61,7 @@ def run(settings):
             summary = results.summarise(found, settings.target_accuracy)
             rows.append({"activation": activation, "rho": rho, **summary})
             panels[activation][f"rho = {rho:g}"] = [each.metrics for each in found]
-            by_rho[rho] = [
-                100 * each.results["test_accuracy"]
-                for each in found
-                if not each.results["diverged"]
-            ]
+            by_rho[rho] = results.accuracies(found)
         accuracies[activation] = {settings.norm: by_rho}
     directory = settings.directory("cbn_rho")
     found = {"norm": settings.norm, "best_rho": best_rhos(rows), "rows": rows}

@@ -5,6 +5,8 @@ import time
 
 from absl import app, flags
 
+flags.disclaim_key_flags()  # --help of a recipe shows them as its own
+
 
 def run(recipe, kind):
     """Defines the flags, and calls the recipe with the settings that they say.

@@ -1,5 +1,6 @@
 """Image sets as NumPy arrays, and their batches."""
 
+import dataclasses
 import functools
 import pathlib
 from typing import NamedTuple
@@ -47,6 +48,22 @@ def source(settings):
     if settings.dataset in STREAMED:
         return imagenet.Stream(settings)
     return Arrays(images(settings), settings)
+
+
+def other_batches(settings, count):
+    """Batches as training has them, which it does not see in this composition.
+
+    Args:
+        settings: See `source`.
+        count: How many: the first of an epoch each, so that they are independent.
+
+    Yields:
+        A pair of arrays.
+    """
+    others = source(dataclasses.replace(settings, seed=1_000_000, epochs=count))
+    for epoch in range(count):
+        x, y = next(iter(others.batches(epoch)))
+        yield np.asarray(x), np.asarray(y)
 
 
 def images(settings):
@@ -191,6 +208,22 @@ def _images(x):
 
 def _labels(y):
     return np.asarray(y, "int32").reshape(-1)
+
+
+def enlarged(images):
+    """An `ImageData` of 16x16 and less made 32x32 or larger, each pixel repeated.
+
+    VGG-16 halves its map five times. Digits of 8x8 are a single position by the fourth
+    stage, where eight of nine weights of a kernel see zeros alone; without a norm, that
+    network does not train.
+    """
+    times = -(-32 // images.x_train.shape[1]) if images.x_train.shape[1] <= 16 else 1
+
+    def enlarge(x):
+        return x.repeat(times, axis=1).repeat(times, axis=2)
+
+    x_train, x_test = enlarge(images.x_train), enlarge(images.x_test)
+    return images._replace(x_train=x_train, x_test=x_test)
 
 
 class Arrays:

@@ -65,17 +65,7 @@ def shades(labels):
 
 
 def training_curves(path, panels, title):
-    """Draws the training loss above the test accuracy, one column a panel.
-
-    Each curve is the mean over the runs that reached the epoch, in a band from the
-    lowest to the highest of them.
-
-    Args:
-        path: Where the PNG goes.
-        panels: Dict from the title of a panel to a dict from a label to its runs, each
-            a list of the dicts in metrics.jsonl. A label has one colour everywhere.
-        title: Of the picture.
-    """
+    """Draws the training loss above the test accuracy: see `curves`."""
     rows = [
         ("train_loss", "training loss (nats)", {"yscale": "log"}),
         ("test_accuracy", "test accuracy", {"ylim": (0, 1)}),
@@ -86,26 +76,80 @@ def training_curves(path, panels, title):
 def curves(path, panels, rows, title, colour_of=None):
     """Draws values of each epoch: one column a panel, one row a value.
 
+    Each curve is the mean over the runs that reached the epoch, in a band from the
+    lowest to the highest of them.
+
     Args:
-        path, panels, title: See `training_curves`.
+        path: Where the PNG goes.
+        panels: Dict from the title of a panel to a dict from a label to its runs, each
+            a list of the dicts in metrics.jsonl. A label has one colour everywhere.
         rows: List of the key in metrics.jsonl, its label with the unit, and settings of
             the axes, such as `{"yscale": "log"}`.
+        title: Of the picture.
         colour_of: Dict from a label to its colour; `colours` of the labels if `None`.
     """
-    figure, axes = subplots(len(rows), len(panels), title, sharey="row")
-    labels = list(dict.fromkeys(label for runs in panels.values() for label in runs))
-    colour_of = colour_of or colours(labels)
-    for column, (name, runs_of) in enumerate(panels.items()):
-        for row, (key, _, settings) in enumerate(rows):
-            for label, runs in runs_of.items():
-                _curve(axes[row, column], runs, key, label, colour_of[label])
-            axes[row, column].set(**settings)
-        axes[0, column].set_title(name)
-        _epochs(axes[-1, column])
-    for row, (_, label, _) in enumerate(rows):
-        axes[row, 0].set_ylabel(label)
-    legend(figure, axes)
-    save(figure, path)
+    colour_of = colour_of or _colours(panels)
+
+    def draw(axis, row, name):
+        key, _, settings = row
+        for label, runs in panels[name].items():
+            _curve(axis, runs, key, label, colour_of[label])
+        axis.set(**settings)
+
+    _by_epoch(path, rows, panels, draw, [label for _, label, _ in rows], title)
+
+
+def gradient_norms(path, panels, title):
+    """Draws the norm of the gradient at each epoch, one row a learning rate.
+
+    Args:
+        path, title: See `curves`.
+        panels: Dict from a learning rate to what `curves` takes.
+    """
+    colour_of = _colours(
+        {(rate, name): of for rate in panels for name, of in panels[rate].items()}
+    )
+
+    def draw(axis, rate, name):
+        for norm, runs in panels[rate][name].items():
+            _curve(axis, runs, "gradient_norm", norm, colour_of[norm])
+        axis.set_yscale("log")
+
+    ylabels = [f"rate {rate:g}\ngradient norm" for rate in panels]
+    _by_epoch(path, panels, next(iter(panels.values())), draw, ylabels, title)
+
+
+def distributions(path, panels, interval, ylabel, title, ylim):
+    """Draws how values spread over channels at each epoch: quantiles as bands.
+
+    Args:
+        path, title: See `curves`.
+        panels: Dict from the title of a row to a dict from the title of a column to a
+            list with the values of all channels at each epoch.
+        interval: Two numbers between which the values are expected.
+        ylabel: Of the values.
+        ylim: Two numbers, what is drawn of the axis of the values.
+    """
+    bands = ((0, 100, 0.15), (10, 90, 0.25), (25, 75, 0.4))
+    colour = COLOUR_OF["cbn"]
+
+    def draw(axis, row, column):
+        axis.set_ylim(ylim)
+        values = panels[row][column]
+        if not values:
+            return
+        x = np.arange(1, len(values) + 1)
+        for low, high, alpha in bands:
+            edges = np.transpose([np.percentile(v, (low, high)) for v in values])
+            label = "all channels" if low == 0 else f"{low} to {high} %"
+            style = {"color": colour, "alpha": alpha, "lw": 0, "label": label}
+            axis.fill_between(x, *edges, **style)
+        axis.plot(x, [np.median(v) for v in values], color=colour, label="median")
+        for bound in interval:
+            axis.axhline(bound, color="black", ls="--", lw=1, label="assumption")
+
+    ylabels = [f"{name}\n{ylabel}" for name in panels]
+    _by_epoch(path, panels, next(iter(panels.values())), draw, ylabels, title, True)
 
 
 def against(path, panels, xlabel, ylabel, title, base, **settings):
@@ -114,7 +158,7 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
     Mean over the runs, and a bar from the lowest to the highest of them.
 
     Args:
-        path, title: See `training_curves`.
+        path, title: See `curves`.
         panels: Dict from the title of a panel to a dict from a label to a dict from
             the setting, a number, to the outcomes, a list of numbers.
         xlabel, ylabel: Of the axes.
@@ -122,22 +166,23 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
         **settings: Of all axes, such as `ylim`.
     """
     figure, axes = subplots(1, len(panels), title, sharey=True)
-    labels = list(
-        dict.fromkeys(label for values in panels.values() for label in values)
-    )
-    colour_of = colours(labels)
-    for axis, (name, outcomes_of) in zip(axes[0], panels.items()):
+    colour_of = _colours(panels)
+    for axis, (name, outcomes_of) in zip(axes[0], panels.items(), strict=True):
         for label, outcomes in outcomes_of.items():
-            x = [value for value in outcomes if outcomes[value]]
-            means = [np.mean(outcomes[value]) for value in x]
-            low = [mean - min(outcomes[value]) for mean, value in zip(means, x)]
-            high = [max(outcomes[value]) - mean for mean, value in zip(means, x)]
+            found = {x: values for x, values in outcomes.items() if values}
+            means = {x: np.mean(values) for x, values in found.items()}
+            low = [means[x] - min(values) for x, values in found.items()]
+            high = [max(values) - means[x] for x, values in found.items()]
             style = {"marker": "o", "ms": 4, "capsize": 2, "color": colour_of[label]}
-            axis.errorbar(x, means, (low, high), **style, label=_name(label))
+            axis.errorbar(
+                list(means),
+                list(means.values()),
+                (low, high),
+                **style,
+                label=_name(label),
+            )
         axis.set_xscale("log", base=base)
-        ticks = sorted(
-            {value for outcomes in outcomes_of.values() for value in outcomes}
-        )
+        ticks = sorted({x for outcomes in outcomes_of.values() for x in outcomes})
         axis.xaxis.set(major_locator=FixedLocator(ticks), minor_locator=NullLocator())
         if base != 10:
             axis.set_xticklabels([f"{value:g}" for value in ticks])
@@ -147,73 +192,11 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
     save(figure, path)
 
 
-def gradient_norms(path, panels, title):
-    """Draws the norm of the gradient at each epoch, one row a learning rate.
-
-    Args:
-        path, title: See `training_curves`.
-        panels: Dict from a learning rate to what `training_curves` takes.
-    """
-    columns = list(next(iter(panels.values())))
-    figure, axes = subplots(len(panels), len(columns), title, sharey="row")
-    norms = [
-        norm for panel in panels.values() for runs in panel.values() for norm in runs
-    ]
-    colour_of = colours(list(dict.fromkeys(norms)))
-    for row, (rate, panel) in zip(axes, panels.items()):
-        for axis, runs_of in zip(row, panel.values()):
-            for norm, runs in runs_of.items():
-                _curve(axis, runs, "gradient_norm", norm, colour_of[norm])
-            axis.set(yscale="log")
-        row[0].set_ylabel(f"rate {rate:g}\ngradient norm")
-    for column, name in enumerate(columns):
-        axes[0, column].set_title(name)
-        _epochs(axes[-1, column])
-    legend(figure, axes)
-    save(figure, path)
-
-
-def distributions(path, panels, interval, ylabel, title, ylim):
-    """Draws how values spread over channels at each epoch: quantiles as bands.
-
-    Args:
-        path, title: See `training_curves`.
-        panels: Dict from the title of a row to a dict from the title of a column to a
-            list with the values of all channels at each epoch.
-        interval: Two numbers between which the values are expected.
-        ylabel: Of the values.
-        ylim: Two numbers, what is drawn of the axis of the values.
-    """
-    columns = list(next(iter(panels.values())))
-    figure, axes = subplots(len(panels), len(columns), title, sharey=True)
-    bands = ((0, 100, 0.15), (10, 90, 0.25), (25, 75, 0.4))
-    for row, (name, panel) in zip(axes, panels.items()):
-        for axis, values in zip(row, panel.values()):
-            if not values:
-                continue
-            x = np.arange(1, len(values) + 1)
-            for low, high, alpha in bands:
-                edges = [np.percentile(v, (low, high)) for v in values]
-                style = {"color": COLOUR_OF["cbn"], "alpha": alpha, "lw": 0}
-                label = "all channels" if low == 0 else f"{low} to {high} %"
-                axis.fill_between(x, *np.transpose(edges), **style, label=label)
-            medians = [np.median(v) for v in values]
-            axis.plot(x, medians, color=COLOUR_OF["cbn"], label="median")
-            for bound in interval:
-                axis.axhline(bound, color="black", ls="--", lw=1, label="assumption")
-        row[0].set_ylabel(f"{name}\n{ylabel}")
-    for column, name in enumerate(columns):
-        axes[0, column].set(title=name, ylim=ylim)
-        _epochs(axes[-1, column])
-    legend(figure, axes)
-    save(figure, path)
-
-
 def steps(path, panels, ticks, title):
     """Draws outcomes of a list of variants, side by side with those of a paper.
 
     Args:
-        path, title: See `training_curves`.
+        path, title: See `curves`.
         panels: Dict from the title of a panel to a dict from a label to a list of the
             mean and the deviation for each variant, or `None` where there is none.
             Each label has an axis of its own, for the numbers are of other data.
@@ -221,23 +204,39 @@ def steps(path, panels, ticks, title):
     """
     labels = list(next(iter(panels.values())))
     figure, axes = subplots(len(labels), len(panels), title, sharey=False)
-    for column, (name, values_of) in enumerate(panels.items()):
-        for row, label in enumerate(labels):
-            axis = axes[row, column]
-            pairs = [(i, v) for i, v in enumerate(values_of[label]) if v is not None]
-            axis.errorbar(
-                [i for i, _ in pairs],
-                [value["mean"] for _, value in pairs],
-                [value["std"] for _, value in pairs],
-                fmt="o",
-                capsize=3,
-                color=COLOUR_OF["cbn"] if row == 0 else "gray",
-            )
+    for column, (name, values_of) in zip(axes.T, panels.items(), strict=True):
+        colours_of_rows = [COLOUR_OF["cbn"], *["gray"] * len(labels)]
+        for axis, label, colour in zip(column, labels, colours_of_rows):
+            found = {i: v for i, v in enumerate(values_of[label]) if v is not None}
+            means = [value["mean"] for value in found.values()]
+            deviations = [value["std"] or 0.0 for value in found.values()]
+            style = {"fmt": "o", "capsize": 3, "color": colour}
+            axis.errorbar(list(found), means, deviations, **style)
             axis.set_xticks(range(len(ticks)), ticks)
-        axes[0, column].set_title(name)
-        axes[-1, column].set_xlabel("row")
-    for row, label in enumerate(labels):
-        axes[row, 0].set_ylabel(label)
+        column[0].set_title(name)
+        column[-1].set_xlabel("row")
+    for axis, label in zip(axes[:, 0], labels, strict=True):
+        axis.set_ylabel(label)
+    save(figure, path)
+
+
+def _colours(panels):
+    """The colours of the labels of all panels."""
+    return colours(list(dict.fromkeys(key for of in panels.values() for key in of)))
+
+
+def _by_epoch(path, rows, columns, draw, ylabels, title, sharey="row"):
+    """Draws `draw(axis, row, column)` for each row and column, against the epoch."""
+    figure, axes = subplots(len(rows), len(columns), title, sharey)
+    for of_row, row, ylabel in zip(axes, rows, ylabels, strict=True):
+        for axis, column in zip(of_row, columns, strict=True):
+            draw(axis, row, column)
+        of_row[0].set_ylabel(ylabel)
+    for top, bottom, column in zip(axes[0], axes[-1], columns, strict=True):
+        top.set_title(column)
+        bottom.set_xlabel("epoch")
+        bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend(figure, axes)
     save(figure, path)
 
 
@@ -250,11 +249,6 @@ def subplots(rows, columns, title, sharey):
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     return figure, axes
-
-
-def _epochs(axis):
-    axis.set_xlabel("epoch")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def legend(figure, axes):

@@ -39,21 +39,26 @@ def spread(value, digits, factor=1):
     return " ± ".join(f"{factor * part:.{digits}f}" for part in parts)
 
 
-def percent(outcomes):
-    """Test accuracy over seeds, %, as text: of the runs that did not diverge.
+def accuracies(outcomes):
+    """The test accuracy, %, of each run that did not diverge.
 
     Args:
         outcomes: List of `recipes.engine.training.Outcome`, one a seed.
     """
-    alive = [
-        outcome.results["test_accuracy"]
+    return [
+        100 * outcome.results["test_accuracy"]
         for outcome in outcomes
         if not outcome.results["diverged"]
     ]
+
+
+def percent(outcomes):
+    """Test accuracy over seeds, %, as text; see `accuracies`."""
+    alive = accuracies(outcomes)
     lost = len(outcomes) - len(alive)
     if not alive:
         return "diverged"
-    text = spread(mean_and_std(alive), 2, 100)
+    text = spread(mean_and_std(alive), 2)
     return f"{text} ({lost} of {len(outcomes)} diverged)" if lost else text
 
 

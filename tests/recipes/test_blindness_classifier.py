@@ -3,6 +3,7 @@ import json
 import keras
 import numpy as np
 import pytest
+from recipes.precision import available
 
 from recipes import blindness_classifier, data
 from recipes.models import norms
@@ -10,7 +11,6 @@ from recipes.models.alexnet import alexnet
 from recipes.models.head import dense_head
 from recipes.models.lenet import lenet
 from recipes.models.vgg import vgg, vgg16
-from recipes.precision import available
 
 CONFIG = {"train_size": 64, "batch_size": 32, "epochs": 1, "batches": 1}
 

@@ -3,10 +3,10 @@ import json
 import keras
 import numpy as np
 import pytest
+from recipes.flow_pairs import Pair
 from sklearn.datasets import load_digits
 
 from recipes import blindness_flow, flow_training
-from recipes.flow_pairs import Pair
 
 TINY = {"size": 4, "scales": 1, "couplings": 1, "width": 4}
 TINY |= {"train_size": 64, "batch_size": 32}

@@ -1,9 +1,9 @@
 import json
 
 import pytest
+from recipes.precision import available
 
 from recipes import blindness_layers
-from recipes.precision import available
 
 NORMS = ("none", "BN", "BN, inference", "CBN", "CBN, beta 0.5", "LN")
 

@@ -3,9 +3,9 @@ import json
 import keras
 import numpy as np
 import pytest
+from recipes.precision import available, precision
 
 from recipes import blindness_synthetic
-from recipes.precision import available, precision
 
 LIMITS = {"float32": 1e-5, "float64": 1e-12}
 

@@ -2,10 +2,10 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from recipes.precision import available, precision
 
 from recipes import flow_steps as steps
 from recipes.models.realnvp import RealNVP
-from recipes.precision import available, precision
 
 BACKEND = keras.backend.backend()
 LIMITS = {"float32": 1e-4, "float64": 1e-10}

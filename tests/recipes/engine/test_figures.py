@@ -1,6 +1,6 @@
 import pytest
 
-from recipes import figures
+from recipes.engine import figures
 
 
 def test_a_norm_has_one_colour_everywhere():
@@ -32,7 +32,13 @@ def test_nothing_to_draw(tmp_path, runs):
 def test_distributions_and_steps(tmp_path):
     panels = {"relu": {"layer 1": [[0.1, 0.5], [1.0]], "layer 2": []}}
     figures.distributions(tmp_path / "x.png", panels, (0, 1), "v", "title", (-1, 2))
-    values = {"ours": [{"mean": 1.0, "std": 0.1}, None], "theirs": [None, None]}
+    one_seed = {"mean": 2.0, "std": None}
+    values = {
+        "ours": [{"mean": 1.0, "std": 0.1}, None],
+        "theirs": [None, one_seed],
+    }
     figures.steps(tmp_path / "y.png", {"relu": values}, ["1", "2"], "title")
-    for name in ("x", "y"):
+    rates = {0.1: {"relu": {"bn": [[{"gradient_norm": 1.0}]]}}, 1.0: {"relu": {}}}
+    figures.gradient_norms(tmp_path / "z.png", rates, "title")
+    for name in ("x", "y", "z"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from recipes import cbn_max_lr, data, grid, optimizers
+from recipes.cbn import max_lr
+from recipes.engine import classifier, training
 from tests.recipes import tiny
 
 
@@ -17,7 +18,7 @@ def test_gradient_norm_and_steps_of_a_linear_model():
         [keras.layers.Input((3,)), keras.layers.Dense(2, None, False)]
     )
     model.layers[0].set_weights([w])
-    model.compile(cbn_max_lr.MeasuringSGD(0.1, 0.9, 0.01), "mse")
+    model.compile(max_lr.MeasuringSGD(0.1, 0.9, 0.01), "mse")
     model.fit(x, y, batch_size=6, shuffle=False, epochs=1, verbose=0)
 
     squares, velocity = [], 0.0
@@ -27,44 +28,46 @@ def test_gradient_norm_and_steps_of_a_linear_model():
         velocity = 0.9 * velocity - 0.1 * (gradient + 0.01 * w)
         w = w + velocity
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-5)
-    images = data.ImageData(x, None, None, None, num_classes=4)
-    values = cbn_max_lr.measure(model, images, {"batch_size": 6})
-    assert values["guessing"] == 1 / 4
+    problem = training.Problem(None, None, steps=2, epochs=1)
+    values = max_lr.measure(model, problem, None)
+    assert values["guessing"] == 1 / 2
     assert values["gradient_norm"] == pytest.approx(np.sqrt(np.mean(squares)), rel=1e-5)
     # The next epoch starts anew.
-    assert cbn_max_lr.measure(model, images, {"batch_size": 6})["gradient_norm"] == 0
+    assert max_lr.measure(model, problem, None)["gradient_norm"] == 0
 
 
-def test_measuring_changes_no_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(grid.models, "build", tiny.build)
-    config = {**tiny.SETTINGS, "activation": "relu", "norm": "mean_removal"}
+def test_measuring_changes_no_training(tmp_path, tiny_network):
+    settings = classifier.Training(
+        **tiny.SETTINGS,
+        activation="relu",
+        norm="mean_removal",
+        runs_dir=str(tmp_path),
+    )
     curves = []
-    for optimizer in (optimizers.SGD, cbn_max_lr.MeasuringSGD):
-        grid._last.clear()
-        _, curve = grid.train(
-            config, optimizer.__name__, optimizer=optimizer, runs_dir=tmp_path
-        )
-        curves.append([line["train_loss"] for line in curve])
+    for train in (classifier.train, max_lr.train):
+        training._last.clear()
+        metrics = train(settings).metrics
+        curves.append([line["train_loss"] for line in metrics])
     np.testing.assert_allclose(*curves, rtol=1e-5)
 
 
-def test_cbn_max_lr(tmp_path, monkeypatch):
-    monkeypatch.setattr(grid.models, "build", tiny.build)
-    monkeypatch.setattr(cbn_max_lr, "NORMS", ("none", "cbn"))
-    directory = cbn_max_lr.cbn_max_lr(
-        tiny.SETTINGS,
-        activations=["relu"],
-        rates=[0.1, 1e30],
-        runs_dir=tmp_path,
+def test_max_lr(tmp_path, tiny_network):
+    settings = max_lr.Settings(
+        **tiny.SETTINGS,
+        activations=("relu",),
+        norms=("none", "cbn"),
+        learning_rates=(0.1, 1e30),
+        runs_dir=str(tmp_path),
         workers=1,
     )
+    directory = max_lr.run(settings)
     files = sorted(path.name for path in directory.iterdir())
     assert files == ["accuracy.png", "gradient_norm.png", "results.json", "table.md"]
     results = json.loads((directory / "results.json").read_text())
     lost = next(row for row in results["rows"] if row["learning_rate"] == 1e30)
     assert lost["norm"] == "none" and not lost["trains"] and lost["runs"][0]["diverged"]
     table = (directory / "table.md").read_text()
-    assert table.count("| relu |") == 2 and "diverged ✗" in table
+    assert table.count("| relu ") == 2 and "diverged ✗" in table
 
 
 def line(loss, accuracy):
@@ -76,8 +79,8 @@ def line(loss, accuracy):
     [(line(0.1, 0.9), True), (line(2.1, 0.2), True), (line(2.3, 0.1), False)],
 )
 def test_trains(last, expected):
-    assert cbn_max_lr.trains([line(9.0, 0.1), last]) == expected
-    assert not cbn_max_lr.trains([last, {"train_loss": None, "train_accuracy": 0.9}])
+    assert max_lr.trains([line(9.0, 0.1), last]) == expected
+    assert not max_lr.trains([last, {"train_loss": None, "train_accuracy": 0.9}])
 
 
 def test_largest():
@@ -91,4 +94,4 @@ def test_largest():
             ("cbn", 1.0, False),
         ]
     ]
-    assert cbn_max_lr.largest(rows) == {"relu": {"none": None, "cbn": 0.1}}
+    assert max_lr.largest(rows) == {"relu": {"none": None, "cbn": 0.1}}

@@ -1,0 +1,14 @@
+import pytest
+
+from recipes import models
+from recipes.engine import training
+from tests.recipes import tiny
+
+
+@pytest.fixture
+def tiny_network(monkeypatch):
+    """Classifiers are tiny ones, in this process."""
+    monkeypatch.setattr(models, "build", tiny.build)
+    training._last.clear()
+    yield
+    training._last.clear()

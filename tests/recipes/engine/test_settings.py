@@ -1,0 +1,210 @@
+import dataclasses
+import json
+import pickle
+
+import keras
+import pytest
+from absl import flags
+
+from recipes.cbn import gradient_variance
+from recipes.engine import classifier, command, settings
+from recipes.engine.settings import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cooking(settings.Settings):
+    NAMED = ("dish", "seed")
+    VARIABLE = ("seed", "salt")
+
+    dish: str = setting("soup", "What.", choices=["soup", "stew"])
+    seed: int = setting(0, "Of luck.", at_least=0)
+    salt: float = setting(0.5, "Grams.", above=0, at_most=2)
+    hours: int | None = setting(None, "1; of stew 4.", at_least=1)
+    cover: bool | None = setting(None, "Whether there is a lid.")
+    herbs: tuple[str, ...] = setting(("dill",), "Which.")
+    places: tuple[float, ...] | None = setting(None, "Where.", at_least=0)
+    cook: str | None = setting(None, "Who.", compare=False)
+
+    def usual(self):
+        return {"hours": 4 if self.dish == "stew" else 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Menu(Cooking, settings.Sweep):
+    RUN = Cooking
+
+    hours: int | None = 2
+    salts: tuple[float, ...] = setting((0.5, 1.0), "Grams.", above=0)
+    dishs: tuple[str, ...] = ("stew", "soup")  # without a flag
+
+
+BACKEND = keras.backend.backend()
+SHARED = "" if BACKEND == "tensorflow" else f"-backend{BACKEND}"
+
+
+def test_flags():
+    assert command.parse(Cooking, []) == Cooking()
+    arguments = ["--dish=stew", "--salt=1", "--nocover", "--herbs=a,b", "--places=1,2"]
+    made = command.parse(Cooking, [*arguments, "--cook=me", "--runs_dir=x"])
+    assert made == Cooking(
+        dish="stew", salt=1.0, cover=False, herbs=("a", "b"), places=(1, 2)
+    )
+    assert (made.cook, made.runs_dir, made.hours) == ("me", "x", 4)
+    assert made.places == (1.0, 2.0)
+    with pytest.raises(flags.UnrecognizedFlagError, match="pepper"):
+        command.parse(Cooking, ["--pepper=1"])
+    with pytest.raises(ValueError, match="must be flags. Received: .'pepper'"):
+        command.parse(Cooking, ["pepper"])
+    with pytest.raises(flags.IllegalFlagValueError, match="soup"):
+        command.parse(Cooking, ["--dish=pie"])
+
+
+def test_what_is_swept_has_no_flag_of_one():
+    values = flags.FlagValues()
+    Menu.define_flags(values)
+    names = set(values.flag_values_dict())
+    others = {"hours", "cover", "herbs", "places", "cook"}
+    assert names == others | {"salts", "seeds", "workers", "runs_dir"}
+    assert values["hours"].help == "1; of stew 4." and values["hours"].default == 2
+    assert values["salts"].default_as_str == "'0.5,1'"
+
+
+def test_help_shows_flags_as_those_of_the_recipe():
+    values = flags.FlagValues()
+    Cooking.define_flags(values)
+    help = values.module_help(__name__)
+    assert "--[no]cover" in help and "--dish: <soup|stew>" in help
+
+
+def test_none_becomes_the_usual_value():
+    assert Cooking().hours == 1 and Cooking(dish="stew").hours == 4
+    assert Cooking(dish="stew", hours=2).hours == 2
+    assert Menu().hours == 2
+    assert Cooking().backend == BACKEND
+    assert Cooking().places is None
+    assert classifier.Saved(saved_models_dir=None).saved_models_dir is None
+
+
+def test_labels():
+    assert Cooking().label() == f"soup-seed0{SHARED}"
+    many = Cooking(dish="stew", seed=3, hours=5, cover=True, herbs=["a", "b"], cook="x")
+    assert many.label() == f"stew-seed3{SHARED}-coverTrue-herbsa+b-hours5"
+    assert Cooking(dish="stew").label() == f"stew-seed0{SHARED}"
+    assert Cooking(salt=0.1 + 0.2, places=(1, 0.5)).label() == (
+        f"soup-seed0{SHARED}-places1+0.5-salt0.3"
+    )
+    changed = Menu(seeds=5, salts=(2,))
+    assert str(changed.directory("menu")) == f"runs/menu{SHARED}-salts2-seeds5"
+    assert str(Menu(runs_dir="a/b").directory("menu")) == f"a/b/menu{SHARED}"
+
+
+def test_json():
+    config = Cooking(herbs=("a", "b"), cook="me").config()
+    assert json.loads(json.dumps(config)) == {
+        "backend": BACKEND,
+        "dish": "soup",
+        "seed": 0,
+        "salt": 0.5,
+        "hours": 1,
+        "cover": None,
+        "herbs": ["a", "b"],
+        "places": None,
+    }
+
+
+def test_settings_are_keys():
+    one, same = Cooking(cook="me"), Cooking(hours=1)
+    assert one == same and {one: 1}[same] == 1
+    assert pickle.loads(pickle.dumps(one)) == one
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.salt = 1.0
+
+
+@pytest.mark.parametrize(
+    "name,value,must",
+    [
+        ("dish", "pie", "be of soup, stew"),
+        ("dish", None, "be of type str"),
+        ("seed", -1, "be at least 0"),
+        ("seed", 1.0, "be of type int"),
+        ("seed", True, "be of type int"),
+        ("salt", 0.0, "be positive"),
+        ("salt", 3, "be at most 2"),
+        ("salt", float("nan"), "be finite"),
+        ("salt", "1", "be of type float"),
+        ("hours", 0, "be at least 1"),
+        ("cover", 1, "be True or False"),
+        ("herbs", "ab", "be several values"),
+        ("places", [1, -1], "be at least 0"),
+        ("places", ["x"], "be several values"),
+    ],
+)
+def test_bad_values(name, value, must):
+    with pytest.raises(ValueError, match=rf"`{name}` must {must}\. Received: {name}="):
+        Cooking(**{name: value})
+
+
+def test_a_bad_flag_ends_with_a_message(monkeypatch):
+    class Bad(Cooking):
+        define_flags = staticmethod(lambda: None)
+        from_flags = staticmethod(lambda: Cooking(salt=0.0))
+
+    monkeypatch.setattr(command.app, "run", lambda main: main([]))
+    with pytest.raises(SystemExit, match="`salt` must be positive.*\n.*--help"):
+        command.run(lambda settings: None, Bad)
+
+
+def test_runs_of_a_sweep():
+    menu = Menu(seeds=2, herbs=("a",), cook="me", runs_dir="x")
+    runs = menu.runs()
+    found = [(run.dish, run.salt, run.seed) for run in runs]
+    cells = [(d, s) for s in (0.5, 1.0) for d in ("stew", "soup")]
+    assert sorted(found) == sorted((d, s, seed) for d, s in cells for seed in (0, 1))
+    assert all(type(run) is Cooking and run.herbs == ("a",) for run in runs)
+    assert {(run.hours, run.cook, run.runs_dir) for run in runs} == {(2, "me", "x")}
+    only = menu.runs(dish="soup", hours=9)
+    assert {(run.dish, run.hours) for run in only} == {("soup", 9)} and len(only) == 4
+    with pytest.raises(ValueError, match="`salt` must be at most 2"):
+        Menu(salts=(3.0,)).runs()
+
+
+def test_networks_that_are_compiled_once():
+    assert Cooking(seed=1, salt=1.0, cook="x").program() == Cooking().program()
+    assert Cooking(cover=True).program() != Cooking().program()
+    first = classifier.Training(seed=1, rho=2.0, omega=3.0, momentum=0.0, epochs=7)
+    assert first.program() == classifier.Training(weight_decay=0.0).program()
+    assert first.program() != classifier.Training(norm="bn").program()
+    measured = gradient_variance.Measured
+    assert measured(batches=2).program() == measured().program()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"norm": "cbm"},
+        {"activation": "sine"},
+        {"rho": 0.0},
+        {"model": "resnet9"},
+        {"stage_rho": "stage1"},
+        {"image_size": 64},
+        {"dataset": "imagenet2012", "validation_size": 10},
+    ],
+)
+def test_bad_classifiers(bad):
+    name = [*bad][-1]
+    with pytest.raises(ValueError, match=rf"`{name}` must .*{name}="):
+        classifier.Training(**bad)
+    with pytest.raises(ValueError, match=rf"`{name}` must .*{name}="):
+        classifier.Grid(**bad).runs()
+
+
+def test_usual_settings_of_classifiers():
+    one = classifier.Training()
+    assert (one.epochs, one.batch_size, one.augment) == (15, 128, False)
+    one = classifier.Training(dataset="x/cifar10.npz")
+    assert (one.epochs, one.weight_decay, one.augment) == (120, 5e-4, True)
+    one = classifier.Training(dataset="imagenet2012", model="resnet50")
+    assert (one.batch_size, one.weight_decay, one.image_size) == (256, 1e-4, 224)
+    grid = classifier.Grid(seeds=1, dataset="a/mnist.npz")
+    assert grid.about() == "mnist, resnet20, one run each"
+    assert {run.epochs for run in grid.runs()} == {10}
