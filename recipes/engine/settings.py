@@ -86,7 +86,7 @@ class Settings:
         named = [name for name in self.NAMED if not _is_swept(type(self), name)]
         own = {name: getattr(self, name) for name in named}
         usual = type(self)(**own).config() | {"backend": "tensorflow"}
-        parts = [_text(key, value) for key, value in own.items()]
+        parts = [_text(key, value) for key, value in own.items() if value is not None]
         parts += [
             f"{key}{_shown(value)}"
             for key, value in sorted(self.config().items())
@@ -219,10 +219,14 @@ def _about(cls, name):
 
 def _kind(cls, name):
     """The type of a setting without `None`, of several ones `tuple`."""
-    kind = cls.__dataclass_fields__[name].type
+    kind = _without_none(cls.__dataclass_fields__[name].type)
+    return typing.get_origin(kind) or kind
+
+
+def _without_none(kind):
     if isinstance(kind, types.UnionType):
         (kind,) = [each for each in typing.get_args(kind) if each is not type(None)]
-    return typing.get_origin(kind) or kind
+    return kind
 
 
 _FLAG = {
@@ -235,14 +239,14 @@ _FLAG = {
 
 
 def _converted(field, value):
-    kind = field.type
+    kind = _without_none(field.type)
     if typing.get_origin(kind) is tuple and not isinstance(value, str):
         item = typing.get_args(kind)[0]
         try:
             return tuple(item(each) for each in value)
         except (TypeError, ValueError):
             return value
-    if kind in (float, float | None) and type(value) is int:
+    if kind is float and type(value) is int:
         return float(value)
     return value
 

@@ -316,7 +316,7 @@ class _Recorder(keras.callbacks.Callback):
             self._wait()
             self._start = time.perf_counter()
         else:
-            self._steps += 1
+            self._steps += self.model.steps_per_execution
 
     def on_test_begin(self, logs=None):
         self._stop_clock()
