@@ -243,7 +243,7 @@ def standalone(model, problem):
     """
     new = problem.network()
     for variable, value in zip(new.variables, model.variables, strict=True):
-        variable.assign(value.value)
+        variable.assign(numpy_copy(value))  # JAX gives away the memory of a value
     if problem.amat:
         rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
         for layer in optimizers.followers(new):

@@ -1,96 +1,152 @@
-"""Trainings by plain gradient descent that are measured every so many steps.
+"""Networks in plain gradient descent, measured every so many steps.
 
 What the recipes of Santurkar et al. have in common: the two networks of Appendix A.1,
-with one normalisation each, trained at a fixed rate, without momentum, weight decay or
-augmentation; and a measurement of the weights that a step starts from, with the batch
-of that step. Another measurement is one more function, see `train`.
+with one normalisation each, at a fixed rate, without momentum, weight decay or
+augmentation. An epoch of the engine is an interval of `every` steps: at its start the
+weights are measured, with the batch of the step that they are about to take.
 """
 
-import pathlib
+import dataclasses
+import functools
 import time
+from typing import ClassVar
 
 import keras
-import numpy as np
-from absl import flags
-from tqdm import tqdm
 
-from recipes import data, experiment, problems
+from recipes import models
+from recipes.engine import data, training
+from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import dln, norms
 
-NETWORKS = ("vgg", "dln")
-VGG = {
-    "dataset": "digits",
-    "train_size": None,
-    "test_size": None,
-    "width": 0.125,
-    "batch_size": 128,
-    "steps": 400,
-    "every": 20,
-    "learning_rate": 0.1,
+USUAL = {
+    "vgg": {
+        "dataset": "digits",
+        "width": 0.125,
+        "batch_size": 128,
+        "steps": 400,
+        "every": 20,
+        "learning_rate": 0.1,
+    },
+    # The paper's, but for `every`, which it does not give.
+    "dln": {
+        "depth": dln.DEPTH,
+        "dtype": "float64",
+        "steps": 10_000,
+        "every": 100,
+        "learning_rate": 1e-6,
+    },
 }
-# The paper's, but for `every`, which it does not give.
-DLN = {
-    "depth": dln.DEPTH,
-    "dtype": "float64",
-    "steps": 10_000,
-    "every": 100,
-    "learning_rate": 1e-6,
+OWN = {
+    "vgg": ("dataset", "train_size", "test_size", "width", "batch_size"),
+    "dln": ("depth", "dtype"),
 }
 
 
-def complete(config):
-    """Returns `config` with the default of each setting that it lacks or has as None.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Descent(Images):
+    """The settings of one training. Those of the other network are `None`."""
 
-    Args:
-        config: Dict with `network` and any of the keys of `VGG` or `DLN`, `norm` and
-            `seed`.
-    """
-    config = {key: value for key, value in config.items() if value is not None}
-    network = config.get("network", "vgg")
-    if network not in NETWORKS:
-        raise ValueError(
-            f"Argument `network` must be one of {NETWORKS}. Received: {network!r}"
-        )
-    defaults = {"network": network, "norm": "bn", "seed": 0}
-    defaults |= VGG if network == "vgg" else DLN
-    if unknown := sorted(config.keys() - defaults.keys() - {"backend"}):
-        raise ValueError(
-            f"The network {network!r} has the settings {sorted(defaults)}. "
-            f"Received: config with {unknown}"
-        )
-    config = defaults | config | {"backend": keras.backend.backend()}
-    norms.get(config["norm"])
-    for key in ("width", "steps", "every", "batch_size", "learning_rate"):
-        if not config.get(key, 1) > 0:
+    NAMED = ("network", "dataset", "norm", "seed")
+    VARIABLE = ("seed", "learning_rate", "steps", "train_size", "test_size")
+
+    network: str = setting("vgg", "VGG-16 or deep linear network.", choices=[*USUAL])
+    norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
+    seed: int = setting(0, "Of weights, order and the dln's data.", at_least=0)
+    steps: int | None = setting(None, "400; of the dln 10,000.", at_least=1)
+    every: int | None = setting(None, "Measure every 20; the dln 100.", at_least=1)
+    learning_rate: float | None = setting(None, "0.1; of the dln 1e-6.", above=0)
+    dataset: str | None = setting(None, "digits; the vgg's, as in recipes.train.")
+    test_size: int | None = setting(None, "All; the first ones.", at_least=1)
+    batch_size: int | None = setting(None, "128; the vgg's.", at_least=1)
+    width: float | None = setting(
+        None, "0.125; the vgg's filters. 1 is VGG-16.", above=0
+    )
+    depth: int | None = setting(None, "25; the dln's layers.", at_least=1)
+    dtype: str | None = setting(
+        None, "float64; the dln's.", choices=("float32", "float64")
+    )
+
+    def usual(self):
+        return USUAL.get(self.network, {})
+
+    def __post_init__(self):
+        super().__post_init__()
+        for network, names in OWN.items():
+            for key in names if network != self.network else ():
+                if (value := getattr(self, key)) is not None:
+                    raise ValueError(
+                        f"Argument `{key}` must be None with network={self.network!r}. "
+                        f"Received: {key}={value!r}"
+                    )
+        if self.steps % self.every:
             raise ValueError(
-                f"Argument `{key}` must be positive. Received: {key}={config[key]}"
+                "Argument `steps` must be a multiple of `every`. "
+                f"Received: steps={self.steps}, every={self.every}"
             )
-    if config["steps"] % config["every"]:
-        raise ValueError(
-            "Argument `steps` must be a multiple of `every`. "
-            f"Received: steps={config['steps']}, every={config['every']}"
-        )
-    return config
 
 
-def run_name(kind, config):
-    """The name of a run: what it is, then every setting that is not the default."""
-    parts = [kind, config["network"]]
-    if config["network"] == "vgg":
-        parts.append(data.stem(config["dataset"]))
-    return "-".join([*parts, config["norm"], f"seed{config['seed']}", *changes(config)])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layered(Descent):
+    """The settings of a training in which some layers are measured."""
+
+    VARIABLE = (*Descent.VARIABLE, "layers")
+    LAYERS: ClassVar[dict]  # the usual ones of each network
+
+    layers: tuple[str, ...] | None = setting(
+        None, "Names of layers; three of the network if not given."
+    )
+
+    def usual(self):
+        return super().usual() | {"layers": self.LAYERS.get(self.network)}
 
 
-def changes(config):
-    """A list of the settings, without those in every name, that are not the default."""
-    usual = VGG | DLN if config["network"] == "dln" else VGG
-    usual = usual | {"backend": "tensorflow"}
-    named = ("network", "norm", "seed", "dataset")
-    return [
-        f"{key}{config[key]}"
-        for key in sorted(config.keys() - set(named))
-        if config[key] != usual.get(key)
-    ]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Descents(Descent, Sweep):
+    """The settings of a recipe that trains with every norm."""
+
+    RUN = Descent
+
+    seeds: int = 1
+    norms: tuple[str, ...] = setting(
+        ("none", "bn"), "Names of normalisations.", choices=sorted(norms.NORMS)
+    )
+
+    def about(self):
+        """The network, the data and the rate, for the title of a figure."""
+        each = "one run each" if self.seeds == 1 else f"{self.seeds} runs each"
+        rate = f"learning rate {self.learning_rate:g}, {each}"
+        if self.network == "dln":
+            return f"{self.depth}-layer deep linear network\n{rate}"
+        width = "" if self.width == 1 else f" of {self.width:g} width"
+        return f"{data.stem(self.dataset)}, VGG-16{width}\n{rate}"
+
+    def unit(self):
+        """The unit of the loss."""
+        return "sum of squares" if self.network == "dln" else "nats"
+
+
+def problem(settings):
+    """The training of a `Descent`, a `recipes.engine.training.Problem`."""
+    test = None
+    if settings.network == "dln":
+        arrays = dln.regression(settings.seed)
+        network, batch = functools.partial(_dln, settings), lambda step: arrays
+    else:
+        images = data.enlarged(data.images(settings))
+        network = functools.partial(_vgg, settings, images)
+        batch = data.Batches(
+            images.x_train, images.y_train, settings.batch_size, settings.seed
+        ).__getitem__
+        some = slice(settings.test_size)
+        test = images.x_test[some], images.y_test[some]
+    every = settings.every
+    return training.Problem(
+        network,
+        lambda interval: _From(batch, interval * every),
+        every,
+        settings.steps // every,
+        test,
+    )
 
 
 class _From(keras.utils.PyDataset):
@@ -108,192 +164,60 @@ class _From(keras.utils.PyDataset):
         return self._batch(self._step + i)
 
 
-class _Recorder(keras.callbacks.Callback):
-    """Measures before each interval of steps; logs and checkpoints after it.
+def _vgg(settings, images):
+    norm = norms.get(settings.norm)
+    shape = images.x_train.shape[1:]
+    model = models.build("vgg16", shape, images.num_classes, norm, "relu")
+    if settings.width != 1:
+        model = models.scaled(model, settings.width)
+    model.compile(
+        keras.optimizers.SGD(settings.learning_rate),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
 
-    An interval is what Keras calls an epoch.
-    """
 
-    def __init__(self, run, problem, measure):
-        super().__init__()
-        self.run, self.problem, self.measure = run, problem, measure
-        self.epoch = 0
-        if run.checkpoint.exists():
-            self._restore(problem.model)
-        run.keep(self.epoch)
-
-    def _restore(self, model):
-        model.optimizer.build(model.trainable_variables)
-        with np.load(self.run.checkpoint) as file:
-            self.epoch = int(file["epoch"])
-            for variable in model.variables:
-                variable.assign(file[f"model/{variable.path}"])
-            for i, variable in enumerate(model.optimizer.variables):
-                variable.assign(file[f"optimizer/{i}"])
-
-    def _save(self, file):
-        arrays = {
-            f"model/{v.path}": experiment.numpy_copy(v) for v in self.model.variables
-        }
-        for i, variable in enumerate(self.model.optimizer.variables):
-            arrays[f"optimizer/{i}"] = experiment.numpy_copy(variable)
-        np.savez(file, epoch=self.epoch, **arrays)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._step = epoch * self.run.config["every"]
-        start = time.perf_counter()
-        batch, config = self.problem.batch, self.run.config
-        self._measured = self.measure(self.model, batch, self._step, config)
-        self._seconds = time.perf_counter() - start
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.epoch = epoch + 1
-        scores = {"train_loss": "loss", "train_accuracy": "accuracy"}
-        scores |= {"test_loss": "val_loss", "test_accuracy": "val_accuracy"}
-        self.run.log(
-            step=self._step,
-            **{key: float(logs[name]) for key, name in scores.items() if name in logs},
-            seconds_of_measurement=self._seconds,
-            **self._measured,
+def _dln(settings):
+    with models.dtype_policy(settings.dtype):
+        model = dln.dln(norms.get(settings.norm), depth=settings.depth)
+        loss = dln.SumOfSquares(dtype=settings.dtype)
+    held = keras.backend.standardize_dtype(model.trainable_variables[0].value.dtype)
+    if held != settings.dtype:
+        raise ValueError(
+            f"The weights are {held}, not dtype={settings.dtype}. With JAX, set the "
+            "environment variable JAX_ENABLE_X64=1, or give --dtype=float32."
         )
-        if np.isfinite(logs["loss"]):
-            experiment.write(self.run.checkpoint, self._save)
-        else:
-            self.model.stop_training = True
+    fast = {}
+    if settings.backend == "tensorflow":
+        # Steps of microseconds: without these, all time is overhead.
+        fast = {"jit_compile": True, "steps_per_execution": settings.every}
+    model.compile(keras.optimizers.SGD(settings.learning_rate), loss, **fast)
+    return model
 
 
-def train(
-    kind,
-    config,
-    measure,
-    at_end=None,
-    runs_dir="runs",
-    data_dir=None,
-    download=False,
-):
+def train(settings, kind, measure, at_end=None):
     """Trains a network, or goes on with that, or returns what came out before.
 
     Args:
+        settings: A `Descent`.
         kind: Start of the name of the run.
-        config: See `complete`.
-        measure: Callable `measure(model, batch, step, config)`, `batch` a function of a
-            step. It is called with the weights that step 0, `every`, 2 `every` ...
-            starts from, returns a dict for the line of metrics.jsonl, and must not
-            change the model.
-        at_end: Callable `at_end(problem, config)`, or `None`. It is called with the
-            `recipes.problems.Problem` of the trained model, unless that diverged, and
-            returns a dict of more results.
-        runs_dir: The run is recorded in `<runs_dir>/<name>/`.
-        data_dir, download: Arguments of `recipes.data.load`.
+        measure: Callable `measure(model, batches, settings)`, called with the weights
+            that step 0, `every`, 2 `every` ... starts from. That step is taken on
+            `batches[0]`, the next one on `batches[1]`. It returns a dict for the line
+            of metrics.jsonl, and must not change the model.
+        at_end: See `recipes.engine.training.train`.
 
     Returns:
-        The results, a dict with `name`, `diverged` and the losses and accuracies of the
-        last interval (those of training are means over its steps); and the lines of
-        metrics.jsonl, a list of dicts. What is not finite is `None`.
+        A `recipes.engine.training.Outcome`. Losses and accuracies are those of an
+        interval: those of training are means over its steps.
     """
-    config = complete(config)
-    name = run_name(kind, config)
-    run = experiment.Run(pathlib.Path(runs_dir) / name, config)
-    if run.results is not None:
-        return run.results, run.metrics
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(config["seed"])
-    found = problems.problem(config, data_dir, download)
-    recorder = _Recorder(run, found, measure)
-    every, intervals = config["every"], config["steps"] // config["every"]
-    if recorder.epoch < intervals:
-        found.model.fit(
-            _From(found.batch, recorder.epoch * every),
-            steps_per_epoch=every,
-            epochs=intervals,
-            initial_epoch=recorder.epoch,
-            shuffle=False,
-            validation_data=found.test,
-            validation_batch_size=data.TEST_BATCH_SIZE,
-            callbacks=[recorder],
-            verbose=0,
-        )
-    last = run.metrics[-1]
-    scores = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
-    diverged = last["train_loss"] is None
-    run.finish(
-        {
-            "name": name,
-            "diverged": diverged,
-            **{key: last[key] for key in scores if key in last},
-            **(at_end(found, config) if at_end and not diverged else {}),
-        }
-    )
-    return run.results, run.metrics
 
+    def before(model, problem, settings, interval):
+        start = time.perf_counter()
+        measured = measure(model, problem.batches(interval), settings)
+        seconds = time.perf_counter() - start
+        step = interval * settings.every
+        return {"step": step, **measured, "seconds_of_measurement": seconds}
 
-def train_all(kind, settings, norm_names, measure, **others):
-    """Trains the network with each norm.
-
-    Args:
-        kind, measure: See `train`.
-        settings: Dict of settings that all runs share, see `complete`.
-        norm_names: List of names of `recipes.models.norms`.
-        **others: Other arguments of `train`.
-
-    Returns:
-        Two dicts, from a norm to its results, and to its lines of metrics.
-    """
-    results, metrics = {}, {}
-    for norm in (progress := tqdm(norm_names, unit="run")):
-        progress.set_postfix_str(norm)
-        config = {**settings, "norm": norm}
-        results[norm], metrics[norm] = train(kind, config, measure, **others)
-    return results, metrics
-
-
-def directory(kind, runs_dir, settings, norm_names):
-    """Where the table and the figures of a recipe go: a name of all that was asked."""
-    config = complete({**settings, "norm": "bn"}) | {"norm": "+".join(norm_names)}
-    return pathlib.Path(runs_dir) / f"all-{run_name(kind, config)}"
-
-
-def about(settings):
-    """The network, the data and the steps, for the title of a figure."""
-    config = complete({**settings, "norm": "bn"})
-    rate = f"learning rate {config['learning_rate']:g}, one run each"
-    if config["network"] == "dln":
-        return f"{config['depth']}-layer deep linear network\n{rate}"
-    width = "" if config["width"] == 1 else f" of {config['width']:g} width"
-    return f"{data.stem(config['dataset'])}, VGG-16{width}\n{rate}"
-
-
-def define_flags(norm_names):
-    """Defines the flags that these recipes have in common.
-
-    Args:
-        norm_names: Default of the flag `norms`.
-    """
-    flags.DEFINE_enum("network", "vgg", NETWORKS, "VGG-16 or deep linear network.")
-    flags.DEFINE_list("norms", list(norm_names), "Names of normalisations.")
-    flags.DEFINE_integer("steps", None, "400; of the dln 10,000.", lower_bound=1)
-    flags.DEFINE_integer("every", None, "Measure every 20; the dln 100.", lower_bound=1)
-    flags.DEFINE_float("learning_rate", None, "0.1; of the dln 1e-6.", lower_bound=0)
-    flags.DEFINE_integer("seed", None, "0. Of weights, order and the dln's data.")
-    flags.DEFINE_string("dataset", None, "digits; the vgg's, as in recipes.train.")
-    flags.DEFINE_integer("train_size", None, "All; the vgg's images.", lower_bound=1)
-    flags.DEFINE_integer("test_size", None, "All; the first ones.", lower_bound=1)
-    flags.DEFINE_integer("batch_size", None, "128; the vgg's.", lower_bound=1)
-    flags.DEFINE_float("width", None, "0.125; the vgg's filters. 1 is VGG-16.", 0)
-    flags.DEFINE_integer("depth", None, "25; the dln's layers.", lower_bound=1)
-    flags.DEFINE_enum("dtype", None, ("float32", "float64"), "float64; the dln's.")
-    flags.DEFINE_string("data_dir", None, "Where tensorflow_datasets looks.")
-    flags.DEFINE_bool("download", False, "Download the data set if it is not there.")
-    flags.DEFINE_string("runs_dir", "runs", "Where runs are recorded.")
-
-
-def arguments_of_flags():
-    """Keyword arguments that all these recipes have, from the flags."""
-    values = flags.FLAGS.flag_values_dict()
-    settings = {
-        key: values[key]
-        for key in ("network", "seed", *(VGG | DLN))
-        if values[key] is not None
-    }
-    places = {key: values[key] for key in ("runs_dir", "data_dir", "download")}
-    return {"settings": settings, "norm_names": values["norms"], **places}
+    return training.train(settings, kind, problem, before=before, at_end=at_end)

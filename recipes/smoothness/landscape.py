@@ -2,10 +2,11 @@ r"""The optimization landscape through training, with and without normalisation.
 
 The small runs, and the paper's for a GPU:
 
-    python -m recipes.landscape
-    KERAS_BACKEND=jax JAX_ENABLE_X64=1 python -m recipes.landscape --network=dln
-    python -m recipes.landscape --dataset=cifar10 --data_dir=<where it is> --width=1 \
-        --steps=15000 --every=200
+    python -m recipes.smoothness.landscape
+    KERAS_BACKEND=jax JAX_ENABLE_X64=1 python -m recipes.smoothness.landscape \
+        --network=dln
+    python -m recipes.smoothness.landscape --dataset=cifar10 \
+        --data_dir=<where it is> --width=1 --steps=15000 --every=200
 
 Claim (Section 3, Figures 4 and 9 to 13 of the later version): with BN, and as much with
 the l1, l2 or l-infinity norm in its place, the loss varies less along the gradient, the
@@ -32,25 +33,40 @@ Reference: Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Hel
 Optimization?, NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
 
-from absl import app
+import dataclasses
+import functools
 
 from keras_norms import diagnostics
-from recipes import grid, landscape_figures, probed
+from recipes.engine import command, results, training
+from recipes.smoothness import _figures as figures
+from recipes.smoothness import _numbers as numbers
+from recipes.smoothness import _training as descent
 
-NORMS = ("none", "bn", "lp1", "lp2", "lpinf")
 # In units of the learning rate (Appendix A.2.2).
 STEP_RANGES = {"vgg": (1 / 2, 4.0), "dln": (1 / 100, 30.0)}
 POINTS = 8
 
 
-def measure(model, batch, step, config, points=POINTS):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(descent.Descents):
+    """Every norm, measured along its gradients."""
+
+    norms: tuple[str, ...] = ("none", "bn", "lp1", "lp2", "lpinf")
+
+
+def train(settings):
+    """Trains and measures a network; see `recipes.smoothness._training.train`."""
+    return descent.train(settings, "landscape", measure)
+
+
+def measure(model, batches, settings):
     """The landscape along the gradient, a dict for a line of metrics."""
     found = diagnostics.landscape(
         model,
-        *batch(step),
-        learning_rate=config["learning_rate"],
-        step_range=STEP_RANGES[config["network"]],
-        points=points,
+        *batches[0],
+        learning_rate=settings.learning_rate,
+        step_range=STEP_RANGES[settings.network],
+        points=POINTS,
     )
     low, high = found.loss_range
     nearest, farthest = found.gradient_distance
@@ -68,94 +84,65 @@ def measure(model, batch, step, config, points=POINTS):
     }
 
 
-def landscape(settings, norm_names=NORMS, runs_dir="runs", **places):
+def run(settings):
     """Trains with every norm; writes the table and the figures.
-
-    Args:
-        settings: Dict of settings, see `recipes.probed.complete`.
-        norm_names: List of names of `recipes.models.norms`.
-        runs_dir: Where the runs, and the outcome, are recorded.
-        **places: Other arguments of `recipes.probed.train`.
 
     Returns:
         The path of the directory with table.md, results.json, training.png (Figures 11
         a, 12 a and 13), landscape.png (Figures 4, 9, 11 and 12) and predictiveness.png
         (Figure 10).
     """
-    places["runs_dir"] = runs_dir
-    results, metrics = probed.train_all(
-        "landscape", settings, norm_names, measure, **places
-    )
-    rows = summary(results, metrics)
-    directory = probed.directory("landscape", runs_dir, settings, norm_names)
-    grid.write(directory, table(rows), {"rows": rows})
-    draw(directory, metrics, settings)
+    outcomes = training.train_all(train, settings.runs(), settings.workers)
+    rows = []
+    for norm in settings.norms:
+        found = outcomes.of(norm=norm)
+        measured = numbers.over_seeds(found, of_run)
+        rows.append({"norm": norm, **numbers.summary(found), **measured})
+    directory = settings.directory("landscape")
+    results.write(directory, table(rows, settings.seeds), {"rows": rows})
+    draw(directory, numbers.runs_of(outcomes, settings), settings)
     return directory
 
 
-def draw(directory, metrics, settings):
+def draw(directory, runs, settings):
     """Draws the three figures."""
-    about = probed.about(settings)
-    vgg = probed.complete(settings)["network"] == "vgg"
-    unit = "nats" if vgg else "sum of squares"
-    rows = [("train_loss", f"training loss ({unit})", {"yscale": "log"})]
-    if vgg:
-        rows.append(("train_accuracy", "training accuracy", {"ylim": (0, 1)}))
-        rows.append(("test_accuracy", "test accuracy", {"ylim": (0, 1)}))
-    landscape_figures.training(directory / "training.png", metrics, rows, about)
-    log = {"yscale": "log"}
+    title, unit = settings.about(), settings.unit()
+    panels = [("train_loss", f"training loss ({unit})", figures.LOG)]
+    if settings.network == "vgg":
+        panels.append(("train_accuracy", "training accuracy", {"ylim": (0, 1)}))
+        panels.append(("test_accuracy", "test accuracy", {"ylim": (0, 1)}))
+    figures.training(directory / "training.png", runs, panels, title)
+    distances = ("gradient_distance_min", "gradient_distance_max")
     columns = [
-        (("loss_min", "loss_max"), f"loss ({unit})", log),
-        (
-            ("gradient_distance_min", "gradient_distance_max"),
-            "|grad L(W - s g) - g|",
-            log,
-        ),
-        ("effective_beta", "effective beta", log),
+        (("loss_min", "loss_max"), f"loss ({unit})", figures.LOG),
+        (distances, "|grad L(W - s g) - g|", figures.LOG),
+        ("effective_beta", "effective beta", figures.LOG),
     ]
-    landscape_figures.bands(directory / "landscape.png", metrics, columns, about)
-    landscape_figures.predictiveness(directory / "predictiveness.png", metrics, about)
+    figures.bands(directory / "landscape.png", runs, columns, title)
+    figures.predictiveness(directory / "predictiveness.png", runs, title)
 
 
-def summary(results, metrics):
-    """A dict for each norm: how it trained, and medians over the measured steps.
-
-    Args:
-        results, metrics: See `recipes.probed.train_all`.
+def of_run(outcome):
+    """What a `recipes.engine.training.Outcome` was like.
 
     Returns:
-        List of dicts with `norm`, the results of its run, the medians `loss_range`
-        (highest less lowest loss), `gradient_distance` (the largest along the scan),
-        `relative_distance` (the same over the norm of the gradient) and
-        `effective_beta`; over all steps, the highest loss `largest_loss_max` and the
-        `largest_effective_beta`; and the number of points that were `not_finite`.
+        Dict with the medians over the measured steps `loss_range` (highest less lowest
+        loss), `gradient_distance` (the largest along the scan), `relative_distance`
+        (the same over the norm of the gradient) and `effective_beta`; over all steps,
+        the highest loss `largest_loss_max` and the `largest_effective_beta`; and the
+        number of points that were `not_finite`.
     """
-    return [
-        {
-            "norm": norm,
-            **results[norm],
-            **_over_steps(metrics[norm]),
-            "not_finite": sum(line["not_finite"] for line in metrics[norm]),
-        }
-        for norm in metrics
-    ]
-
-
-def _over_steps(lines):
-    def values(key):
-        return landscape_figures.floats(line[key] for line in lines)
-
-    farthest = values("gradient_distance_max")
-    found = {
-        "loss_range": values("loss_max") - values("loss_min"),
-        "gradient_distance": farthest,
-        "relative_distance": farthest / values("gradient_norm"),
-        "effective_beta": values("effective_beta"),
-    }
-    medians = {key: landscape_figures.middle(value) for key, value in found.items()}
-    return medians | {
-        f"largest_{key}": landscape_figures.largest(values(key))
-        for key in ("loss_max", "effective_beta")
+    values = functools.partial(numbers.over_steps, outcome)
+    highest, farthest = values("loss_max"), values("gradient_distance_max")
+    beta = values("effective_beta")
+    return {
+        "loss_range": numbers.median(highest - values("loss_min")),
+        "gradient_distance": numbers.median(farthest),
+        "relative_distance": numbers.median(farthest / values("gradient_norm")),
+        "effective_beta": numbers.median(beta),
+        "largest_loss_max": numbers.largest(highest),
+        "largest_effective_beta": numbers.largest(beta),
+        "not_finite": int(values("not_finite").sum()),
     }
 
 
@@ -173,24 +160,16 @@ COLUMNS = {
 }
 
 
-def table(rows):
-    """Returns the rows of `landscape` as Markdown, a line a norm."""
-    keys = [key for key in COLUMNS if any(key in row for row in rows)]
-    lines = [
-        [row["norm"], *("–" if row[k] is None else f"{row[k]:.4g}" for k in keys)]
-        for row in rows
-    ]
+def table(rows, seeds):
+    """The rows as Markdown, a line a norm."""
+    keys = [key for key in COLUMNS if any(row.get(key) for row in rows)]
+    lines = [[row["norm"], *numbers.cells(row, keys)] for row in rows]
     return (
-        grid.markdown(["norm", *(COLUMNS[key] for key in keys)], lines)
+        results.markdown(["norm", *(COLUMNS[key] for key in keys)], lines)
         + "\nLoss and accuracies of the last interval; medians over the measured "
-        "steps; the highest loss and beta of all steps.\n"
+        f"steps; the highest loss and beta of all steps. {results.note(seeds)}\n"
     )
 
 
-def main(_):
-    grid.report(landscape(**probed.arguments_of_flags()))
-
-
 if __name__ == "__main__":
-    probed.define_flags(NORMS)
-    app.run(main)
+    command.run(run, Settings)

@@ -2,11 +2,12 @@ r"""Distributional shift of activations: none, BN, and BN with noise after it.
 
 The small runs, and the paper's for a GPU:
 
-    python -m recipes.noisy_shift
-    KERAS_BACKEND=jax JAX_ENABLE_X64=1 python -m recipes.noisy_shift --network=dln
-    python -m recipes.noisy_shift --dataset=cifar10 --data_dir=<where it is> --width=1 \
-        --steps=15000 --every=100
-    python -m recipes.noisy_shift --norms=none,bn,lp1,lp2,lpinf
+    python -m recipes.smoothness.noisy_shift
+    KERAS_BACKEND=jax JAX_ENABLE_X64=1 python -m recipes.smoothness.noisy_shift \
+        --network=dln
+    python -m recipes.smoothness.noisy_shift --dataset=cifar10 \
+        --data_dir=<where it is> --width=1 --steps=15000 --every=100
+    python -m recipes.smoothness.noisy_shift --norms=none,bn,lp1,lp2,lpinf
 
 Claim (Section 2.1, Figures 1, 2 and 7; 8 and 14 are histograms of other networks): BN
 with noise after it, fresh at each step, trains nearly as well as BN and better than no
@@ -34,24 +35,65 @@ Reference: Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Hel
 Optimization?, NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
 
+import dataclasses
+
 import keras
 import numpy as np
-from absl import app, flags
 from keras import ops
 
 from keras_norms import diagnostics, recalibrate
-from recipes import data, grid, landscape_figures, probed
+from recipes.engine import command, data, results, training
+from recipes.smoothness import _figures as figures
+from recipes.smoothness import _numbers as numbers
+from recipes.smoothness import _training as descent
 
-NORMS = ("none", "bn", "noisy_bn")
-# The fifth, tenth and last convolution, and every eighth linear layer with a norm.
-LAYERS = {
-    "vgg": ("stage3_conv1", "stage4_conv3", "stage5_conv3"),
-    "dln": ("layer8", "layer16", "layer24"),
-}
 BINS = 60
 CHANNEL = 0  # "a random activation from a given layer" (Figure 8): weights are random
 TARGET_ACCURACY = 0.9
 RECALIBRATION_STEPS = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(descent.Layered):
+    """The settings of one training."""
+
+    # The fifth, tenth and last convolution, and every eighth linear layer with a norm.
+    LAYERS = {
+        "vgg": ("stage3_conv1", "stage4_conv3", "stage5_conv3"),
+        "dln": ("layer8", "layer16", "layer24"),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Run, descent.Descents):
+    """Every norm, with the activations of some layers measured."""
+
+    RUN = Run
+
+    norms: tuple[str, ...] = ("none", "bn", "noisy_bn")
+
+
+def train(settings):
+    """Trains and measures a network; see `recipes.smoothness._training.train`."""
+    return descent.train(settings, "noisy_shift", measure, at_end=recalibrated)
+
+
+def measure(model, batches, settings):
+    """The moments of layers and how a step changes them, for a line of metrics."""
+    x, y = batches[0]
+    _, gradients = diagnostics.value_and_grad(model, x, y)
+    weights = [ops.convert_to_numpy(v) for v in model.trainable_variables]
+    state = [ops.convert_to_numpy(v) for v in model.non_trainable_variables]
+    # The step of plain gradient descent on this batch is the one training takes.
+    rate, layers = settings.learning_rate, settings.layers
+    stepped = [w - rate * g for w, g in zip(weights, gradients, strict=True)]
+    before, moved = activations(model, layers, weights, state, x)
+    after, _ = activations(model, layers, stepped, moved, batches[1][0])
+    return {
+        f"{layer}_{key}": value
+        for layer, a, b in zip(layers, before, after, strict=True)
+        for key, value in changes(a, b).items()
+    }
 
 
 def activations(model, layers, weights, state, x):
@@ -61,7 +103,7 @@ def activations(model, layers, weights, state, x):
     stays as it is.
 
     Args:
-        model: A `keras.Model` of `recipes.probed`.
+        model: A `keras.Model`, as `recipes.smoothness._training.problem` makes it.
         layers: List of the names of linear layers.
         weights: List of arrays in place of the trainable weights.
         state: List of arrays in place of the non-trainable ones.
@@ -94,27 +136,6 @@ def activations(model, layers, weights, state, x):
 def _in_order(wanted, variables, values):
     value_of = {id(v): value for v, value in zip(variables, values, strict=True)}
     return [value_of[id(variable)] for variable in wanted]
-
-
-def measurement(layers):
-    """The function `measure` of `recipes.probed.train` for these layers."""
-
-    def measure(model, batch, step, config):
-        x, y = batch(step)
-        _, gradients = diagnostics.value_and_grad(model, x, y)
-        weights = [ops.convert_to_numpy(v) for v in model.trainable_variables]
-        state = [ops.convert_to_numpy(v) for v in model.non_trainable_variables]
-        # The step of plain gradient descent on this batch is the one training takes.
-        rate = config["learning_rate"]
-        stepped = [w - rate * g for w, g in zip(weights, gradients, strict=True)]
-        before, moved = activations(model, layers, weights, state, x)
-        after, _ = activations(model, layers, stepped, moved, batch(step + 1)[0])
-        values = {}
-        for layer, a, b in zip(layers, before, after, strict=True):
-            values |= {f"{layer}_{k}": v for k, v in changes(a, b).items()}
-        return values
-
-    return measure
 
 
 def changes(before, after):
@@ -159,85 +180,68 @@ def _mean(values):
     return values.mean() if values.size else np.nan
 
 
-def recalibrated(problem, config):
+def recalibrated(model, problem, settings, run):
     """Tests a network with NoisyBN whose moving statistics are those without noise.
 
     Inference has no noise, but the moving statistics of a layer are those of what it
     was given in training, which is noisy wherever there is a NoisyBN before it.
 
-    Args:
-        problem: A `recipes.problems.Problem`; its model stays as it is.
-        config: Its settings.
-
     Returns:
         Dict with `recalibrated_test_accuracy`, empty if the network has no such layer
         or there are no test images.
     """
-    if config["norm"] != "noisy_bn" or problem.test is None:
+    if settings.norm != "noisy_bn" or problem.test is None:
         return {}
-    model = keras.models.clone_model(problem.model)
-    model.set_weights(problem.model.get_weights())
-    batches = [problem.batch(step)[0] for step in range(RECALIBRATION_STEPS)]
-    recalibrate(model, np.concatenate(batches), batch_size=128, verbose=0)
+    model = training.standalone(model, problem)
+    batches = problem.batches(0)
+    seen = np.concatenate([batches[i][0] for i in range(RECALIBRATION_STEPS)])
+    recalibrate(model, seen, batch_size=128, verbose=0)
     x, y = problem.test
     logits = model.predict(x, batch_size=data.TEST_BATCH_SIZE, verbose=0)
     return {"recalibrated_test_accuracy": float((logits.argmax(-1) == y).mean())}
 
 
-def noisy_shift(settings, norm_names=NORMS, layers=None, runs_dir="runs", **places):
+def run(settings):
     """Trains with every norm; writes the table and the figures.
-
-    Args:
-        settings: Dict of settings, see `recipes.probed.complete`.
-        norm_names: List of names of `recipes.models.norms`.
-        layers: List of the names of linear layers; `LAYERS` of the network if `None`.
-        runs_dir: Where the runs, and the outcome, are recorded.
-        **places: Other arguments of `recipes.probed.train`.
 
     Returns:
         The path of the directory with table.md, results.json, training.png (Figures 1
         and 2), histograms.png (Figures 1, 2, 8 and 14) and moments.png (Figure 7).
     """
-    network = probed.complete(settings)["network"]
-    layers = tuple(layers or LAYERS[network])
-    kind = "noisy_shift"
-    if layers != LAYERS[network]:
-        kind += f"-{'+'.join(layers)}"
-    results, metrics = probed.train_all(
-        kind,
-        settings,
-        norm_names,
-        measurement(layers),
-        at_end=recalibrated,
-        runs_dir=runs_dir,
-        **places,
-    )
-    rows = summary(results, metrics, layers)
-    directory = probed.directory(kind, runs_dir, settings, norm_names)
-    grid.write(directory, table(rows), {"rows": rows})
-    draw(directory, metrics, layers, settings)
+    outcomes = training.train_all(train, settings.runs(), settings.workers)
+    rows = []
+    for norm in settings.norms:
+        found = outcomes.of(norm=norm)
+        of_layers = {
+            layer: numbers.over_seeds(found, numbers.medians(layer, KEYS))
+            for layer in settings.layers
+        }
+        steps = [first_step(outcome.metrics) for outcome in found]
+        row = {"norm": norm, "step_of_target": steps, "layers": of_layers}
+        rows.append(numbers.summary(found) | row)
+    directory = settings.directory("noisy_shift")
+    results.write(directory, table(rows, settings.seeds), {"rows": rows})
+    draw(directory, numbers.runs_of(outcomes, settings), settings)
     return directory
 
 
-def draw(directory, metrics, layers, settings):
+def draw(directory, runs, settings):
     """Draws the three figures."""
-    about = probed.about(settings)
-    vgg = probed.complete(settings)["network"] == "vgg"
+    title, layers = settings.about(), settings.layers
     panels = [
         ("train_accuracy", "training accuracy", {"ylim": (0, 1)}),
         ("test_accuracy", "test accuracy", {"ylim": (0, 1)}),
     ]
-    if not vgg:
-        panels = [("train_loss", "training loss (sum of squares)", {"yscale": "log"})]
-    landscape_figures.training(directory / "training.png", metrics, panels, about)
-    landscape_figures.histograms(directory / "histograms.png", metrics, layers, about)
+    if settings.network == "dln":
+        panels = [("train_loss", f"training loss ({settings.unit()})", figures.LOG)]
+    figures.training(directory / "training.png", runs, panels, title)
+    figures.histograms(directory / "histograms.png", runs, layers, title)
     columns = [
-        ("mean_change", "change of the mean", {"yscale": "log"}),
-        ("variance_change", "change of the variance", {"yscale": "log"}),
-        ("relative_mean_change", "of the mean / deviation", {"yscale": "log"}),
+        ("mean_change", "change of the mean", figures.LOG),
+        ("variance_change", "change of the variance", figures.LOG),
+        ("relative_mean_change", "of the mean / deviation", figures.LOG),
     ]
-    path = directory / "moments.png"
-    landscape_figures.by_layer(path, metrics, layers, columns, about)
+    figures.by_layer(directory / "moments.png", runs, layers, columns, title)
 
 
 KEYS = {
@@ -248,73 +252,40 @@ KEYS = {
 }
 
 
-def summary(results, metrics, layers):
-    """How each norm trained, and a dict for each of its layers.
-
-    Args:
-        results, metrics: See `recipes.probed.train_all`.
-        layers: List of names.
-
-    Returns:
-        List of dicts with `norm`, the results of its run, `step_of_target`, the first
-        measured interval whose mean training accuracy is at least `TARGET_ACCURACY` (or
-        `None`), and `layers`, a dict from a layer to the medians of `KEYS` over steps.
-    """
-    return [
-        {
-            "norm": norm,
-            **results[norm],
-            "step_of_target": next(
-                (
-                    line["step"]
-                    for line in lines
-                    if (line.get("train_accuracy") or 0) >= TARGET_ACCURACY
-                ),
-                None,
-            ),
-            "layers": {
-                layer: {
-                    key: landscape_figures.median(lines, f"{layer}_{key}")
-                    for key in KEYS
-                }
-                for layer in layers
-            },
-        }
-        for norm, lines in metrics.items()
-    ]
+def first_step(lines):
+    """The first measured step of an interval that reached the target, or `None`."""
+    found = (
+        line["step"]
+        for line in lines
+        if (line.get("train_accuracy") or 0) >= TARGET_ACCURACY
+    )
+    return next(found, None)
 
 
-def table(rows):
-    """Returns the rows of `noisy_shift` as two Markdown tables."""
-
-    def cell(value):
-        return "–" if value is None else f"{value:.4g}"
-
+def table(rows, seeds):
+    """The rows as two Markdown tables."""
     keys = ("train_loss", "train_accuracy", "test_accuracy")
-    keys += ("recalibrated_test_accuracy", "step_of_target")
-    keys = [key for key in keys if any(row.get(key) is not None for row in rows)]
-    names = [key.replace("_", " ") for key in keys]
-    first = [[row["norm"], *(cell(row.get(key)) for key in keys)] for row in rows]
+    keys += ("recalibrated_test_accuracy",)
+    keys = [key for key in keys if any(row.get(key) for row in rows)]
+    first = [
+        [row["norm"], *numbers.cells(row, keys), results.epochs(row["step_of_target"])]
+        for row in rows
+    ]
     second = [
-        [layer, row["norm"], *(cell(row["layers"][layer][key]) for key in KEYS)]
+        [layer, row["norm"], *numbers.cells(row["layers"][layer], KEYS)]
         for layer in rows[0]["layers"]
         for row in rows
     ]
+    header = ["norm", *(key.replace("_", " ") for key in keys), "step of target"]
     return (
-        grid.markdown(["norm", *names], first)
-        + f"\nLoss and accuracies of the last interval; the target is a training "
+        results.markdown(header, first)
+        + "\nLoss and accuracies of the last interval; the target is a training "
         f"accuracy of {TARGET_ACCURACY:.0%}.\n\n"
-        + grid.markdown(["layer", "norm", *KEYS.values()], second)
-        + "\nMeans over channels, medians over the measured steps.\n"
+        + results.markdown(["layer", "norm", *KEYS.values()], second)
+        + "\nMeans over channels, medians over the measured steps. "
+        f"{results.note(seeds)}\n"
     )
 
 
-def main(_):
-    layers = flags.FLAGS.layers or None
-    grid.report(noisy_shift(layers=layers, **probed.arguments_of_flags()))
-
-
 if __name__ == "__main__":
-    probed.define_flags(NORMS)
-    flags.DEFINE_list("layers", [], "Names of layers; three of the network if empty.")
-    app.run(main)
+    command.run(run, Settings)

@@ -2,12 +2,14 @@
 
 import keras
 import numpy as np
+import pytest
 
-from recipes import probed, problems
+from recipes.smoothness import _training
 
 # A problem that takes no time; float32, so that JAX needs no setting.
 SETTINGS = {"network": "dln", "depth": 4, "dtype": "float32"}
 SETTINGS |= {"steps": 4, "every": 2}
+RATE = _training.USUAL["dln"]["learning_rate"]
 
 
 def loss_and_gradients(kernels, x, y):
@@ -32,15 +34,23 @@ def descend(kernels, x, y, rate, steps=1):
 
 
 def start(seed=0):
-    """The first weights of `recipes.probed` for `SETTINGS`, and the data."""
+    """The first weights of `recipes.smoothness` for `SETTINGS`, and the data."""
     keras.utils.set_random_seed(seed)
-    found = problems.problem(probed.complete({**SETTINGS, "norm": "none"}))
+    problem = _training.problem(_training.Descent(**SETTINGS, norm="none", seed=seed))
     kernels = [
         keras.ops.convert_to_numpy(v).astype("float64")
-        for v in found.model.trainable_variables
+        for v in problem.network().trainable_variables
     ]
-    return kernels, *(a.astype("float64") for a in found.batch(0))
+    return kernels, *(a.astype("float64") for a in problem.batches(0)[0])
 
 
 def length(arrays):
     return np.sqrt(sum((a**2).sum() for a in arrays))
+
+
+def check_not_disturbed(settings, lines):
+    """That a training which was measured is the same without."""
+    plain = _training.train(settings, "plain", lambda *_: {}).metrics
+    for line, other in zip(lines, plain, strict=True):
+        for key in {"train_loss", "test_loss"} & line.keys():
+            assert line[key] == pytest.approx(other[key], rel=1e-5)

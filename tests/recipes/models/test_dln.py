@@ -4,7 +4,7 @@ import pytest
 
 from recipes.models import norms
 from recipes.models.dln import SumOfSquares, dln, regression
-from tests.recipes import dln_reference
+from tests.recipes.smoothness import reference
 
 
 def test_is_a_product_of_matrices():
@@ -15,7 +15,7 @@ def test_is_a_product_of_matrices():
     np.testing.assert_allclose(
         model.predict(x, verbose=0), x @ np.linalg.multi_dot(kernels), atol=1e-5
     )
-    expected, _ = dln_reference.loss_and_gradients(kernels, x, y)
+    expected, _ = reference.loss_and_gradients(kernels, x, y)
     loss = SumOfSquares()(y, x @ np.linalg.multi_dot(kernels))
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 

@@ -7,11 +7,13 @@ import pytest
 from keras import ops
 
 from keras_norms import recalibrate
-from recipes import models, noisy_shift, probed, problems
+from recipes import models
+from recipes.engine import training
 from recipes.models import norms
-from tests.recipes import dln_reference, tiny
-
-RATE = probed.DLN["learning_rate"]
+from recipes.smoothness import noisy_shift
+from tests.recipes import tiny
+from tests.recipes.smoothness import reference
+from tests.recipes.smoothness.reference import RATE
 
 
 def test_changes():
@@ -61,11 +63,12 @@ def test_activations_are_those_of_training():
 
 
 def test_deep_linear_network(tmp_path):
-    layers = ["layer3"]
-    norm_names = ["none", "bn", "noisy_bn"]
-    directory = noisy_shift.noisy_shift(
-        dln_reference.SETTINGS, norm_names, layers, tmp_path
+    settings = noisy_shift.Settings(
+        **reference.SETTINGS, layers=["layer3"], runs_dir=str(tmp_path), workers=1
     )
+    directory = noisy_shift.run(settings)
+    noisy = settings.one(norm="noisy_bn", seed=0)
+    reference.check_not_disturbed(noisy, noisy_shift.train(noisy).metrics)
     files = sorted(path.name for path in directory.iterdir())
     assert files == [
         "histograms.png",
@@ -75,16 +78,17 @@ def test_deep_linear_network(tmp_path):
         "training.png",
     ]
     rows = json.loads((directory / "results.json").read_text())["rows"]
-    change = {row["norm"]: row["layers"]["layer3"]["mean_change"] for row in rows}
+    change = {
+        row["norm"]: row["layers"]["layer3"]["mean_change"]["mean"] for row in rows
+    }
     # BN's mean is beta, which moves slowly; noise of +-0.5 is drawn at each step.
     assert change["bn"] < 0.02 < 0.1 < change["noisy_bn"]
 
-    config = {**dln_reference.SETTINGS, "norm": "none"}
-    _, lines = probed.train("noisy_shift-layer3", config, None, runs_dir=tmp_path)
-    kernels, x, y = dln_reference.start()
+    lines = noisy_shift.train(settings.one(norm="none", seed=0)).metrics
+    kernels, x, y = reference.start()
     for line in lines:
-        now = dln_reference.descend(kernels, x, y, RATE, line["step"])
-        then = dln_reference.descend(now, x, y, RATE)
+        now = reference.descend(kernels, x, y, RATE, line["step"])
+        then = reference.descend(now, x, y, RATE)
         before, after = (x @ np.linalg.multi_dot(w[:3]) for w in (now, then))
         variance = before.var(0)
         expected = np.abs(after.var(0) - variance).mean()
@@ -93,19 +97,25 @@ def test_deep_linear_network(tmp_path):
 
 
 def test_classifier(tmp_path, monkeypatch):
-    def build(model, input_shape, num_classes, norm, activation):
-        return tiny.build(model, input_shape, num_classes, norms.get(norm), activation)
-
-    monkeypatch.setattr(models, "build", build)
-    settings = {"train_size": 96, "batch_size": 32, "width": 1, "steps": 4, "every": 2}
-    names = ["none", "bn", "noisy_bn"]
-    directory = noisy_shift.noisy_shift(settings, names, ["conv"], tmp_path)
+    monkeypatch.setattr(models, "build", tiny.build)
+    directory = noisy_shift.run(
+        noisy_shift.Settings(
+            train_size=96,
+            batch_size=32,
+            width=1,
+            steps=4,
+            every=2,
+            layers=["conv"],
+            runs_dir=str(tmp_path),
+            workers=1,
+        )
+    )
     rows = json.loads((directory / "results.json").read_text())["rows"]
-    assert [row["norm"] for row in rows] == names
-    assert all(0 <= row["test_accuracy"] <= 1 for row in rows)
+    assert [row["norm"] for row in rows] == ["none", "bn", "noisy_bn"]
+    assert all(0 <= row["test_accuracy"]["mean"] <= 1 for row in rows)
     recalibrated = ["recalibrated_test_accuracy" in row for row in rows]
     assert recalibrated == [False, False, True]
-    assert (directory / "table.md").read_text().count("| conv | bn |") == 1
+    assert (directory / "table.md").read_text().count("\n| conv ") == 3
 
 
 def test_recalibrated_is_inference_with_statistics_without_noise():
@@ -124,9 +134,23 @@ def test_recalibrated_is_inference_with_statistics_without_noise():
     assert len(set(y)) > 1
 
     before = noisy.get_weights()
-    problem = problems.Problem(noisy, lambda step: (x[step], None), (x[0], y))
-    found = noisy_shift.recalibrated(problem, {"norm": "noisy_bn"})
+    batches = [(batch, None) for batch in x]
+    problem = training.Problem(
+        lambda: build(norm=norms.get("noisy_bn")),
+        lambda epoch: batches,
+        1,
+        1,
+        (x[0], y),
+    )
+    settings = noisy_shift.Run(norm="noisy_bn")
+    found = noisy_shift.recalibrated(noisy, problem, settings, None)
     assert found == {"recalibrated_test_accuracy": 1.0}
     for old, new in zip(before, noisy.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
-    assert noisy_shift.recalibrated(problem, {"norm": "bn"}) == {}
+    assert noisy_shift.recalibrated(noisy, problem, noisy_shift.Run(), None) == {}
+
+
+def test_step_of_target():
+    lines = [{"step": 0, "train_accuracy": None}, {"step": 5, "train_accuracy": 0.95}]
+    assert noisy_shift.first_step(lines) == 5
+    assert noisy_shift.first_step(lines[:1]) is None
