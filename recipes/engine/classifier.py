@@ -6,11 +6,12 @@ Beyond, TPAMI 2023, Section 6.1. https://doi.org/10.1109/TPAMI.2023.3319005
 
 import contextlib
 import dataclasses
+import pathlib
 
 import keras
 
 from recipes import models
-from recipes.engine import data, imagenet, optimizers, training
+from recipes.engine import data, files, imagenet, optimizers, training
 from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import norms
 
@@ -88,6 +89,15 @@ class Training(Images):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved(Training):
+    """A training whose best network is saved."""
+
+    saved_models_dir: str | None = setting(
+        "saved_models", "Where models are saved.", compare=False
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid(Training, Sweep):
     """The settings of a recipe that trains many classifiers."""
 
@@ -162,3 +172,25 @@ def _network(settings, source, norm, optimizer):
 def train(settings, kind="", **hooks):
     """Trains a classifier; see `recipes.engine.training.train` for the hooks."""
     return training.train(settings, kind, problem, **hooks)
+
+
+def train_and_save(settings, **options):
+    """Trains a `Saved`, and saves the network with the highest test accuracy."""
+    return train(settings, keep_best=True, at_end=save, **options)
+
+
+def save(model, problem, settings, run):
+    """Saves the network of a training; see `recipes.engine.training.train`."""
+    if settings.saved_models_dir is None:
+        return {"saved_model": None}
+    return write(training.standalone(model, problem), settings, run)
+
+
+def write(model, settings, run):
+    """Saves a network for a run; returns a dict with the path, `saved_model`."""
+    path = pathlib.Path(settings.saved_models_dir) / f"{run.name}.keras"
+    files.sweep(path)
+    # Without an optimizer, so that reading it needs keras_norms only.
+    bare = keras.Model(model.inputs, model.outputs, name=model.name)
+    files.write(path, bare.save)
+    return {"saved_model": str(path)}

@@ -254,7 +254,9 @@ def _check(cls, name, value):
         raise ValueError(f"Argument `{name}` must {must}. Received: {name}={value!r}")
 
     kind, about = _kind(cls, name), _about(cls, name)
-    if value is None and cls.__dataclass_fields__[name].default is None:
+    if value is None and type(None) in typing.get_args(
+        cls.__dataclass_fields__[name].type
+    ):
         return
     if type(value) is not kind:
         words = {tuple: "be several values", bool: "be True or False"}
