@@ -27,25 +27,13 @@ Beyond, TPAMI 2023, Section 6.1. https://doi.org/10.1109/TPAMI.2023.3319005
 
 import dataclasses
 import functools
-import pathlib
 
-import keras
-
-from recipes.engine import classifier, command, devices, files, training
+from recipes.engine import classifier, command, devices, training
 from recipes.engine.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Saved(classifier.Training):
-    """A training whose best network is saved."""
-
-    saved_models_dir: str | None = setting(
-        "saved_models", "Where models are saved.", compare=False
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Saved):
+class Settings(classifier.Saved):
     """The settings of the command."""
 
     name: str | None = setting(
@@ -67,7 +55,7 @@ def train(settings, strategy=None, **options):
     """Trains a network, or goes on with that, or returns what came out before.
 
     Args:
-        settings: A `Saved`.
+        settings: A `classifier.Saved`.
         strategy: `None`, or what `recipes.engine.devices.get` returns.
         **options: `name`, `until` and `verbose` of `recipes.engine.training.train`.
 
@@ -88,22 +76,9 @@ def train(settings, strategy=None, **options):
         "",
         functools.partial(classifier.problem, strategy=strategy),
         keep_best=True,
-        at_end=save,
+        at_end=classifier.save,
         **options,
     )
-
-
-def save(model, problem, settings, run):
-    """Saves the network of a training; see `recipes.engine.training.train`."""
-    if settings.saved_models_dir is None:
-        return {"saved_model": None}
-    path = pathlib.Path(settings.saved_models_dir) / f"{run.name}.keras"
-    files.sweep(path)
-    new = training.standalone(model, problem)
-    # Without an optimizer, so that reading it needs keras_norms only.
-    bare = keras.Model(new.inputs, new.outputs, name=new.name)
-    files.write(path, bare.save)
-    return {"saved_model": str(path)}
 
 
 def run(settings):

@@ -1,6 +1,7 @@
 """The command line of a recipe: flags from its settings, its table at the end."""
 
 import sys
+import time
 
 from absl import app, flags
 
@@ -20,9 +21,11 @@ def run(recipe, kind):
             settings = kind.from_flags()
         except ValueError as error:
             sys.exit(f"{error}\nAll flags: {sys.argv[0]} --help")
+        start = time.monotonic()
         directory = recipe(settings)
         if directory is not None:
             report(directory)
+            print(f"Time     {time.monotonic() - start:.0f} s")
 
     app.run(main)
 
@@ -41,5 +44,6 @@ def report(directory):
     print(f"\n{(directory / 'table.md').read_text()}")
     for path in sorted(directory.glob("*.png")):
         print(f"Picture  {path}")
-    print(f"Table    {directory / 'table.md'}")
+    for path in sorted(directory.glob("*.md")):
+        print(f"Table    {path}")
     print(f"Numbers  {directory / 'results.json'}")

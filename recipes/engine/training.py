@@ -383,6 +383,12 @@ def train_all(function, runs, count=None):
         `Outcomes`, in the order of `runs`.
     """
     runs = list(dict.fromkeys(runs))
+    networks = len({settings.program() for settings in runs})
+    count = min(count or workers.default_count(), len(runs))
+    print(
+        f"{len(runs)} trainings, {count} at a time, of {networks} networks to compile.",
+        flush=True,
+    )
     found = {}
     with tqdm(total=len(runs), unit="run", dynamic_ncols=True) as progress:
         for settings, outcome in workers.each(

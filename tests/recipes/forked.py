@@ -27,7 +27,7 @@ import tempfile
 
 import numpy as np
 
-from recipes import experiment, files
+from recipes.engine import files, run
 
 CONFIG = {"epochs": 3, "seed": 0}
 EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir")
@@ -35,24 +35,25 @@ EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir")
 
 def train(directory):
     """What a recipe does, but for the network."""
-    run = experiment.Run(directory / "run", CONFIG)
-    if run.results is not None:
-        return
+    one = run.Run(directory / "run", CONFIG)
+    if one.results is None:
+        with one:
+            _train(one, directory)
+
+
+def _train(one, directory):
     epoch, state = 0, np.linspace(0, 1, 1000)
-    if run.checkpoint.exists():
-        with np.load(run.checkpoint) as file:
-            epoch, state = int(file["epoch"]), file["state"]
-    run.keep(epoch)
+    arrays = one.load()
+    if arrays is not None:
+        epoch, state = int(arrays["epoch"]), arrays["state"]
+    one.keep(epoch)
     while epoch < CONFIG["epochs"]:
         epoch, state = epoch + 1, state * 1.1 + epoch
-        run.log(epoch=epoch, mean=float(state.mean()))
-        save = {"epoch": epoch, "state": state}
-        experiment.write(run.checkpoint, lambda file, save=save: np.savez(file, **save))
+        one.log(epoch=epoch, mean=float(state.mean()))
+        one.save(epoch=epoch, state=state)
     files.sweep(directory / "models" / "state.npy")
-    experiment.write(
-        directory / "models" / "state.npy", lambda file: np.save(file, state)
-    )
-    run.finish({"mean": float(state.mean()), "epochs": len(run.metrics)})
+    files.write(directory / "models" / "state.npy", lambda file: np.save(file, state))
+    one.finish({"mean": float(state.mean()), "epochs": len(one.metrics)})
 
 
 def apart(function):
@@ -105,7 +106,7 @@ def filled(directory, left):
 
 
 def content(directory):
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    paths = sorted(path for path in directory.rglob("[!.]*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 

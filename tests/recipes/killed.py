@@ -33,7 +33,7 @@ import keras_norms  # noqa: F401, for saved models
 IMAGES = ["--train_size=96", "--batch_size=32"]
 RECIPES = {
     "recipes.train": [*IMAGES, "--epochs=150", "--norm=noisy_bn", "--augment"],
-    "recipes.cbn_rho": [
+    "recipes.cbn.rho": [
         *[*IMAGES, "--epochs=40", "--workers=1", "--seeds=1"],
         *["--activations=tanh", "--rhos=1,2"],
     ],
@@ -41,9 +41,9 @@ RECIPES = {
         *[*IMAGES, "--models=resnet8", "--activations=tanh", "--epochs=12"],
         *["--seeds=1", "--workers=2"],
     ],
-    "recipes.landscape": [
+    "recipes.smoothness.landscape": [
         *["--network=dln", "--depth=3", "--dtype=float32", "--steps=300", "--every=2"],
-        "--norms=bn,lp1",
+        *["--norms=bn,lp1", "--workers=1"],
     ],
 }
 
@@ -125,7 +125,7 @@ def outcome(directory):
             found[name] = [array.tobytes() for array in weights]
         elif path.suffix == ".md":
             found[name] = path.read_text()
-        elif path.is_file() and path.name != "stderr":
+        elif path.is_file() and path.name not in ("stderr", ".lock"):
             found[name] = None  # pictures are there
     return found
 
@@ -138,7 +138,7 @@ def _without_times(value):
     return {
         key: _without_times(item)
         for key, item in value.items()
-        if not re.match("seconds|seal|saved_model", key)
+        if not re.match("seconds|saved_model", key)
     }
 
 

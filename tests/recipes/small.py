@@ -2,7 +2,15 @@
 
 import keras
 
+from recipes import models
+from recipes.engine import training
 from recipes.models import norms
+
+
+def use(monkeypatch, build=None):
+    """Lets recipes train such networks for the time of a test."""
+    monkeypatch.setattr(models, "build", build or globals()["build"])
+    monkeypatch.setattr(training, "_last", {})  # no network of another test
 
 
 def build(

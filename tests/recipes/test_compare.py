@@ -1,32 +1,32 @@
 import json
-import pathlib
+import re
 
 import keras
 import pytest
 
-from recipes import compare, figures, models
+from recipes import compare
+from recipes.engine import figures, results, training
 from tests.recipes import small
 
-SETTINGS = {"train_size": 64, "batch_size": 32, "epochs": 2}
+SETTINGS = {"train_size": 64, "batch_size": 32, "epochs": 2, "models": ("resnet8",)}
+
+
+def settings(tmp_path, **changes):
+    return compare.Settings(
+        **SETTINGS | changes,
+        runs_dir=str(tmp_path / "runs"),
+        saved_models_dir=str(tmp_path / "models"),
+    )
 
 
 def test_compare(tmp_path):
-    arguments = dict(
-        models=["resnet8"],
-        norms=["bn", "cbn"],
-        activations=["relu"],
-        seeds=1,
-        config=SETTINGS,
-        target_accuracy=0.0,
-        runs_dir=tmp_path / "runs",
-        saved_models_dir=tmp_path / "models",
-    )
-    directory = compare.compare(**arguments, workers=2)
+    asked = settings(tmp_path, activations=("relu",), seeds=1, target_accuracy=0.0)
+    directory = compare.run(asked)
     assert directory.parent == tmp_path / "runs"
-    assert directory.name.startswith("compare-digits-resnet8-bn+cbn-relu-seeds1-")
+    assert directory.name.startswith("compare-digits-activationsrelu-")
     assert "train_size64" in directory.name
     files = sorted(path.name for path in directory.iterdir())
-    assert files == ["curves.png", "results.json", "table.md"]
+    assert files == ["curves.png", "details.md", "results.json", "table.md"]
     assert (directory / "curves.png").read_bytes().startswith(b"\x89PNG")
 
     rows = json.loads((directory / "results.json").read_text())["rows"]
@@ -35,92 +35,94 @@ def test_compare(tmp_path):
         assert row["seeds"] == 1 and row["diverged"] == 0
         assert row["epochs_to_target"] == [1]
         (run,) = row["runs"]
-        assert row["test_accuracy"] == {"mean": run["test_accuracy"], "std": 0}
+        assert row["test_accuracy"] == {"mean": run["test_accuracy"], "std": None}
         keras.models.load_model(run["saved_model"])
     table = (directory / "table.md").read_text()
-    assert table.count("| resnet8 | relu |") == 2 and "| 1.0 |" in table
+    assert table.count("| BN ") == table.count("| CBN ") == 2
+    assert "One run each." in table and "±" not in table
+    details = (directory / "details.md").read_text()
+    assert len(re.findall(r"\| resnet8 +\| +relu \|", details)) == 2
 
     # Nothing is trained again, with any number of workers.
-    files = tmp_path.glob("runs/digits*/*")
+    files = tmp_path.glob("runs/digits*/[!.]*")
     written = {path: path.stat().st_mtime_ns for path in files}
     assert len(written) == 2 * 3
-    compare.compare(**arguments, workers=1)
+    asked = settings(
+        tmp_path, activations=("relu",), seeds=1, target_accuracy=0.0, workers=1
+    )
+    assert compare.run(asked) == directory
     assert written == {path: path.stat().st_mtime_ns for path in written}
     assert (directory / "table.md").read_text() == table
 
 
-def run(diverged=False, accuracy=0.5, seconds=0.01):
-    return {
-        "diverged": diverged,
-        "test_accuracy": accuracy,
-        "train_loss": None if diverged else 1 - accuracy,
-        "seconds_per_step": seconds,
-    }
-
-
-def curve(*accuracies):
-    return [
+def outcome(*accuracies, diverged=False):
+    metrics = [
         {"epoch": i, "test_accuracy": accuracy, "train_loss": 1.0}
         for i, accuracy in enumerate(accuracies, start=1)
     ]
+    found = {
+        "diverged": diverged,
+        "test_accuracy": accuracies[-1],
+        "train_loss": None if diverged else 1 - accuracies[-1],
+        "seconds_per_step": 0.01,
+    }
+    return training.Outcome(None, found, metrics)
 
 
-def row(runs, curves):
-    name = {"model": "m", "activation": "a", "norm": "n"}
-    return name | compare.summarise(runs, curves, 0.9)
-
-
-def test_table():
-    good = row([run(accuracy=0.8), run(accuracy=0.9)], [curve(0.9), curve(0.1, 0.95)])
-    some = row([run(), run(diverged=True)], [curve(0.1, 0.2), curve(0.92)])
-    none = row([run(diverged=True)], [curve(0.1)])
-    lines = compare.table([good, some, none], 0.9).splitlines()
-    assert "epochs to 90%" in lines[0]
-    assert lines[2] == (
-        "| m | a | n | 85.00 ± 5.00 | 0.1500 ± 0.0500 | 1.5 | 10.0 ± 0.0 |  |"
+def test_numbers_over_seeds():
+    good = results.summarise([outcome(0.8, 0.9), outcome(0.7)], 0.9)
+    assert good["test_accuracy"]["mean"] == pytest.approx(0.8)
+    assert good["test_accuracy"]["std"] == pytest.approx(0.02**0.5)  # n - 1
+    assert good["epochs_to_target"] == [2, None] and good["diverged"] == 0
+    some = results.summarise([outcome(0.5), outcome(0.1, diverged=True)], 0.9)
+    assert some["test_accuracy"] == {"mean": 0.5, "std": None}
+    assert some["diverged"] == 1
+    none = results.summarise([outcome(0.1, diverged=True)], 0.9)
+    assert none["test_accuracy"] is None
+    assert results.spread(good["test_accuracy"], 2, 100) == "80.00 ± 14.14"
+    assert results.spread(some["test_accuracy"], 2, 100) == "50.00"
+    assert results.spread(None, 2) == "–"
+    assert results.epochs([2, None]) == "2.0 (1 of 2 runs)"
+    assert results.epochs([1, 2]) == "1.5" and results.epochs([None]) == "never"
+    assert results.percent([outcome(0.5), outcome(0.1, diverged=True)]) == (
+        "50.00 (1 of 2 diverged)"
     )
-    assert lines[3] == (
-        "| m | a | n | 50.00 ± 0.00 | 0.5000 ± 0.0000 | 1.0 (1 of 2 runs) | 10.0 ± 0.0 "
-        "| 1 of 2 |"
-    )
-    assert lines[4] == "| m | a | n | – | – | never | – | 1 of 1 |"
 
 
 def test_a_run_that_diverges_is_reported_and_the_others_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "build", small.build)
-    directory = compare.compare(
-        models=["resnet8"],
-        norms=["none"],
+    small.use(monkeypatch)
+    asked = settings(
+        tmp_path,
+        norms=("none",),
         # The first grows beyond all numbers at such a rate, the second is bounded.
-        activations=["linear", "tanh"],
+        activations=("linear", "tanh"),
         seeds=1,
-        config=SETTINGS | {"epochs": 6, "learning_rate": 1e6, "weight_decay": 0.0},
-        runs_dir=tmp_path / "runs",
-        saved_models_dir=tmp_path / "models",
+        epochs=6,
+        learning_rate=1e6,
+        weight_decay=0.0,
         workers=1,
     )
+    directory = compare.run(asked)
     lost, good = json.loads((directory / "results.json").read_text())["rows"]
     assert (lost["diverged"], good["diverged"]) == (1, 0)
     assert lost["test_accuracy"] is None and good["test_accuracy"]["mean"] > 0
     assert lost["runs"][0]["epochs"] < 6 and good["runs"][0]["epochs"] == 6
-    lines = (directory / "table.md").read_text().splitlines()
-    assert lines[2].startswith("| resnet8 | linear | none | – | – | never")
-    assert lines[2].endswith("| 1 of 1 |") and lines[3].endswith("|  |")
+    assert "– (1 of 1 diverged)" in (directory / "table.md").read_text()
     assert (directory / "curves.png").exists()
 
 
 def test_curves_of_diverged_runs(tmp_path):
     lost = [{"epoch": 1, "test_accuracy": 0.1, "train_loss": None}]
-    panels = {"a": {"x": [lost], "y": [curve(0.1, 0.2), lost]}, "b": {"y": [curve(1)]}}
-    path = pathlib.Path(tmp_path) / "curves.png"
-    figures.training_curves(path, panels, "title")
-    assert path.read_bytes().startswith(b"\x89PNG")
+    curve = outcome(0.1, 0.2).metrics
+    panels = {"a": {"x": [lost], "y": [curve, lost]}, "b": {"y": [outcome(1).metrics]}}
+    figures.training_curves(tmp_path / "curves.png", panels, "title")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("changed", ["models", "norms", "activations"])
 def test_a_bad_name_is_refused_before_anything_is_trained(tmp_path, changed):
-    names = {"models": ["resnet8"], "norms": ["bn"], "activations": ["relu"]}
-    names[changed] = [*names[changed], "unknown"]
-    with pytest.raises(ValueError, match=f"{changed[:-1]}='unknown'"):
-        compare.compare(**names, seeds=1, config=SETTINGS, runs_dir=tmp_path, workers=1)
+    names = {"models": ("resnet8",), "norms": ("bn",), "activations": ("relu",)}
+    names[changed] = (*names[changed], "unknown")
+    with pytest.raises(ValueError, match="unknown"):
+        compare.run(settings(tmp_path, **names, seeds=1, workers=1))
     assert not list(tmp_path.iterdir())

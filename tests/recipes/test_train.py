@@ -10,7 +10,9 @@ import keras
 import numpy as np
 import pytest
 
-from recipes import data, settings, train
+from recipes import train
+from recipes.engine import classifier, data, optimizers, run, training
+from tests.recipes import small
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Six epochs, three of them at the first learning rate, two at the next.
@@ -18,12 +20,12 @@ TINY = {"model": "resnet8", "train_size": 96, "batch_size": 32, "epochs": 6}
 
 
 def run_tiny(tmp_path, **changes):
-    return train.train(
-        TINY | changes,
-        runs_dir=tmp_path / "runs",
-        saved_models_dir=tmp_path / "models",
-        verbose=0,
+    settings = train.Settings(
+        **TINY | changes,
+        runs_dir=str(tmp_path / "runs"),
+        saved_models_dir=str(tmp_path / "models"),
     )
+    return train.train(settings).results
 
 
 def metrics(tmp_path, name):
@@ -60,10 +62,11 @@ def test_run_and_its_files(finished):
         assert results[key] == lines[-1][key]
     assert results["epochs"] == 6 and not results["diverged"]
     assert 0 < results["seconds_per_step"] < 10
-    files = {path.name for path in (tmp_path / "runs" / name).iterdir()}
+    files = {path.name for path in (tmp_path / "runs" / name).glob("[!.]*")}
     assert files == {"config.json", "metrics.jsonl", "results.json"}
     config = json.loads((tmp_path / "runs" / name / "config.json").read_text())
-    assert config == train.complete(TINY)
+    settings = train.Settings(**TINY).config()
+    assert config == {"format": run.FORMAT, **settings}
 
 
 def test_a_complete_run_is_not_run_again(finished):
@@ -76,14 +79,22 @@ def test_a_complete_run_is_not_run_again(finished):
 
 def test_a_name_belongs_to_one_config(finished):
     tmp_path, results = finished
+    other = TINY | {"epochs": 7, "runs_dir": str(tmp_path / "runs")}
     with pytest.raises(ValueError, match="epochs: 6 there, 7 here"):
-        train.train(TINY | {"epochs": 7}, results["name"], tmp_path / "runs")
+        train.train(train.Settings(**other), name=results["name"])
 
 
-def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
+def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path, monkeypatch):
     expected, results = finished
     directory = tmp_path / "runs" / results["name"]
-    process = subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL)
+    code = (
+        "from recipes import train; from recipes.engine import command, training; "
+        "training.CHECKPOINT_SECONDS = 0; command.run(train.run, train.Settings)"
+    )
+    flags = command(tmp_path)[3:]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *flags], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     checkpoint = directory / "checkpoint.npz"
     path = directory / "metrics.jsonl"
@@ -101,20 +112,73 @@ def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path):
 
     resumed = run_tiny(tmp_path)
     assert metrics(tmp_path, results["name"]) == metrics(expected, results["name"])
-    models = [keras.models.load_model(r["saved_model"]) for r in (results, resumed)]
-    for a, b in zip(*(model.get_weights() for model in models), strict=True):
+    saved = [keras.models.load_model(r["saved_model"]) for r in (results, resumed)]
+    for a, b in zip(*(model.get_weights() for model in saved), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_stopped_before_the_results_were_written(finished, tmp_path, monkeypatch):
-    """All epochs are behind, and only the outcome is missing."""
-    expected, results = finished
+class Killed(BaseException):
+    pass
 
-    def die(*_):
+
+def outcome(tmp_path, results):
+    model = keras.models.load_model(results["saved_model"])
+    return (
+        [array.tobytes() for array in model.get_weights()],
+        metrics(tmp_path, results["name"]),
+        {k: v for k, v in results.items() if k[:5] not in ("secon", "saved")},
+    )
+
+
+def test_a_training_that_ends_at_a_write_goes_on_as_if_it_had_not(
+    tmp_path, monkeypatch
+):
+    """Weights, metrics and results are the same to the last bit."""
+    small.use(monkeypatch)
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0)
+    expected = outcome(tmp_path, run_tiny(tmp_path, epochs=3))
+    replace = os.replace
+    # Settings, a checkpoint for each epoch, the model, the results.
+    for fatal, before in ((3, False), (5, True), (6, True)):
+        place = tmp_path / f"{fatal}{before}"
+        count = []
+
+        def die(source, target, fatal=fatal, before=before, count=count):
+            count.append(target)
+            if len(count) == fatal and before:
+                raise Killed
+            replace(source, target)
+            if len(count) == fatal:
+                raise Killed
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(os, "replace", die)
+            run_tiny(place, epochs=3)
+        assert outcome(place, run_tiny(place, epochs=3)) == expected
+
+
+def test_until_and_on(tmp_path, monkeypatch):
+    small.use(monkeypatch)
+    expected = outcome(tmp_path, run_tiny(tmp_path))
+    settings = train.Settings(
+        **TINY,
+        runs_dir=str(tmp_path / "b" / "runs"),
+        saved_models_dir=str(tmp_path / "b" / "models"),
+    )
+    part = train.train(settings, until=2)
+    assert part.results["epochs"] == 2 and len(part.metrics) == 2
+    assert outcome(tmp_path / "b", train.train(settings).results) == expected
+
+
+def test_stopped_before_the_results_were_written(tmp_path, monkeypatch):
+    """All epochs are behind, and only the outcome is missing."""
+
+    def die(*_, **__):
         raise KeyboardInterrupt
 
+    small.use(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(train.experiment.Run, "finish", die)
+        patch.setattr(run.Run, "finish", die)
         with pytest.raises(KeyboardInterrupt):
             run_tiny(tmp_path, epochs=1)
     monkeypatch.setattr(keras.Model, "fit", die)
@@ -146,34 +210,40 @@ def test_saved_model_needs_keras_norms_only(finished, tmp_path):
     np.testing.assert_allclose(float(printed), results["best_test_accuracy"], atol=1e-6)
 
 
-def test_bad_config():
-    with pytest.raises(ValueError, match="learning_rate.*'optimiser'"):
-        train.complete({"optimiser": "sgd"})
-    with pytest.raises(ValueError, match="`epochs` must be positive.*epochs=0"):
-        train.complete({"epochs": 0})
-    with pytest.raises(ValueError, match="`rho` must be.*rho=0"):
-        train.complete({"norm": "cbn", "rho": 0.0})
+def test_a_saved_model_has_its_own_rho_omega_and_rate(tmp_path, monkeypatch):
+    """Also where it is the second of two that are compiled once."""
+    small.use(monkeypatch)
+    for rho, omega in ((1.0, 10.0), (2.0, 3.0)):
+        results = run_tiny(tmp_path, epochs=1, rho=rho, omega=omega, learning_rate=0.2)
+        model = keras.models.load_model(results["saved_model"])
+        (layer,) = optimizers.followers(model)
+        assert layer.omega == omega
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(layer.rho), rho)
+        rate = float(keras.ops.convert_to_numpy(layer.learning_rate))
+        np.testing.assert_allclose(rate, 0.002, rtol=1e-6)  # of the last steps
 
 
 def test_defaults_are_those_of_the_data_set():
-    assert train.complete({})["epochs"] == settings.EPOCHS["digits"]
-    assert train.complete({"dataset": "some/where/mnist.npz"})["epochs"] == 10
-    config = train.complete({"dataset": "cifar10"})
-    assert (config["epochs"], config["batch_size"]) == (120, 128)
-    assert (config["learning_rate"], config["momentum"]) == (0.1, 0.9)
-    assert config["weight_decay"] == 5e-4
+    assert classifier.Training().epochs == 15
+    assert classifier.Training(dataset="some/where/mnist.npz").epochs == 10
+    settings = classifier.Training(dataset="cifar10")
+    assert (settings.epochs, settings.batch_size, settings.augment) == (120, 128, True)
+    assert (settings.learning_rate, settings.momentum) == (0.1, 0.9)
+    assert settings.weight_decay == 5e-4
 
 
 @pytest.mark.parametrize(
     "flag,expected",
     [
         ("--norm=xn", "|cbn|"),
-        ("--epochs=0", "--epochs=0"),
+        ("--epochs=0", "Argument `epochs` must be at least 1. Received: epochs=0"),
+        ("--model=resnet9", "model='resnet9'"),
+        ("--optimiser=sgd", "optimiser"),
     ],
 )
 def test_bad_flags(tmp_path, flag, expected):
     process = subprocess.run(
         command(tmp_path, flag), cwd=ROOT, capture_output=True, text=True
     )
-    assert process.returncode != 0
-    assert flag.split("=")[0] in process.stderr and expected in process.stderr
+    assert process.returncode != 0 and "Traceback" not in process.stderr
+    assert expected in process.stderr

@@ -1,0 +1,61 @@
+import json
+import os
+
+import numpy as np
+import pytest
+
+from recipes.engine import files
+
+
+def test_write_is_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "deep" / "file.txt"
+    files.write(path, lambda temporary: temporary.write_text("old"))
+
+    def fail(temporary):
+        temporary.write_text("half")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        files.write(path, fail)
+    assert path.read_text() == "old"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_what_is_renamed_is_on_the_disk_before(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *a, name=name, real=real: calls.append(name) or real(*a)
+        )
+    files.write(tmp_path / "a.txt", lambda temporary: temporary.write_text("new"))
+    assert calls == ["fsync", "replace"]
+
+
+def test_json_has_no_nan(tmp_path):
+    value = {"a": [1.0, float("inf"), {"b": float("nan")}], "c": "d", "e": None}
+    files.write_json(tmp_path / "a.json", value)
+    expected = {"a": [1.0, None, {"b": None}], "c": "d", "e": None}
+    assert json.loads((tmp_path / "a.json").read_text()) == expected
+    assert files.read_json(tmp_path / "a.json") == expected
+
+
+def test_json_that_is_damaged_is_named(tmp_path):
+    for text in ("", '{"a": 1', "[1]", "\xff"):
+        (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match="a.json is damaged.*delete the directory"):
+            files.read_json(tmp_path / "a.json")
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+
+    def save(temporary):
+        temporary.symlink_to("/dev/full")
+        with open(temporary, "wb") as file:
+            np.savez(file, state=np.zeros(9000))
+
+    with pytest.raises(OSError, match="state.npz cannot be written: No space left"):
+        files.write(tmp_path / "state.npz", save)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,179 @@
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from recipes.engine import run
+from tests.recipes import damaged
+from tests.recipes.damaged import CONFIG, record
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def test_the_same_settings_open_the_same_run(tmp_path):
+    path = tmp_path / "runs" / "a"
+    with run.Run(path, CONFIG) as first:
+        assert first.results is None and first.metrics == []
+        first.log(epoch=1, loss=0.5)
+        assert first.finish({"accuracy": 0.9}) == {"accuracy": 0.9}
+    again = run.Run(path, dict(CONFIG))
+    assert again.name == "a" and again.results == {"accuracy": 0.9}
+    assert again.metrics == [{"epoch": 1, "loss": 0.5}]
+    stored = json.loads((path / "config.json").read_text())
+    assert stored == {"format": run.FORMAT, **CONFIG}
+
+
+def test_other_settings_are_refused(tmp_path):
+    with run.Run(tmp_path / "a", CONFIG):
+        pass
+    with pytest.raises(ValueError) as error:
+        run.Run(tmp_path / "a", {"norm": "bn", "seed": 0, "epochs": 3})
+    message = str(error.value)
+    assert "norm: 'cbn' there, 'bn' here" in message
+    assert "epochs: None there, 3 here" in message
+    assert "seed" not in message and "--name" in message
+
+
+def test_a_directory_of_an_earlier_version_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match="another version.*cannot go on.*delete that"):
+        run.Run(tmp_path, CONFIG)
+
+
+def test_a_line_cut_by_the_end_of_the_process_is_dropped(tmp_path):
+    with run.Run(tmp_path / "a", CONFIG) as one:
+        for epoch in (1, 2, 3):
+            one.log(epoch=epoch)
+        with open(one.directory / "metrics.jsonl", "a") as file:
+            file.write('{"epoch"')
+        assert [line["epoch"] for line in one.metrics] == [1, 2, 3]
+    with run.Run(tmp_path / "a", CONFIG) as one:
+        one.log(epoch=4)
+        one.keep(2)
+        one.log(epoch=3, loss=float("nan"))
+        assert one.metrics == [{"epoch": 1}, {"epoch": 2}, {"epoch": 3, "loss": None}]
+        with pytest.raises(ValueError, match="metrics.jsonl is damaged.*checkpoint 4"):
+            one.keep(4)
+
+
+def test_checkpoint(tmp_path):
+    with run.Run(tmp_path / "a", CONFIG) as one:
+        assert one.load() is None
+        one.save(epoch=2, state=np.arange(3.0))
+        loaded = one.load()
+        assert loaded["epoch"] == 2
+        np.testing.assert_array_equal(loaded["state"], [0, 1, 2])
+        one.finish({})
+        assert one.load() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+def test_ended_at_any_moment_and_again():
+    command = [sys.executable, "-m", "tests.recipes.forked", "--every=12"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    assert counts[0] >= 4 and counts[1] == counts[2] >= 15
+
+
+@pytest.mark.parametrize("name", ["config.json", "results.json", "checkpoint.npz"])
+def test_a_file_cut_short_is_an_error_that_names_it(name, tmp_path):
+    record(tmp_path / "run", complete=name != "checkpoint.npz")
+    path = tmp_path / "run" / name
+    content = path.read_bytes()
+    for length in range(0, len(content) - 2, 1 + len(content) // 30):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=f"{name} is damaged.*delete the dir"):
+            damaged.run_state(tmp_path / "run")
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_an_error(tmp_path):
+    record(tmp_path / "run", complete=False)
+    path = tmp_path / "run" / "checkpoint.npz"
+    state = np.arange(9.0) * 3
+    place = path.read_bytes().index(state.tobytes())
+    content = bytearray(path.read_bytes())
+    content[place + 20] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="checkpoint.npz is damaged.*CRC"):
+        damaged.run_state(tmp_path / "run")
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that has the run in `tmp_path / "run"`."""
+    code = (
+        "import sys, time; from recipes.engine import run; from tests.recipes import "
+        "damaged\nwith run.Run(sys.argv[1], damaged.CONFIG):\n"
+        "    print('locked', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"locked\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_one_process_at_a_time(holder, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "PATIENCE", 0)
+    one = run.Run(tmp_path / "run", CONFIG)
+    with pytest.raises(run.InUse, match="in use by another process.*another --name"):
+        one.__enter__()
+    # What is complete can be read.
+    (tmp_path / "run" / "results.json").write_text('{"accuracy": 0.5}')
+    assert run.Run(tmp_path / "run", CONFIG).results == {"accuracy": 0.5}
+    (tmp_path / "run" / "results.json").unlink()
+    # Others may use other runs.
+    with run.Run(tmp_path / "other", CONFIG) as other:
+        assert other.results is None
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    record(tmp_path / "run")
+    found = {path.name for path in (tmp_path / "run").iterdir()}
+    assert found - {".lock"} == {"config.json", "metrics.jsonl", "results.json"}
+
+
+def test_a_directory_that_was_deleted_is_made_again(tmp_path):
+    record(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    record(tmp_path / "run")
+
+
+def test_what_killed_processes_left_is_removed(tmp_path):
+    one = record(tmp_path / "run", complete=False)
+    left = [".checkpoint-123.npz", ".results-7.json", ".metrics-8.jsonl"]
+    for name in (*left, "notes-1.json", ".other-1.npz"):
+        (one.directory / name).write_text("")
+    with run.Run(tmp_path / "run", CONFIG):
+        names = {path.name for path in one.directory.iterdir()}
+    assert not names & {*left} and {"notes-1.json", ".other-1.npz"} <= names
+
+
+@pytest.mark.parametrize("place", ["file", "nowhere"])
+def test_a_directory_that_cannot_be_written(place, tmp_path):
+    path = tmp_path / "runs"
+    if place == "file":
+        path.write_text("")
+    else:
+        path = pathlib.Path("/proc/runs")  # where root cannot write either
+        if not path.parent.exists():
+            pytest.skip("root may write everywhere but in /proc, which is not there")
+    with pytest.raises(OSError, match=r"cannot be written: .*the same command goes on"):
+        run.Run(path / "a", CONFIG).__enter__()
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    with run.Run(tmp_path / "run", CONFIG) as one:
+        (one.directory / "metrics.jsonl").symlink_to("/dev/full")
+        with pytest.raises(OSError, match="metrics.jsonl cannot be written: No space"):
+            one.log(epoch=4)
