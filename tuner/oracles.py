@@ -103,6 +103,8 @@ class Durable:
             _check(file, trial, keys, names)
             if trial["trial_id"] != key:
                 raise files.damaged(file, f"it is of trial {trial['trial_id']}")
+            with _reading(file):
+                Trial.from_state(trial)
 
     def set_state(self, state):
         super().set_state(state)
@@ -110,7 +112,8 @@ class Durable:
 
     def reload(self):
         self._check_files()
-        super().reload()
+        with _reading(self._get_oracle_fname()):
+            super().reload()
         self._retry_queue = []
         # A trial that is in its own file only has never begun, and is made once more.
         self.trials = {key: self.trials[key] for key in self.start_order}
@@ -217,9 +220,22 @@ def _check(path, state, keys, names):
     """Raises a ValueError unless a state has these keys and these hyperparameters."""
     if missing := sorted(keys - state.keys()):
         raise files.damaged(path, f"it lacks {', '.join(missing)}")
-    space = state["hyperparameters"]["space"]
-    if (found := {hp["config"]["name"] for hp in space}) != names:
-        raise files.damaged(path, f"it has the hyperparameters {sorted(found)}")
+    with _reading(path):
+        space = {hp["config"]["name"] for hp in state["hyperparameters"]["space"]}
+        values = {*state["hyperparameters"]["values"]} & names
+    if space != names or values != names:
+        raise files.damaged(
+            path, f"it has the hyperparameters {sorted(space)}, values {sorted(values)}"
+        )
+
+
+@contextlib.contextmanager
+def _reading(path):
+    """Errors of KerasTuner become those of `recipes.engine.files`."""
+    try:
+        yield
+    except Exception as error:
+        raise files.damaged(path, f"{type(error).__name__}: {error}") from None
 
 
 def _rounded(value):
