@@ -4,7 +4,7 @@ import statistics
 import time
 
 from benchmarks import machine
-from recipes import experiment
+from recipes.engine import files
 
 
 def timer(run):
@@ -61,4 +61,4 @@ def table(header, rows):
 def write_report(path, benchmark, rows, **settings):
     """Write rows with settings, versions and machine to a JSON file."""
     report = {"benchmark": benchmark, **settings, **machine.describe(), "rows": rows}
-    experiment.write_json(path, report)
+    files.write_json(path, report)

@@ -16,7 +16,7 @@ from absl import app, flags
 
 from benchmarks import compare
 from keras_norms import AMAT, CBN, FusedCBN
-from recipes import data
+from recipes.engine import data
 
 _NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "How many trainings.", lower_bound=1)

@@ -30,7 +30,8 @@ import keras
 import numpy as np
 
 from keras_norms import AMAT
-from recipes import models, optimizers
+from recipes import models
+from recipes.engine import optimizers
 from recipes.models import norms
 
 # Name -> size of images, number of classes.

@@ -7,8 +7,9 @@ variables, which say who it is and where the chief listens:
     KERASTUNER_ORACLE_IP      address of the chief
     KERASTUNER_ORACLE_PORT    its port
 
-`--workers=2` starts a chief and two workers on this machine. The protocol knows neither
-passwords nor encryption: whoever reaches the port can read and change the search.
+With `--workers=2` a search is the chief of two workers, which it starts on this
+machine. The protocol knows neither passwords nor encryption: whoever reaches the port
+can read and change the search.
 """
 
 import concurrent.futures
@@ -19,7 +20,7 @@ import socket
 import time
 import warnings
 
-from recipes import workers
+from recipes.engine import workers
 
 LOOPBACK = "127.0.0.1"
 RESTARTS = 10  # of all workers together, before something must be wrong
@@ -45,17 +46,20 @@ def role():
     return "chief" if "chief" in found["TUNER_ID"] else "worker"
 
 
-def serve(oracle):
+def serve(oracle, address=None, port=None, watch=lambda: None):
     """Answers workers until the search is complete. Of the chief.
 
     Args:
         oracle: One of `tuner.oracles`.
+        address, port: Where; as the environment variables say if `None`.
+        watch: Function that is called again and again meanwhile.
     """
     import grpc
     from keras_tuner.src import protos
     from keras_tuner.src.distribute.oracle_chief import OracleServicer
 
-    address, port = (os.environ[f"KERASTUNER_ORACLE_{name}"] for name in ("IP", "PORT"))
+    address = address or os.environ["KERASTUNER_ORACLE_IP"]
+    port = port or os.environ["KERASTUNER_ORACLE_PORT"]
     warn_unless_loopback(address)
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(max_workers=1))
     servicer = OracleServicer(oracle)
@@ -64,6 +68,7 @@ def serve(oracle):
     server.start()
     try:
         while not servicer.stop_triggered or oracle.ongoing_trials:
+            watch()
             time.sleep(0.2)
         deadline = time.monotonic() + GOODBYE_SECONDS
         while oracle.tuner_ids and time.monotonic() < deadline:
@@ -87,55 +92,55 @@ def warn_unless_loopback(address):
         )
 
 
-def run(function, count, **arguments):
-    """Calls `function(**arguments)` as a chief and as workers, on this machine.
+def run(oracle, count, function, *arguments):
+    """Is the chief of workers on this machine, which call a function.
 
     They end with this process. A worker that dies is started again, and goes on with
     its trial.
 
     Args:
-        function: Of a module, so that another process can import it.
+        oracle: One of `tuner.oracles`.
         count: Integer, number of workers.
-        **arguments: Of the function, which can be pickled.
+        function: Of a module, so that another process can import it.
+        *arguments: Of the function, which can be pickled.
 
     Raises:
-        RuntimeError: If the chief fails, or workers do too often.
+        RuntimeError: If workers fail too often.
     """
     port = str(_free_port())
+    players = [None] * count
+    failures = 0
 
-    def start(name, **variables):
-        variables |= {
-            "KERASTUNER_TUNER_ID": name,
+    def start(number):
+        variables = {
+            "KERASTUNER_TUNER_ID": f"worker{number}",
             "KERASTUNER_ORACLE_IP": LOOPBACK,
             "KERASTUNER_ORACLE_PORT": port,
+            **_devices(number),
         }
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=_play, args=(function, arguments), name=name)
+        process = context.Process(target=_play, args=(function, arguments))
         with workers.environment(workers.ENVIRONMENT | variables):
             process.start()
         return process
 
-    chief = start("chief", CUDA_VISIBLE_DEVICES="")  # it trains nothing
-    players = [start(f"worker{i}", **_devices(i)) for i in range(count)]
-    restarts = 0
+    def watch():
+        nonlocal failures
+        for number, player in enumerate(players):
+            if player is not None and player.exitcode:
+                failures += 1
+                if failures > RESTARTS:
+                    raise RuntimeError(f"Workers failed {failures} times, see above")
+            if player is None or player.exitcode:
+                players[number] = start(number)
+
     try:
-        while chief.is_alive():
-            chief.join(0.2)
-            for i, player in enumerate(players):
-                if player.exitcode:
-                    restarts += 1
-                    if restarts > RESTARTS:
-                        raise RuntimeError(
-                            f"Workers failed {restarts} times, see above"
-                        )
-                    players[i] = start(player.name, **_devices(i))
-        if chief.exitcode:
-            raise RuntimeError(f"The chief ended with exit code {chief.exitcode}")
+        serve(oracle, LOOPBACK, port, watch)
         for player in players:
             player.join(GOODBYE_SECONDS)
     finally:
-        for process in (chief, *players):
-            process.terminate()
+        for player in filter(None, players):
+            player.terminate()
 
 
 def _devices(number):
@@ -148,7 +153,7 @@ def _devices(number):
 
 def _play(function, arguments):
     workers.end_with_parent()
-    function(**arguments)
+    function(*arguments)
 
 
 def _free_port():

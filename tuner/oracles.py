@@ -23,7 +23,7 @@ from keras_tuner.oracles import (
     RandomSearchOracle,
 )
 
-from recipes import experiment, files
+from recipes.engine import files
 
 OBJECTIVE = keras_tuner.Objective("accuracy", "max")
 ENDED = ("COMPLETED", "FAILED")
@@ -80,17 +80,17 @@ class Durable:
             self.on_end(self.trials[trial.trial_id])
 
     def save(self):
-        experiment.write_json(self._get_oracle_fname(), self.get_state(), seal={})
+        files.write_json(self._get_oracle_fname(), self.get_state())
 
     def _save_trial(self, trial):
         directory = pathlib.Path(self._get_trial_dir(trial.trial_id))
-        experiment.write_json(directory / "trial.json", trial.get_state(), seal={})
+        files.write_json(directory / "trial.json", trial.get_state())
 
     def _check_files(self):
         """Raises a ValueError unless the files are whole, and of this search."""
         path = pathlib.Path(self._get_oracle_fname())
         names = {hp.name for hp in self.hyperparameters.space}
-        state = experiment.read_json(path)
+        state = files.read_json(path)
         _check(path, state, self.get_state().keys(), names)
         trials = path.parent.glob("trial_*/trial.json")
         found = {file.parent.name.removeprefix("trial_"): file for file in trials}
@@ -99,10 +99,12 @@ class Durable:
                 raise files.damaged(path, f"there is no trial_{key}/trial.json")
         keys = Trial(keras_tuner.HyperParameters()).get_state().keys()
         for key, file in found.items():
-            trial = experiment.read_json(file)
+            trial = files.read_json(file)
             _check(file, trial, keys, names)
             if trial["trial_id"] != key:
                 raise files.damaged(file, f"it is of trial {trial['trial_id']}")
+            with _reading(file):
+                Trial.from_state(trial)
 
     def set_state(self, state):
         super().set_state(state)
@@ -110,7 +112,8 @@ class Durable:
 
     def reload(self):
         self._check_files()
-        super().reload()
+        with _reading(self._get_oracle_fname()):
+            super().reload()
         self._retry_queue = []
         # A trial that is in its own file only has never begun, and is made once more.
         self.trials = {key: self.trials[key] for key in self.start_order}
@@ -217,9 +220,22 @@ def _check(path, state, keys, names):
     """Raises a ValueError unless a state has these keys and these hyperparameters."""
     if missing := sorted(keys - state.keys()):
         raise files.damaged(path, f"it lacks {', '.join(missing)}")
-    space = state["hyperparameters"]["space"]
-    if (found := {hp["config"]["name"] for hp in space}) != names:
-        raise files.damaged(path, f"it has the hyperparameters {sorted(found)}")
+    with _reading(path):
+        space = {hp["config"]["name"] for hp in state["hyperparameters"]["space"]}
+        values = {*state["hyperparameters"]["values"]} & names
+    if space != names or values != names:
+        raise files.damaged(
+            path, f"it has the hyperparameters {sorted(space)}, values {sorted(values)}"
+        )
+
+
+@contextlib.contextmanager
+def _reading(path):
+    """Errors of KerasTuner become those of `recipes.engine.files`."""
+    try:
+        yield
+    except Exception as error:
+        raise files.damaged(path, f"{type(error).__name__}: {error}") from None
 
 
 def _rounded(value):

@@ -13,39 +13,46 @@ Reference: Li et al., A System for Massively Parallel Hyperparameter Tuning, MLS
 Algorithm 2, in the form that stops trials. https://arxiv.org/abs/1810.05934
 """
 
+import contextlib
 import math
 import time
 
 import keras_tuner
 
-from recipes import data, experiment, population, together, train
+from recipes.engine import files, population, together, training
 from tuner import trials
 
 IDLE_SECONDS = 1.0  # until the oracle is asked again while others train
 
 
 class Tuner(trials.Tuner):
-    """Runs trials in a `recipes.population.Population`.
+    """Runs trials in a `recipes.engine.population.Population`.
 
     Args:
         size: Integer, how many networks train at once.
         halving: Integer, of how many trials one stays at a rung. 1: there is no rung.
-        **kwargs: Other arguments of `tuner.trials.Tuner`.
+        Other arguments: See `tuner.trials.Tuner`.
     """
 
-    def __init__(self, oracle, directory, settings, seeds, size, halving, **kwargs):
-        super().__init__(oracle, directory, settings, seeds, **kwargs)
+    def __init__(self, oracle, directory, settings, seeds, size, halving):
+        super().__init__(oracle, directory, settings, seeds)
         self._population = None
         self._slots = [_Slot(number) for number in range(max(size // seeds, 1))]
-        rungs = rung_epochs(settings["epochs"], halving, len(self._slots))
+        rungs = rung_epochs(settings.epochs, halving, len(self._slots))
         self._halving = halving
         self._rungs_path = directory / f"rungs-{self.tuner_id}.json"
         # From an epoch to a dict from a trial to its score and whether it stayed.
         self._rungs = {str(epoch): {} for epoch in rungs}
         if self._rungs_path.exists():
-            self._rungs = experiment.read_json(self._rungs_path)
+            self._rungs = files.read_json(self._rungs_path)
 
     def search(self):
+        with contextlib.ExitStack() as stack:
+            for slot in self._slots:
+                stack.enter_context(slot.held)
+            self._search()
+
+    def _search(self):
         saved = time.monotonic()
         while True:
             entered = self._enter()
@@ -76,13 +83,12 @@ class Tuner(trials.Tuner):
                 if trial.status != "RUNNING":
                     slot.closed = trial.status == "STOPPED"
                     break
-                configs, slot.until = self.configs(trial)
-                configs = [together.describe(config) for config in configs]
-                slot.trial, slot.configs = trial, configs
-                slot.runs = [
-                    experiment.Run(self.runs_dir / train.run_name(config), config)
-                    for config in configs
-                ]
+                runs, slot.until = self.runs(trial)
+                slot.trial = trial
+                slot.settings = [together.describe(settings) for settings in runs]
+                slot.runs = [settings.run() for settings in slot.settings]
+                for run in slot.runs:
+                    slot.held.enter_context(run)
                 if all(run.results is not None for run in slot.runs):
                     self._end(slot)  # the search was killed just then
                 else:
@@ -97,11 +103,12 @@ class Tuner(trials.Tuner):
         for slot in entered:
             rows = self._rows(slot)
             if not first:
-                for row, config in zip(rows, slot.configs, strict=True):
-                    self._population.replace(row, _own(config))
-            checkpoint = slot.runs[0].checkpoint
-            if checkpoint.exists():
-                self._population.restore(checkpoint, rows)
+                for row, settings in zip(rows, slot.settings, strict=True):
+                    own = {key: getattr(settings, key) for key in population.OWN}
+                    self._population.replace(row, own)
+            arrays = slot.runs[0].load()
+            if arrays is not None:
+                self._population.restore(arrays, rows)
             epochs = int(self._population.epochs[rows[0]])
             for run in slot.runs:
                 if run.results is None:
@@ -110,20 +117,9 @@ class Tuner(trials.Tuner):
                 self._end(slot)  # the search was killed just then
 
     def _make(self, entered):
-        settings = self.settings
-        images = data.load(
-            settings["dataset"],
-            train_size=settings["train_size"],
-            validation_size=settings["validation_size"],
-            **self.places,
-        )
         # A place that is empty as yet has some network too.
-        configs = [
-            config
-            for slot in self._slots
-            for config in (slot.configs if slot.trial else entered[0].configs)
-        ]
-        return population.of(configs, images, population.devices_for(len(configs)))
+        slots = [slot if slot.trial else entered[0] for slot in self._slots]
+        return together.of([settings for slot in slots for settings in slot.settings])
 
     def _shrink(self):
         """Leaves out empty places, once half of them are and no trial will come."""
@@ -142,16 +138,10 @@ class Tuner(trials.Tuner):
         return list(range(first, first + self.seeds))
 
     def _log(self, running, scores):
-        pop = self._population
         for slot in running:
             for run, row in zip(slot.runs, self._rows(slot), strict=True):
-                if run.results is not None:  # a seed of a search that was killed
-                    continue
-                run.log(
-                    epoch=int(pop.epochs[row]),
-                    **{key: float(values[row]) for key, values in scores.items()},
-                    seconds_per_step=pop.seconds / pop.steps / len(pop.trials),
-                )
+                if run.results is None:  # a seed of a search that was killed has some
+                    together.log(run, self._population, row, scores)
 
     def _decide(self, running):
         diverged = self._population.diverged
@@ -174,34 +164,37 @@ class Tuner(trials.Tuner):
                 list(rung).index(slot.trial.trial_id), scores, self._halving
             )
         if new:
-            experiment.write_json(self._rungs_path, self._rungs, seal={})
+            files.write_json(self._rungs_path, self._rungs)
         for slot, rung in waiting:
             if not rung[slot.trial.trial_id][1]:
                 self._end(slot)
 
     def _save(self, slot):
         if slot.trial is not None:
-            self._population.save(slot.runs[0].checkpoint, self._rows(slot))
+            rows = self._rows(slot)
+            epoch = self._population.epochs[rows[0]]
+            slot.runs[0].save(epoch=epoch, **self._population.arrays(rows))
 
     def _end(self, slot):
         """Tells the oracle what came out of the trial in a slot, which becomes free."""
         trial = slot.trial
-        outcomes = slot.outcomes()
-        if slot.until < self.settings["epochs"]:
+        results = slot.results()
+        if slot.until < self.settings.epochs:
             self._save(slot)  # Hyperband may go on with it, in any process
-            for run in slot.runs:
-                run.release()
         else:
             # The first, which has the checkpoint, at the end.
-            for run, outcome in reversed([*zip(slot.runs, outcomes, strict=True)]):
+            for run, settings in reversed(
+                [*zip(slot.runs, slot.settings, strict=True)]
+            ):
                 if run.results is None:
-                    run.finish(outcome)
+                    together.finish(run, settings, None)
+        slot.held.close()
         try:
-            trials.refuse_diverged(outcomes)
+            trials.refuse_diverged(results)
         except keras_tuner.errors.FailedTrialError as error:
             trial.status, trial.message = "FAILED", str(error)
         else:
-            self.oracle.update_trial(trial.trial_id, trials.metrics(outcomes))
+            self.oracle.update_trial(trial.trial_id, trials.metrics(results))
             trial.status = "COMPLETED"
         slot.trial = None
         self.oracle.end_trial(trial)
@@ -213,27 +206,23 @@ class _Slot:
     Attributes:
         number: Integer, which with the tuner's id makes the id that the oracle knows.
         closed: Whether the oracle has no trial for it any more.
-        trial: The `keras_tuner` trial in it, or `None`; with it `configs`, the settings
-            of each seed, `runs`, where they are recorded, and `until`, an epoch.
+        trial: The `keras_tuner` trial in it, or `None`; with it `settings`, those of
+            each seed, `runs`, where they are recorded, and `until`, an epoch.
+        held: A `contextlib.ExitStack` of these runs.
     """
 
     def __init__(self, number):
         self.number = number
         self.closed = False
         self.trial = None
+        self.held = contextlib.ExitStack()
 
-    def outcomes(self):
-        return [
-            run.results or train.results(run, run.directory.name) for run in self.runs
-        ]
+    def results(self):
+        return [run.results or training.results_of(run, True) for run in self.runs]
 
 
 def _score(slot):
-    return trials.metrics(slot.outcomes())["accuracy"]
-
-
-def _own(config):
-    return {key: config[key] for key in population.OWN}
+    return trials.metrics(slot.results())["accuracy"]
 
 
 def rung_epochs(epochs, halving, count):

@@ -1,13 +1,14 @@
 """What a search found: tuner_results.json, a table, and pictures."""
 
-import keras
+import dataclasses
+
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from recipes import experiment, figures, grid
-from recipes.data import stem
-from recipes.settings import NAMED, complete
+from recipes.engine import classifier, figures, files
+from recipes.engine import results as tables
+from recipes.engine.data import stem
 from tuner import spaces, trials
 
 COLOUR = figures.COLOUR_OF["cbn"]
@@ -18,19 +19,19 @@ def results(oracle, settings, seeds):
 
     Args:
         oracle: One of `tuner.oracles`.
-        settings: Dict of the settings of `recipes.train` that all trials share.
+        settings: The `recipes.engine.classifier.Saved` that all trials share.
         seeds: Integer, of each trial.
 
     Returns:
         Dict of `trials`, a list in the order of their start, each a dict of `trial`,
-        its `status`, its `values`, the `accuracies` of its seeds, their `accuracy`, a
-        dict of `mean` and `std` (over n) or `None`, and `epochs`; the counts `finished`
-        and `failed`; and `best`, one of the trials or `None`.
+        its `status`, its `values`, the `accuracies` of its seeds, their `accuracy` as
+        `recipes.engine.results.mean_and_std` or `None`, and `epochs`; the counts
+        `finished` and `failed`; and `best`, one of the trials or `None`.
     """
     rows = [_row(oracle.trials[key], seeds) for key in oracle.start_order]
     finished = [row for row in rows if row["accuracy"] is not None]
     return {
-        "measured_on": "validation" if settings["validation_size"] else "test",
+        "measured_on": "validation" if settings.validation_size else "test",
         "finished": len(finished),
         "failed": sum(row["status"] == "FAILED" for row in rows),
         # Of those that trained longest: halving ends the others early.
@@ -54,26 +55,28 @@ def _row(trial, seeds):
         "status": trial.status,
         "values": {key: value for key, value in values.items() if "/" not in key},
         "accuracies": accuracies,
-        "accuracy": accuracies
-        and {"mean": float(np.mean(accuracies)), "std": float(np.std(accuracies))},
+        "accuracy": accuracies and tables.mean_and_std(accuracies),
         "epochs": epochs,
     }
 
 
-def command(settings, values, data_dir=None):
+def command(settings, values):
     """The command that trains the network of these hyperparameters on all images."""
-    config = settings | trials.changes(values) | {"validation_size": None}
-    usual = complete({"dataset": config["dataset"]})
+    changes = trials.changes(values) | {"validation_size": None}
+    settings = dataclasses.replace(settings, **changes)
+    usual = classifier.Training(dataset=settings.dataset)
+    given = [
+        (key, value)
+        for key, value in settings.config().items()
+        if key in settings.NAMED or value != getattr(usual, key)
+    ] + [("data_dir", settings.data_dir)]
     flags = [
         f"--{key}={value:g}" if isinstance(value, float) else f"--{key}={value}"
-        for key, value in config.items()
-        if key in ("dataset", *NAMED)
-        or (key != "backend" and value is not None and value != usual[key])
+        for key, value in given
+        if key not in ("backend", "seed") and value is not None
     ]
-    if data_dir:
-        flags.append(f"--data_dir={data_dir}")
-    backend = keras.backend.backend()
-    prefix = "" if backend == "tensorflow" else f"KERAS_BACKEND={backend} "
+    prefix = f"KERAS_BACKEND={settings.backend} "
+    prefix = "" if settings.backend == "tensorflow" else prefix
     return f"{prefix}python -m recipes.train {' '.join(flags)}"
 
 
@@ -99,14 +102,13 @@ def table(found, names):
         for row in sorted(found["trials"], key=order)
     ]
     header = ["trial", *names, f"{found['measured_on']} accuracy, %", "epochs"]
-    return grid.markdown(header, lines)
+    return tables.markdown(header, lines)
 
 
 def _percent(row):
     if row["accuracy"] is None:
         return "diverged" if row["status"] == "FAILED" else "not finished"
-    mean, std = (100 * row["accuracy"][key] for key in ("mean", "std"))
-    return f"{mean:.2f} ± {std:.2f}" if len(row["accuracies"]) > 1 else f"{mean:.2f}"
+    return tables.spread(row["accuracy"], 2, 100)
 
 
 def progress(row, done, total, best):
@@ -118,37 +120,39 @@ def progress(row, done, total, best):
     return f"trial {of}: {values}: {_percent(row)}{unit}{so_far}"
 
 
-def write(directory, found, settings, names, data_dir=None):
+def write(directory, found, settings, names):
     """Writes tuner_results.json, table.md and the pictures.
 
     Args:
         directory: `pathlib.Path` of the search.
         found: What `results` returned.
-        settings: Dict of the settings of `recipes.train` that all trials share.
+        settings: The `recipes.engine.classifier.Saved` that all trials share.
         names: List of the hyperparameters.
-        data_dir: Of `recipes.train`, for the command.
 
     Returns:
         The text of the end: the table, and the best setting as a command.
     """
     best = found["best"]
-    line = command(settings, best["values"], data_dir) if best else None
-    experiment.write_json(
+    line = command(settings, best["values"]) if best else None
+    shared = {key: value for key, value in settings.config().items() if key != "seed"}
+    files.write_json(
         directory / "tuner_results.json",
-        {"settings": settings, "hyperparameters": names, "command": line, **found},
+        {"settings": shared, "hyperparameters": names, "command": line, **found},
     )
     text = table(found, names)
-    experiment.write(directory / "table.md", lambda path: path.write_text(text))
+    files.write(directory / "table.md", lambda path: path.write_text(text))
     if best:
-        title = f"{stem(settings['dataset'])}, {settings['model']}, "
-        title += f"{settings['norm']}, {settings['activation']}"
+        title = f"{stem(settings.dataset)}, {settings.model}, "
+        title += f"{settings.norm}, {settings.activation}"
         ylabel = f"{found['measured_on']} accuracy (%)"
         rows = [row for row in found["trials"] if row["accuracy"]]
         _over(directory / "accuracy.png", rows, names, ylabel, title)
         _parallel(directory / "parallel.png", rows, names, ylabel, title)
         _best_so_far(directory / "best_so_far.png", found["trials"], ylabel, title)
         text += f"\nBest setting:\n\n    {line}\n"
-    return f"{text}\nEverything is in {directory}\n"
+    text += f"\nEverything is in {directory}\n"
+    files.write(directory / "report.txt", lambda path: path.write_text(text))
+    return text
 
 
 def _figure(columns, width, title):

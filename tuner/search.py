@@ -1,11 +1,12 @@
 """Finds rho, omega and other settings of a recipe, with KerasTuner.
 
-On this machine, one trial after the other; with two at a time; and many at once in one
-program, for an accelerator (JAX), where half of them end early at each rung:
+On this machine, a trial on each core at a time; one after the other, with all of the
+machine; and many at once in one program, for an accelerator (JAX), where half of them
+end early at each rung:
 
     python -m tuner.search --dataset=digits --model=resnet20 --activation=sigmoid \
         --algorithm=bayesian --tune=rho,omega,learning_rate --trials=20
-    python -m tuner.search ... --workers=2
+    python -m tuner.search ... --workers=1
     KERAS_BACKEND=jax python -m tuner.search ... --population=16
 
 `docs/tuning.md` has many machines, many devices and TPUs. A trial is a training of
@@ -23,317 +24,238 @@ Beyond, TPAMI 2023, Section 6.4. https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
 import contextlib
+import dataclasses
 import pathlib
 
 import keras_tuner
-from absl import app, flags
 
-from recipes import data, experiment, models, strategies, train
-from recipes import population as populations
+from recipes.engine import classifier, command, data, devices, population, workers
+from recipes.engine.run import Run
+from recipes.engine.settings import setting
 from recipes.models import norms
 from tuner import cluster, oracles, report, spaces, trials
 
 # Training images that are held out, as many as there are test images, or a tenth.
 VALIDATION_SIZES = {"digits": 288, "mnist": 10_000, "cifar10": 5000, "cifar100": 5000}
-RHO_PER = ("network", "stage")
 TRIALS = {"random": 20, "bayesian": 20, "grid": None, "hyperband": None}
 
 
-def search(
-    settings,
-    tune="rho,omega,learning_rate",
-    algorithm="bayesian",
-    trials=None,
-    seeds=1,
-    rho_per="network",
-    workers=None,
-    population=None,
-    halving=2,
-    strategy=None,
-    search_seed=0,
-    name=None,
-    runs_dir="runs",
-    data_dir=None,
-    download=False,
-):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(classifier.Training):
+    """What all trials share, what is looked for, and how."""
+
+    NAMED = (
+        *("dataset", "model", "norm", "activation", "seed"),
+        *("algorithm", "tune"),
+    )
+
+    validation_size: int | None = setting(
+        None,
+        "Training images held out for the score; 0: score by the test images.",
+        at_least=0,
+    )
+    tune: tuple[str, ...] = setting(
+        ("rho", "omega", "learning_rate"),
+        f"Of {', '.join(spaces.RANGES)}, with bounds or without: rho=0.5..2,omega.",
+    )
+    algorithm: str = setting(
+        "bayesian", "KerasTuner's oracle.", choices=tuple(oracles.ALGORITHMS)
+    )
+    trials: int | None = setting(
+        None, "20; all of a grid or of Hyperband.", at_least=1, compare=False
+    )
+    seeds: int = setting(1, "Networks of a trial, of mean score.", at_least=1)
+    rho_per: str = setting(
+        "network", "What shares a rho.", choices=("network", "stage")
+    )
+    workers: int | None = setting(
+        None,
+        "Trials at once, in processes of one thread; one for each core. 1: in this "
+        "process, with all of the machine.",
+        at_least=1,
+        compare=False,
+    )
+    population: int | None = setting(
+        None, "Networks in one program, on JAX.", at_least=1
+    )
+    halving: int = setting(
+        2, "One of so many stays at a rung of a population, 1 for all.", at_least=1
+    )
+    strategy: str = setting(
+        "none", "For many devices.", choices=("none", *devices.BACKENDS)
+    )
+    search_seed: int = setting(0, "Of the oracle.", at_least=0)
+    name: str | None = setting(
+        None, "Name of the search, made of the settings if not given.", compare=False
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        tuned = {each.name for each in self.ranges()}
+        if "rho" in tuned and self.norm not in norms.CBN_FAMILY:
+            raise ValueError(
+                f"Argument `tune` must not have rho, which the norm {self.norm} lacks. "
+                f"Those with a rho are {', '.join(norms.CBN_FAMILY)}"
+            )
+        if "omega" in tuned and not norms.get(self.norm).amat:
+            having = [name for name in norms.NORMS if norms.get(name).amat]
+            raise ValueError(
+                "Argument `tune` must not have omega, which is AMAT's: the norm "
+                f"{self.norm} is without it. Those with AMAT are {', '.join(having)}"
+            )
+        if self.rho_per == "stage" and "rho" not in tuned:
+            raise ValueError(
+                "Argument `rho_per` must be 'network', or 'stage' where rho is tuned. "
+                f"Received: rho_per={self.rho_per!r}"
+            )
+        if self.population is not None:
+            self._check_population(tuned)
+
+    def _check_population(self, tuned):
+        population.check_backend()
+        if self.population < self.seeds:
+            raise ValueError(
+                f"Argument `population` must have room for the {self.seeds} seeds of a "
+                f"trial. Received: population={self.population}"
+            )
+        if self.strategy != "none":
+            raise ValueError(
+                "A population uses all devices by itself: give no `strategy`. "
+                f"Received: strategy={self.strategy!r}"
+            )
+        if shared := sorted(tuned - set(population.OWN)):
+            raise ValueError(
+                "The trials of a population may differ in rho, omega and "
+                f"learning_rate. Received: tune with {', '.join(shared)}"
+            )
+
+    def ranges(self):
+        """The list of `tuner.spaces.Range` of what is looked for."""
+        return spaces.parse(",".join(self.tune))
+
+    def directory(self):
+        """Where the search is recorded."""
+        return pathlib.Path(self.runs_dir) / (self.name or f"tuner-{self.label()}")
+
+    def shared(self):
+        """The `recipes.engine.classifier.Saved` that all trials share."""
+        names = [field.name for field in dataclasses.fields(classifier.Training)]
+        values = {name: getattr(self, name) for name in names}
+        values["runs_dir"] = str(self.directory() / "runs")
+        values["validation_size"] = self._held_out() or None
+        return classifier.Saved(**values, saved_models_dir=None)
+
+    def _held_out(self):
+        if self.validation_size is not None or self.dataset in data.STREAMED:
+            return self.validation_size
+        if self.train_size:
+            return self.train_size // 5
+        if self.dataset in VALIDATION_SIZES:
+            return VALIDATION_SIZES[self.dataset]
+        return len(data.images(self).y_train) // 10
+
+    def processes(self):
+        """How many train at the same time."""
+        if self.workers:
+            return self.workers
+        if self.population or self.strategy != "none":
+            return 1  # which has all devices
+        return min(workers.default_count(), self.total() or workers.MOST)
+
+    def total(self):
+        """How many trials at most; `None` for all that the algorithm has."""
+        return self.trials or TRIALS[self.algorithm]
+
+
+def search(settings):
     """Runs a search, or goes on with one, or says what came out.
 
     Where KerasTuner's environment variables are set, it is the chief of a cluster, or a
     worker, which reports nothing, see `tuner.cluster`.
 
     Args:
-        settings: Dict of settings of `recipes.train.train` that all trials share. Where
-            it lacks `validation_size`, that is `VALIDATION_SIZES`', or a fifth of
-            `train_size`; with 0, trials are scored by the test images.
-        tune: What is looked for, see `tuner.spaces.parse`.
-        algorithm: `"random"`, `"grid"`, `"bayesian"` or `"hyperband"`.
-        trials: Integer, how many at most. 20 if `None`, but all of a grid, and of one
-            iteration of Hyperband.
-        seeds: Integer, networks of a trial, whose mean accuracy is its score.
-        rho_per: `"network"`, or `"stage"` for a rho of each stage.
-        workers: Integer, processes on this machine that train a trial each at the same
-            time, with one thread. `None`: this process alone, with all of the machine.
-        population: Integer, how many networks train at once in one program, on JAX.
-        halving: Integer, one of so many trials of a population stays at each rung, 1
-            for all; with Hyperband it is not used.
-        strategy: A name in `recipes.strategies`, for one training on many devices;
-            `None` and `"none"` are one device.
-        search_seed: Integer, of the oracle.
-        name: Name of the search, made of the settings if `None`.
-        runs_dir, data_dir, download: See `recipes.train.train`.
+        settings: The `Settings`. Where they lack `validation_size`, that is
+            `VALIDATION_SIZES`', or a fifth of `train_size`.
 
     Returns:
         The text of `tuner.report.write`; `None` of a worker.
-
-    Raises:
-        ValueError: If an argument is not such, or they do not go together.
     """
-    places = {"data_dir": data_dir, "download": download}
-    settings = _settings(settings, places)
-    strategy = None if strategy == "none" else strategy
-    ranges = spaces.parse(tune)
-    _check(settings, ranges, algorithm, trials, seeds, rho_per)
-    _check_population(ranges, population, seeds, halving, strategy)
-    names = _names(ranges, rho_per, settings, places)
-    about = {
-        "tune": ",".join(_text(each) for each in ranges),
-        "algorithm": algorithm,
-        "seeds": seeds,
-        "rho_per": rho_per,
-        "population": population,
-        "halving": halving if population else None,
-        "strategy": strategy,
-        "search_seed": search_seed,
-    }
-    directory = pathlib.Path(runs_dir) / (name or _name(settings, about))
     role = cluster.role()
-    run = experiment.Run(directory, settings | about)
-    if workers and role is None:
-        with run:  # so that another search in this directory ends here
-            pass
-        cluster.run(
-            search,
-            workers,
-            **about | {"halving": halving, "name": directory.name},
-            settings=settings | {"validation_size": settings["validation_size"] or 0},
-            trials=trials,
-            runs_dir=runs_dir,
-            **places,
-        )
-        return (directory / "report.txt").read_text()
-
-    space = keras_tuner.HyperParameters()
-    for each_name, each in names.items():
-        each.add(space, each_name, grid=algorithm == "grid")
-    total = trials or TRIALS[algorithm]
-    oracle = oracles.make(algorithm, space, total, settings["epochs"], search_seed + 1)
+    shared, directory = settings.shared(), settings.directory()
+    ranges = _named(settings, shared)
+    oracle = _oracle(settings, ranges)
+    count = 1 if role else settings.processes()
 
     def found():
-        return report.results(oracle, settings, seeds)
+        return report.results(oracle, shared, settings.seeds)
 
     def tell(trial):
         rows = found()
         row = next(row for row in rows["trials"] if row["trial"] == trial.trial_id)
         best = rows["best"] and rows["best"]["accuracy"]["mean"]
         ended = len(oracle.end_order)
-        print(report.progress(row, ended, total, best), flush=True)
+        print(report.progress(row, ended, settings.total(), best), flush=True)
 
     oracle.on_end = tell
-    if role == "chief":  # it trains nothing
-        make = _alone(settings, seeds, places)
-    else:
-        make = _tuner(settings, seeds, population, halving, algorithm, strategy, places)
-    with contextlib.nullcontext() if role == "worker" else run:
-        tuner = make(oracle, directory)
+    recorded = Run(directory, settings.config())
+    with contextlib.nullcontext() if role == "worker" else recorded:
+        if role == "chief" or count > 1:  # it trains nothing
+            tuner = trials.Tuner(oracle, directory, shared, settings.seeds)
+        else:
+            tuner = _tuner(settings, oracle, directory, shared)
         if ended := len(oracle.end_order):
             print(f"{ended} trials were finished before", flush=True)
         if role == "chief":
             cluster.serve(oracle)
+        elif count > 1:
+            if ended != settings.total():
+                cluster.run(oracle, count, search, settings)
         else:
             tuner.search()
         if role == "worker":
             return None
-        text = report.write(directory, found(), settings, list(names), data_dir)
-        experiment.write(directory / "report.txt", lambda path: path.write_text(text))
-    return text
+        return report.write(directory, found(), shared, list(ranges))
 
 
-def _alone(settings, seeds, places, strategy=None):
-    def make(oracle, directory):
-        return trials.Tuner(oracle, directory, settings, seeds, strategy, **places)
+def _oracle(settings, ranges):
+    space = keras_tuner.HyperParameters()
+    for name, each in ranges.items():
+        each.add(space, name, grid=settings.algorithm == "grid")
+    return oracles.make(
+        settings.algorithm,
+        space,
+        settings.total(),
+        settings.epochs,
+        settings.search_seed + 1,
+    )
 
-    return make
 
-
-def _tuner(settings, seeds, population, halving, algorithm, strategy, places):
-    """A function of the oracle and the directory that makes the tuner."""
-    if population is None:
-        strategy = strategy and strategies.get(strategy)
-        return _alone(settings, seeds, places, strategy)
+def _tuner(settings, oracle, directory, shared):
+    arguments = oracle, directory, shared, settings.seeds
+    if settings.population is None:
+        return trials.Tuner(*arguments, devices.get(settings.strategy))
     from tuner.population import Tuner  # needs JAX
 
-    halving = 1 if algorithm == "hyperband" else halving
-
-    def make(oracle, directory):
-        return Tuner(oracle, directory, settings, seeds, population, halving, **places)
-
-    return make
+    halving = 1 if settings.algorithm == "hyperband" else settings.halving
+    return Tuner(*arguments, settings.population, halving)
 
 
-def _settings(settings, places):
-    """All settings of `recipes.train`, but the seed."""
-    settings = dict(settings)
-    size = settings.pop("validation_size", None)
-    settings = train.complete(settings)
-    if size is None:
-        size = _validation_size(settings, places)
-    settings["validation_size"] = size or None
-    settings = train.complete(settings)
-    del settings["seed"]
-    return settings
-
-
-def _validation_size(settings, places):
-    dataset = settings["dataset"]
-    if dataset in data.STREAMED:
-        return None
-    if settings["train_size"]:
-        return settings["train_size"] // 5
-    if dataset in VALIDATION_SIZES:
-        return VALIDATION_SIZES[dataset]
-    return len(data.load(dataset, **places).y_train) // 10
-
-
-def _check(settings, ranges, algorithm, trials, seeds, rho_per):
-    if algorithm not in oracles.ALGORITHMS:
-        raise ValueError(
-            f"Argument `algorithm` must be one of {', '.join(oracles.ALGORITHMS)}. "
-            f"Received: algorithm={algorithm!r}"
-        )
-    for key, value in (("trials", 1 if trials is None else trials), ("seeds", seeds)):
-        if value < 1:
-            raise ValueError(
-                f"Argument `{key}` must be positive. Received: {key}={value}"
-            )
-    tuned = {each.name for each in ranges}
-    norm = settings["norm"]
-    if "rho" in tuned and norm not in norms.CBN_FAMILY:
-        raise ValueError(
-            f"Argument `tune` must not have rho, which the norm {norm} lacks. Those "
-            f"with a rho are {', '.join(norms.CBN_FAMILY)}"
-        )
-    if "omega" in tuned and not norms.get(norm).amat:
-        having = [name for name in norms.NORMS if norms.get(name).amat]
-        raise ValueError(
-            f"Argument `tune` must not have omega, which is AMAT's: the norm {norm} is "
-            f"without it. Those with AMAT are {', '.join(having)}"
-        )
-    if rho_per not in RHO_PER or (rho_per == "stage" and "rho" not in tuned):
-        raise ValueError(
-            "Argument `rho_per` must be 'network', or 'stage' where rho is tuned. "
-            f"Received: rho_per={rho_per!r}"
-        )
-
-
-def _check_population(ranges, population, seeds, halving, strategy):
-    if population is None:
-        return
-    populations.check_backend()
-    if population < seeds:
-        raise ValueError(
-            f"Argument `population` must have room for the {seeds} seeds of a trial. "
-            f"Received: population={population}"
-        )
-    if halving < 1:
-        raise ValueError(
-            f"Argument `halving` must be positive. Received: halving={halving}"
-        )
-    if strategy is not None:
-        raise ValueError(
-            "A population uses all devices by itself: give no `strategy`. "
-            f"Received: strategy={strategy!r}"
-        )
-    own = set(populations.OWN)
-    if shared := [each.name for each in ranges if each.name not in own]:
-        raise ValueError(
-            "The trials of a population may differ in rho, omega and learning_rate. "
-            f"Received: tune with {', '.join(shared)}"
-        )
-
-
-def _names(ranges, rho_per, settings, places):
+def _named(settings, shared):
     """A dict from the name of each hyperparameter to its range."""
-    names = {each.name: each for each in ranges}
-    if rho_per == "network":
-        return names
-    source = data.source({**settings, "seed": 0}, **places)
-    model = models.build(
-        settings["model"],
-        source.image_shape,
-        source.num_classes,
-        settings["norm"],
-        settings["activation"],
-    )
-    rho = names.pop("rho")
-    return {f"rho_{stage}": rho for stage in trials.stages(model)} | names
+    ranges = {each.name: each for each in settings.ranges()}
+    if settings.rho_per == "network":
+        return ranges
+    model = classifier.problem(shared).network()
+    rho = ranges.pop("rho")
+    return {f"rho_{stage}": rho for stage in trials.stages(model)} | ranges
 
 
-def _text(each):
-    if each == spaces.RANGES[each.name]:
-        return each.name
-    return f"{each.name}={each.low:g}..{each.high:g}"
-
-
-def _name(settings, about):
-    usual = {"seeds": 1, "rho_per": "network", "search_seed": 0}
-    parts = [about["algorithm"], about["tune"].replace(",", "+")]
-    parts += [
-        f"{key}{value}"
-        for key, value in about.items()
-        if key not in ("tune", "algorithm") and value not in (None, usual.get(key))
-    ]
-    run = train.run_name(settings | {"seed": 0}).replace("-seed0", "", 1)
-    return "-".join(["tuner", run, *parts])
-
-
-def main(_):
-    values = flags.FLAGS.flag_values_dict()
-    keys = (
-        *("tune", "algorithm", "trials", "seeds", "rho_per", "workers", "population"),
-        *("halving", "strategy", "search_seed", "name"),
-        *("runs_dir", "data_dir", "download"),
-    )
-    settings = {key: values[key] for key in train.DEFAULTS if key in values}
-    text = search(settings, **{key: values[key] for key in keys})
+def run(settings):
+    """Searches, and prints what came out."""
+    text = search(settings)
     if text is not None:
         print(f"\n{text}")
 
 
 if __name__ == "__main__":
-    train.define_shared_flags()
-    flags.DEFINE_string("model", train.DEFAULTS["model"], models.NAMES)
-    flags.DEFINE_enum("norm", train.DEFAULTS["norm"], sorted(norms.NORMS), "")
-    flags.DEFINE_string("activation", train.DEFAULTS["activation"], "As Keras has it.")
-    flags.DEFINE_integer(
-        "validation_size",
-        None,
-        "Training images held out for the score; 0: score by the test images.",
-        lower_bound=0,
-    )
-    flags.DEFINE_string(
-        "tune",
-        "rho,omega,learning_rate",
-        f"Of {', '.join(spaces.RANGES)}, with bounds or without: rho=0.5..2,omega.",
-    )
-    flags.DEFINE_enum("algorithm", "bayesian", list(oracles.ALGORITHMS), "")
-    flags.DEFINE_integer("trials", None, "20; all of a grid or of Hyperband.", 1)
-    flags.DEFINE_integer("seeds", 1, "Networks of a trial.", lower_bound=1)
-    flags.DEFINE_enum("rho_per", "network", RHO_PER, "What shares a rho.")
-    flags.DEFINE_integer("workers", None, "Trials at once, in processes.", 1)
-    flags.DEFINE_integer("population", None, "Networks in one program, on JAX.", 1)
-    flags.DEFINE_integer("halving", 2, "One of so many stays at a rung.", 1)
-    names = ["none", *strategies.BACKENDS]
-    flags.DEFINE_enum("strategy", "none", names, "Many devices.")
-    flags.DEFINE_integer("search_seed", 0, "Of the oracle.", lower_bound=0)
-    flags.DEFINE_string("name", None, "Name of the search, made of the settings.")
-    app.run(main)
+    command.run(run, Settings)

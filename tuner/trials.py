@@ -1,6 +1,6 @@
 """A trial: one network for each seed, trained by `recipes.train`, and their scores."""
 
-import gc
+import dataclasses
 import pathlib
 import time
 
@@ -8,7 +8,8 @@ import keras_tuner
 import numpy as np
 from keras_tuner.engine import base_tuner
 
-from recipes import files, train
+from recipes import train
+from recipes.engine import run
 from recipes.models import norms
 
 IN_USE_SECONDS = 1.0  # until a run is asked for again that another worker trains
@@ -20,18 +21,15 @@ class Tuner(base_tuner.BaseTuner):
     Args:
         oracle: One of `tuner.oracles`.
         directory: `pathlib.Path` of the search.
-        settings: Dict of the settings of `recipes.train` that all trials share.
+        settings: The `recipes.engine.classifier.Saved` that all trials share.
         seeds: Integer, each trial trains a network for each of 0 to `seeds - 1`.
         strategy: See `recipes.train.train`.
-        **places: `data_dir` and `download` of `recipes.train.train`.
     """
 
-    def __init__(self, oracle, directory, settings, seeds, strategy=None, **places):
+    def __init__(self, oracle, directory, settings, seeds, strategy=None):
         self.settings = settings
         self.seeds = seeds
         self.strategy = strategy
-        self.places = places
-        self.runs_dir = directory / "runs"
         super().__init__(
             oracle, directory=str(directory.parent), project_name=directory.name
         )
@@ -60,43 +58,36 @@ class Tuner(base_tuner.BaseTuner):
             keras_tuner.errors.FatalRuntimeError: On any other error, which would meet
                 every trial, and ends the search; the same command goes on with it.
         """
-        configs, until = self.configs(trial)
-        outcomes = []
+        runs, until = self.runs(trial)
+        results = []
         try:
-            for config in configs:
-                outcomes.append(self._train(config, until))
-                refuse_diverged(outcomes[-1:])
+            for settings in runs:
+                results.append(self._train(settings, until))
+                refuse_diverged(results[-1:])
         except keras_tuner.errors.FailedTrialError:
             raise
         except Exception as error:
             raise keras_tuner.errors.FatalRuntimeError(
                 f"Trial {trial.trial_id} ended with an error: {error}"
             ) from error
-        return metrics(outcomes)
+        return metrics(results)
 
-    def _train(self, config, until):
-        gc.collect()  # the last network, in cycles that Python finds too late
+    def _train(self, settings, until):
         while True:
             try:
-                return train.train(
-                    config,
-                    runs_dir=self.runs_dir,
-                    saved_models_dir=None,
-                    verbose=0,
-                    until=until,
-                    strategy=self.strategy,
-                    **self.places,
-                )
-            except files.InUse:
+                return train.train(settings, self.strategy, until=until).results
+            except run.InUse:
                 # By a worker that the chief believed to be gone. One of both tells it.
                 time.sleep(IN_USE_SECONDS)
 
-    def configs(self, trial):
+    def runs(self, trial):
         """The settings of a trial's runs, and the epoch until which they train."""
         values = trial.hyperparameters.values
-        until = values.get("tuner/epochs", self.settings["epochs"])
-        config = self.settings | changes(values)
-        return [config | {"seed": seed} for seed in range(self.seeds)], int(until)
+        until = values.get("tuner/epochs", self.settings.epochs)
+        settings = dataclasses.replace(self.settings, **changes(values))
+        return [
+            dataclasses.replace(settings, seed=seed) for seed in range(self.seeds)
+        ], int(until)
 
 
 def changes(values):
@@ -107,11 +98,11 @@ def changes(values):
     """
     values = {key: value for key, value in values.items() if "/" not in key}
     stages = {key: value for key, value in values.items() if key.startswith("rho_")}
-    config = {key: value for key, value in values.items() if key not in stages}
+    settings = {key: value for key, value in values.items() if key not in stages}
     if stages:
         parts = [f"{key[4:]}={value:g}" for key, value in stages.items()]
-        config["stage_rho"] = ",".join(parts)
-    return config
+        settings["stage_rho"] = ",".join(parts)
+    return settings
 
 
 def stages(model):
@@ -123,28 +114,28 @@ def stages(model):
     return list(dict.fromkeys(found))
 
 
-def refuse_diverged(outcomes):
+def refuse_diverged(results):
     """Raises a FailedTrialError if the training of a seed diverged."""
-    for outcome in outcomes:
-        if outcome["diverged"]:
+    for result in results:
+        if result["diverged"]:
             raise keras_tuner.errors.FailedTrialError(
-                f"{outcome['name']} diverged in epoch {outcome['epochs']}"
+                f"{result['name']} diverged in epoch {result['epochs']}"
             )
 
 
-def metrics(outcomes):
+def metrics(results):
     """What the oracle gets to know of a trial.
 
     Args:
-        outcomes: List of the results of `recipes.train.train`, one a seed.
+        results: List of the results of a run, one a seed.
 
     Returns:
         Dict of floats: `accuracy`, the mean over the seeds of that of the last epoch;
-        `accuracy_<seed>`, each of them; `epochs`; and `seconds`, of all training steps.
+        `accuracy_<seed>`, each of them; and `epochs`.
     """
-    accuracies = [outcome["test_accuracy"] for outcome in outcomes]
+    accuracies = [result["test_accuracy"] for result in results]
     return {
         "accuracy": float(np.mean(accuracies)),
         **{f"accuracy_{seed}": value for seed, value in enumerate(accuracies)},
-        "epochs": float(outcomes[0]["epochs"]),
+        "epochs": float(results[0]["epochs"]),
     }

@@ -183,10 +183,14 @@ def save(model, problem, settings, run):
     """Saves the network of a training; see `recipes.engine.training.train`."""
     if settings.saved_models_dir is None:
         return {"saved_model": None}
+    return write(training.standalone(model, problem), settings, run)
+
+
+def write(model, settings, run):
+    """Saves a network for a run; returns a dict with the path, `saved_model`."""
     path = pathlib.Path(settings.saved_models_dir) / f"{run.name}.keras"
     files.sweep(path)
-    new = training.standalone(model, problem)
     # Without an optimizer, so that reading it needs keras_norms only.
-    bare = keras.Model(new.inputs, new.outputs, name=new.name)
+    bare = keras.Model(model.inputs, model.outputs, name=model.name)
     files.write(path, bare.save)
     return {"saved_model": str(path)}

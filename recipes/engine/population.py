@@ -16,12 +16,11 @@ each counts its own epochs. On many devices, such as a slice of TPUs, each has s
 the trials, and nothing is exchanged.
 
 A trial has the initial weights that `recipes.train` gives its seed, and takes the same
-steps, but its batches come from JAX's random numbers: in another order than those of
-`recipes.train`, and shifted otherwise.
+steps, but its batches come from JAX's random numbers: another order, other shifts.
 
 This is for accelerators, which a single small network leaves idle for the most part. On
-a CPU it is slower than one training after the other: the convolutions of many trials
-become grouped convolutions, which XLA computes slowly there.
+a CPU it is slower than one training after the other: XLA computes the convolutions of
+many trials, grouped ones, slowly there.
 """
 
 import functools
@@ -31,9 +30,8 @@ import time
 import keras
 import numpy as np
 
-from recipes import experiment, models, optimizers
-from recipes.models import norms
-from recipes.trial import CURRENT, Trial, followers
+from recipes.engine import optimizers
+from recipes.engine.trial import CURRENT, Trial, check_backend, program_of
 
 if keras.backend.backend() == "jax":
     import jax
@@ -54,10 +52,10 @@ class Population:
             first one computes for all.
         trials: List of dicts, each with an integer `seed`, a positive float
             `learning_rate`, and whatever `build` wants to know, as JSON can hold it.
-        images: A `recipes.data.ImageData`.
+        images: A `recipes.engine.data.ImageData`.
         epochs: Integer, the length of the whole training, for the schedule.
         batch_size: Integer, the batch of one trial.
-        momentum, weight_decay: Arguments of `recipes.optimizers.SGD`.
+        momentum, weight_decay: Arguments of `recipes.engine.optimizers.SGD`.
         augment: Whether to pad by 4 pixels, crop at random, and mirror half of the
             training images.
         amat: Whether CBN layers are told the learning rate of each step, as by the
@@ -73,9 +71,9 @@ class Population:
         seconds: Of the last call of `train`, without compilation; `None` before.
 
     Raises:
-        ValueError: If the backend is not JAX, if there is no trial, if a learning rate
-            is not positive, if a batch is larger than the training data, or if the
-            devices cannot have the same number of trials.
+        ValueError: If the backend is not JAX, there is no trial, a learning rate is not
+            positive, a batch is larger than the training data, or the devices cannot
+            have the same number of trials.
     """
 
     def __init__(
@@ -99,7 +97,6 @@ class Population:
         self.steps = len(images.x_train) // batch_size
         self.seconds = None
         self._build = build
-        self._images_per_epoch = self.steps * batch_size
         self._amat = amat
         mesh = Mesh(np.array(devices or jax.devices()[:1]), ("trial",))
         self._by_trial = NamedSharding(mesh, PartitionSpec("trial"))
@@ -129,11 +126,11 @@ class Population:
     def _start(self, trial):
         """The state of a trial before its first step, and its settings."""
         model = self._seeded(trial)
-        omegas = [layer.omega for layer in followers(model)] if self._amat else []
+        told = optimizers.followers(model) if self._amat else []
         return self._trial.start(model), {
             "seed": np.array(trial["seed"], "uint32"),
             "learning_rate": np.array(trial["learning_rate"], "float32"),
-            "omega": np.array(omegas, "float32"),
+            "omega": np.array([layer.omega for layer in told], "float32"),
         }
 
     def _place(self, rows):
@@ -167,11 +164,6 @@ class Population:
         found = np.asarray(self._state["best_accuracy"])
         return np.where(found < 0, np.nan, found)
 
-    @property
-    def images_per_second(self):
-        """Training images of all trials together, in the last call of `train`."""
-        return self._images / self.seconds if self.seconds else None
-
     def train(self, epochs=1):
         """Trains all trials.
 
@@ -184,17 +176,15 @@ class Population:
             that diverged is NaN or infinite.
         """
         if epochs < 1:
-            raise ValueError(
-                f"Argument `epochs` must be positive. Received: epochs={epochs}"
-            )
+            raise ValueError(f"Argument `epochs` must be positive. Received: {epochs=}")
         self.seconds = 0.0
-        self._images = epochs * self._images_per_epoch * len(self.trials)
         for _ in range(epochs):
             current = {key: self._state[key] for key in CURRENT}
             epochs = jax.device_put(self.epochs.astype("uint32"), self._by_trial)
             arguments = current, self._settings, epochs, self._train_data
-            axes = (0, 0, 0, None)
-            program = self._compiled(self._trial.train_epoch, axes, arguments)
+            program = self._compiled(
+                self._trial.train_epoch, (0, 0, 0, None), arguments
+            )
             start = time.perf_counter()
             current, scores = jax.block_until_ready(program(*arguments))
             self.seconds += time.perf_counter() - start
@@ -233,19 +223,19 @@ class Population:
         Args:
             indices: Integers, the places of distinct trials in `trials`.
         """
-        indices = [int(index) for index in indices]
-        count = len(self.trials)
-        if not indices or sorted(set(indices) & set(range(count))) != sorted(indices):
+        indices, last = [int(index) for index in indices], len(self.trials) - 1
+        known = set(indices) & set(range(last + 1))
+        if not indices or sorted(known) != sorted(indices):
             raise ValueError(
-                f"Argument `indices` must be distinct integers from 0 to {count - 1}. "
+                f"Argument `indices` must be distinct integers from 0 to {last}. "
                 f"Received: indices={indices}"
             )
         self.trials = [self.trials[index] for index in indices]
-        rows = np.array(indices)
-        self.epochs = self.epochs[rows]
-        self._place(
-            jax.tree.map(lambda array: array[rows], (self._state, self._settings))
+        self.epochs, *rows = jax.tree.map(
+            lambda array: array[np.array(indices)],
+            [self.epochs, self._state, self._settings],
         )
+        self._place(rows)
         self._programs = {}
 
     def replace(self, index, trial):
@@ -257,19 +247,19 @@ class Population:
                 that `build` may return.
         """
         _check([trial])
-        new = self._start(trial)
+        new = jax.tree.map(lambda array: array[None], self._start(trial))
         self.trials[index] = dict(trial)
         self.epochs[index] = 0
-        self._put([index], jax.tree.map(lambda array: array[None], new))
+        self._put([index], *new)
 
-    def _put(self, indices, rows):
-        both = self._state, self._settings
-        if len(rows) == 1:
-            both = both[:1]
-        rows = jax.tree.map(
-            lambda array, new: array.at[np.array(indices)].set(new), both, tuple(rows)
-        )
-        self._place(rows if len(rows) == 2 else (*rows, self._settings))
+    def _put(self, indices, state, settings=None):
+        def put(array, new):
+            return array.at[np.array(indices)].set(new)
+
+        state = jax.tree.map(put, self._state, state)
+        if settings is not None:
+            settings = jax.tree.map(put, self._settings, settings)
+        self._place((state, settings or self._settings))
 
     def model(self, index, best=False):
         """Builds the model of one trial.
@@ -290,136 +280,49 @@ class Population:
             variable.assign(np.asarray(value[index]))
         return model
 
-    def save(self, path, indices=None):
-        """Writes the state of trials into an .npz file, whole or not at all.
+    def arrays(self, indices=None):
+        """The state of the trials at these places, or of all: a dict of arrays.
 
-        Args:
-            path: Of the file.
-            indices: Integers, the places of these trials; all if `None`.
+        It is what a checkpoint of `recipes.engine.run.Run` has.
         """
         rows = np.arange(len(self.trials)) if indices is None else np.array(indices)
-        arrays = [_storable(array[rows]) for array in jax.tree.leaves(self._state)]
-        about = {
+        leaves = jax.tree.leaves(self._state)
+        return {
+            "trials": np.array([json.dumps(self.trials[row]) for row in rows]),
             "epochs": self.epochs[rows],
-            "trials": json.dumps([self.trials[row] for row in rows]),
+            **{f"state/{i}": _storable(leaf[rows]) for i, leaf in enumerate(leaves)},
         }
-        experiment.write(path, lambda file: np.savez(file, *arrays, **about))
 
-    def restore(self, path, indices=None):
-        """Continues where `save` was called.
+    def restore(self, arrays, indices=None):
+        """Continues where `arrays` was called.
 
         Args:
-            path: Of a file that a population of the same network wrote. It may hold
+            arrays: What that returned, of a population of the same network. It may have
                 more trials than those that continue.
             indices: Integers, the places of these trials; all if `None`.
 
         Raises:
             ValueError: If it lacks one of them.
         """
-        indices = range(len(self.trials)) if indices is None else indices
+        indices = list(range(len(self.trials)) if indices is None else indices)
         trials = [self.trials[index] for index in indices]
-        stored = trials_in(path)
+        stored = trials_of(arrays)
         if missing := [trial for trial in trials if trial not in stored]:
             raise ValueError(
-                "Argument `path` must be a file with all trials of the population. "
-                f"Received: path={str(path)!r}, which lacks {missing}"
+                "Argument `arrays` must have all trials of the population. "
+                f"It lacks {missing}"
             )
         rows = np.array([stored.index(trial) for trial in trials])
-        with np.load(path) as file:
-            leaves, structure = jax.tree.flatten(self._state)
-            leaves = [
-                jnp.asarray(file[f"arr_{i}"][rows], leaf.dtype)
-                for i, leaf in enumerate(leaves)
-            ]
-            self._put(indices, [jax.tree.unflatten(structure, leaves)])
-            self.epochs[list(indices)] = file["epochs"][rows]
+        leaves, structure = jax.tree.flatten(self._state)
+        for i, leaf in enumerate(leaves):
+            leaves[i] = jnp.asarray(arrays[f"state/{i}"][rows], leaf.dtype)
+        self._put(indices, jax.tree.unflatten(structure, leaves))
+        self.epochs[indices] = arrays["epochs"][rows]
 
 
-def program_of(function, axes, mesh):
-    """A function of one trial as a `jax.jit` of all, whose first argument is used up.
-
-    Args:
-        function: Such as the methods of `recipes.trial.Trial`.
-        axes: For each argument 0, where there is one for each trial, or `None`.
-        mesh: A `jax.sharding.Mesh` with the axis `"trial"`.
-    """
-    # Of sharded arrays alone, the compiler would divide grouped convolutions otherwise,
-    # and exchange them.
-    specs = [PartitionSpec(None if axis is None else "trial") for axis in axes]
-    mapped = jax.shard_map(
-        jax.vmap(function, axes),
-        mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=PartitionSpec("trial"),
-        check_vma=False,
-    )
-    return jax.jit(mapped, donate_argnums=0)
-
-
-def trials_in(path):
-    """The list of trials of a population whose `save` wrote the file."""
-    with np.load(path) as file:
-        return json.loads(str(file["trials"]))
-
-
-def of(configs, images, devices=None):
-    """The population of runs that differ in no more than `OWN`.
-
-    Args:
-        configs: List of dicts, each as `recipes.train.complete` returns it.
-        images: A `recipes.data.ImageData`.
-        devices: See `Population`.
-
-    Returns:
-        A `Population`. Its trials are dicts with the keys `OWN`.
-    """
-    shared = {key: value for key, value in configs[0].items() if key not in OWN}
-    for config in configs:
-        if differing := [key for key in shared if config[key] != shared[key]]:
-            raise ValueError(
-                f"Argument `configs` must differ in {', '.join(OWN)} only. Received: "
-                f"configs that differ in {', '.join(differing)}"
-            )
-
-    def build(trial):
-        return models.build(
-            shared["model"],
-            images.x_train.shape[1:],
-            images.num_classes,
-            shared["norm"],
-            shared["activation"],
-            norms.stage_rho(trial["rho"], trial["stage_rho"]),
-            trial["omega"],
-            shared["dtype"],
-        )
-
-    return Population(
-        build,
-        [{key: config[key] for key in OWN} for config in configs],
-        images,
-        devices=devices,
-        amat=norms.get(shared["norm"]).amat,
-        **{
-            key: shared[key]
-            for key in ("epochs", "batch_size", "momentum", "weight_decay", "augment")
-        },
-    )
-
-
-def devices_for(count):
-    """As many JAX devices as can have the same number of `count` trials."""
-    devices = jax.devices()
-    most = max(n for n in range(1, len(devices) + 1) if count % n == 0)
-    return devices[:most]
-
-
-def check_backend():
-    """Raises a ValueError unless the backend is JAX."""
-    if keras.backend.backend() != "jax":
-        raise ValueError(
-            "A population trains on the backend JAX (KERAS_BACKEND=jax). "
-            f"Received: backend {keras.backend.backend()!r}"
-        )
+def trials_of(arrays):
+    """The list of the trials in what `Population.arrays` returned."""
+    return [json.loads(str(trial)) for trial in arrays["trials"]]
 
 
 def _check(trials, count=1, batch_size=1):

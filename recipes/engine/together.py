@@ -1,4 +1,4 @@
-"""Runs as those of `recipes.train`, but many of them trained together, on JAX.
+"""Trainings as those of `recipes.train`, but many of them together, on JAX.
 
 A run is recorded in the same way: its directory, a line of metrics an epoch, the
 network as it was after the epoch of the highest test accuracy. Its batches come in
@@ -6,37 +6,50 @@ another order than those of `recipes.train`, so that it is another run: its sett
 have `population` = true, and so has its name. With whom it trained does not matter.
 """
 
-import pathlib
+import contextlib
+import dataclasses
 import time
 
 import numpy as np
 
-from recipes import data, experiment, population
-from recipes.settings import complete, run_name
-from recipes.train import finish
+from recipes import models
+from recipes.engine import classifier, data, population, training
+from recipes.engine.run import Run
 
 CHECKPOINT_SECONDS = 60  # at most this much, and the last epoch, is trained again
 
 
-def train(
-    configs,
-    runs_dir="runs",
-    saved_models_dir="saved_models",
-    data_dir=None,
-    download=False,
-):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Together(classifier.Saved):
+    """A training that is one of a population."""
+
+    NAMED = (*classifier.Saved.NAMED, "population")
+
+    population: bool = True
+
+    def run(self):
+        """Its `recipes.engine.run.Run`."""
+        return Run(f"{self.runs_dir}/{self.label()}", self.config())
+
+
+def describe(settings):
+    """The `Together` of a `recipes.engine.classifier.Saved`."""
+    names = [field.name for field in dataclasses.fields(classifier.Saved)]
+    return Together(**{name: getattr(settings, name) for name in names})
+
+
+def train(runs):
     """Trains networks together, or goes on with that, or returns what came out before.
 
     What is complete is left as it is, and the others train. The state of all of them is
     in the checkpoint of the first of them.
 
     Args:
-        configs: List of dicts as of `recipes.train.train`, which differ in no more than
+        runs: List of `recipes.engine.classifier.Saved`, which differ in no more than
             their seed, rho, omega and learning rate.
-        runs_dir, saved_models_dir, data_dir, download: See `recipes.train.train`.
 
     Returns:
-        List with the results of each run, a dict as of `recipes.train.train`, where
+        List of `recipes.engine.training.Outcome`, of a `Together` each. In the results
         `seconds_per_step` is the time of a step of all trials divided by their number,
         and there are also `trials_at_once`, and `images_per_second` of all trials.
 
@@ -45,60 +58,128 @@ def train(
             if the data set is too large to be held by the device.
     """
     population.check_backend()
-    configs = [describe(config) for config in configs]
-    runs = [
-        experiment.Run(pathlib.Path(runs_dir) / run_name(config), config)
-        for config in configs
+    listed = [describe(settings) for settings in runs]
+    runs = {settings: settings.run() for settings in listed}
+    with contextlib.ExitStack() as stack:
+        missing = {}
+        for settings, run in runs.items():
+            if run.results is None:
+                stack.enter_context(run)
+                if run.results is None:  # nor has another process completed it now
+                    missing[settings] = run
+        if missing:
+            _train(missing)
+    return [
+        training.Outcome(settings, runs[settings].results, runs[settings].metrics)
+        for settings in listed
     ]
-    missing = [run for run in runs if run.results is None]
-    if missing:
-        config = configs[0]
-        sizes = config["train_size"], config["validation_size"]
-        images = data.load(config["dataset"], data_dir, sizes[0], download, sizes[1])
-        _train(missing, images, saved_models_dir)
-    return [run.results for run in runs]
 
 
-def describe(config):
-    """The settings of a run that trains together with others."""
-    config = {key: config[key] for key in config if key != "population"}
-    return complete(config) | {"population": True}
-
-
-def _train(runs, images, saved_models_dir):
-    trials = population.of([run.config for run in runs], images)
-    checkpoint = runs[0].checkpoint
-    if checkpoint.exists():
-        stored = population.trials_in(checkpoint)
+def _train(missing):
+    runs, settings = list(missing.values()), list(missing)
+    trials = of(settings)
+    arrays = runs[0].load()
+    if arrays is not None:
+        stored = population.trials_of(arrays)
         if all(trial in stored for trial in trials.trials):
-            trials.restore(checkpoint)
+            trials.restore(arrays)
     for run, diverged in zip(runs, trials.diverged, strict=True):
         epochs = trials.epoch  # of which a run that diverged has fewer
         run.keep(min(epochs, len(run.metrics)) if diverged else epochs)
     speeds = []
     saved = time.monotonic()
-    while trials.epoch < runs[0].config["epochs"] and not trials.diverged.all():
+    while trials.epoch < settings[0].epochs and not trials.diverged.all():
         before = trials.diverged
         scores = trials.train() | trials.evaluate()
-        speeds.append(trials.images_per_second)
-        for k, run in enumerate(runs):
-            if not before[k]:
-                run.log(
-                    epoch=trials.epoch,
-                    **{key: float(values[k]) for key, values in scores.items()},
-                    seconds_per_step=trials.seconds / trials.steps / len(runs),
-                )
+        seconds = trials.seconds / trials.steps / len(runs)  # of a step of one
+        speeds.append(settings[0].batch_size / seconds)
+        for row, run in enumerate(runs):
+            if not before[row]:
+                log(run, trials, row, scores)
         if time.monotonic() - saved >= CHECKPOINT_SECONDS:
-            trials.save(checkpoint)
+            runs[0].save(epoch=trials.epoch, **trials.arrays())
             saved = time.monotonic()
     speed = float(np.median(speeds)) if speeds else None
-    for k, run in reversed(list(enumerate(runs))):  # the first has the checkpoint
-        trained = not np.isnan(trials.best_accuracy[k])
+    for row, run in reversed(list(enumerate(runs))):  # the first has the checkpoint
         finish(
             run,
-            run_name(run.config),
-            trials.model(k, best=True) if trained else None,
-            saved_models_dir,
+            settings[row],
+            None if np.isnan(trials.best_accuracy[row]) else trials.model(row, True),
             trials_at_once=len(runs),
             images_per_second=speed,
         )
+
+
+def log(run, trials, row, scores):
+    """Adds the line of an epoch to a run.
+
+    Args:
+        run: The `Run`.
+        trials: The `Population`.
+        row: Integer, the place of the run in it.
+        scores: Dict of arrays, what its `train` and `evaluate` returned.
+    """
+    run.log(
+        epoch=int(trials.epochs[row]),
+        **{key: float(values[row]) for key, values in scores.items()},
+        seconds_per_step=trials.seconds / trials.steps / len(trials.trials),
+    )
+
+
+def finish(run, settings, best, **more):
+    """Saves the best network, if there is one, and declares the run complete."""
+    saved = {"saved_model": None}
+    if best is not None and settings.saved_models_dir is not None:
+        saved = classifier.write(best, settings, run)
+    run.finish(training.results_of(run, best=True) | saved | more)
+
+
+def of(runs):
+    """The population of runs that differ in no more than `population.OWN`.
+
+    Args:
+        runs: List of `recipes.engine.classifier.Training`.
+
+    Returns:
+        A `recipes.engine.population.Population` on as many devices as can have the same
+        number of them. Its trials are dicts with the keys `population.OWN`.
+    """
+    first, own = runs[0], population.OWN
+    shared = {key: value for key, value in first.config().items() if key not in own}
+    for settings in runs:
+        if differing := [
+            key for key in shared if getattr(settings, key) != shared[key]
+        ]:
+            raise ValueError(
+                f"Argument `runs` must differ in {', '.join(own)} only. Received: runs "
+                f"that differ in {', '.join(differing)}"
+            )
+    images = data.images(first)
+
+    def build(trial):
+        settings = dataclasses.replace(first, **trial)
+        return models.build(
+            settings.model,
+            images.x_train.shape[1:],
+            images.num_classes,
+            settings.normalisation(),
+            settings.activation,
+            dtype=settings.dtype,
+        )
+
+    import jax  # which is not there with other backends
+
+    devices = jax.devices()
+    most = max(n for n in range(1, len(devices) + 1) if len(runs) % n == 0)
+    return population.Population(
+        build,
+        [{key: getattr(settings, key) for key in own} for settings in runs],
+        images,
+        devices=devices[:most],
+        amat=first.normalisation().amat,
+        epochs=first.epochs,
+        batch_size=first.batch_size,
+        momentum=first.momentum,
+        weight_decay=first.weight_decay,
+        augment=first.augment,
+    )

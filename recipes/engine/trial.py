@@ -1,18 +1,18 @@
 """One trial of a population: its epochs and its evaluation, as functions of arrays.
 
-`recipes.population` runs them for many trials at once, by `jax.vmap`.
+`recipes.engine.population` runs them for many trials at once, by `jax.vmap`.
 """
 
 import keras
 import numpy as np
 
-from keras_norms.layers.learning_rate import FollowsLearningRate
-from recipes import optimizers
-from recipes.data import PAD
+from recipes.engine import optimizers
+from recipes.engine.data import PAD
 
 if keras.backend.backend() == "jax":
     import jax
     import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
 
 CURRENT = ("trainable", "non_trainable", "optimizer")
 _LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
@@ -50,15 +50,14 @@ class Trial:
         self._rate = _places(
             self._optimizer.variables, [self._optimizer._learning_rate]
         )[0]
-        layers = followers(model) if amat else []
-        self._told = _places(
-            model.non_trainable_variables, [layer.learning_rate for layer in layers]
-        )
-        for layer in layers:
-            # AMAT's eta depends on the product of omega and the rate. These layers are
-            # told that product.
-            layer.omega = 1.0
-            layer.set_learning_rate(0.0)
+        # AMAT's eta depends on the product of omega and the rate: layers are told that.
+        told = []
+        if amat:
+            optimizers.give_omegas(model)
+            for layer in optimizers.followers(model):
+                layer.set_learning_rate(0.0)
+                told.append(layer.learning_rate)
+        self._told = _places(model.non_trainable_variables, told)
 
     def start(self, model):
         """The state of a trial at its start, a dict of arrays.
@@ -169,10 +168,34 @@ class Trial:
         return state, {"test_loss": losses.sum() / count, "test_accuracy": accuracy}
 
 
-def followers(model):
-    """The layers of a model that AMAT would tell the learning rate."""
-    layers = model._flatten_layers()
-    return [layer for layer in layers if isinstance(layer, FollowsLearningRate)]
+def check_backend():
+    """Raises a ValueError unless the backend is JAX."""
+    if keras.backend.backend() != "jax":
+        raise ValueError(
+            "A population trains on the backend JAX (KERAS_BACKEND=jax). "
+            f"Received: backend {keras.backend.backend()!r}"
+        )
+
+
+def program_of(function, axes, mesh):
+    """A function of one trial as a `jax.jit` of all, whose first argument is used up.
+
+    Args:
+        function: Such as the methods of `Trial`.
+        axes: For each argument 0, where there is one for each trial, or `None`.
+        mesh: A `jax.sharding.Mesh` with the axis `"trial"`.
+    """
+    # Of sharded arrays alone, the compiler would divide grouped convolutions otherwise,
+    # and exchange them.
+    specs = [PartitionSpec(None if axis is None else "trial") for axis in axes]
+    mapped = jax.shard_map(
+        jax.vmap(function, axes),
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec("trial"),
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=0)
 
 
 def epoch_keys(seed, epoch):
@@ -181,7 +204,7 @@ def epoch_keys(seed, epoch):
 
 
 def crop_and_flip(x, key):
-    """What `recipes.data.crop_and_flip` does, with a JAX key."""
+    """What `recipes.engine.data.crop_and_flip` does, with a JAX key."""
     n, height, width, _ = x.shape
     padded = jnp.pad(x, ((0, 0), (PAD, PAD), (PAD, PAD), (0, 0)))
     keys = jax.random.split(key, 3)

@@ -14,7 +14,8 @@ import keras
 import numpy as np
 
 from keras_norms import AMAT
-from recipes import models, strategies
+from recipes import models
+from recipes.engine import devices
 
 BATCH, STEPS = 32, 10
 
@@ -51,10 +52,10 @@ def main(directory, network, epochs, addresses=None, number=None):
     directory = pathlib.Path(directory)
     alone = addresses is None
     if alone:
-        strategy = strategies.get("data_parallel")
+        strategy = devices.get("data_parallel")
     else:
         several = addresses, len(addresses.split(",")), int(number)
-        strategy = strategies.get("data_parallel", *several)
+        strategy = devices.get("data_parallel", *several)
     keras.utils.set_random_seed(0)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(BATCH * STEPS, 8, 8, 1)).astype("float32")

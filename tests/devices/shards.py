@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_norms import AMAT, CBN, FusedCBN, LpNorm, NoisyBN
-from recipes import strategies, train
+from recipes.engine import classifier, devices, optimizers
 from tests.devices.cases import CASES, build, data, errors
 
 BATCH = 16
@@ -240,19 +240,20 @@ def evaluation():
         test = images, labels
         image_shape, num_classes, steps = (8, 8, 1), 10, 1
 
-    config = train.complete({"model": "resnet8", "batch_size": 16})
+    settings = classifier.Training(model="resnet8", batch_size=16)
+    norm = settings.normalisation()
 
     def evaluated(strategy):
         keras.utils.set_random_seed(0)
-        model = train._compiled(config, Source, strategy)
+        model = classifier._network(settings, Source, norm, optimizers.SGD)
         test = Source.test
         if strategy is not None:
-            test = strategy.distribute(Source, config).test
+            test = strategy.distribute(Source, settings).test
         return model.evaluate(*([test] if strategy else test), verbose=0, batch_size=45)
 
     keras.distribution.set_distribution(None)
     alone = evaluated(None)
-    strategy = strategies.get("data_parallel")
+    strategy = devices.get("data_parallel")
     with strategy.scope():
         return {"alone": alone, "together": evaluated(strategy)}
 

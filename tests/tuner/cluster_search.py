@@ -2,9 +2,9 @@
 
 from recipes import models
 from tests.recipes import small
-from tuner.search import search
+from tuner.search import search as search_here
 
 
-def run(**arguments):
+def run(settings):
     models.build = small.build
-    return search(**arguments)
+    return search_here(settings)

@@ -4,9 +4,10 @@ import math
 
 import keras_tuner
 
+from recipes.engine import classifier
 from tuner import oracles, spaces, trials
 
-SETTINGS = {"epochs": 9}
+SETTINGS = classifier.Saved(epochs=9, saved_models_dir=None)
 
 
 def accuracy(values):
@@ -37,7 +38,7 @@ class Tuner(trials.Tuner):
         if self.fails(values):
             raise keras_tuner.errors.FailedTrialError("diverged")
         score = accuracy(values)
-        epochs = values.get("tuner/epochs", SETTINGS["epochs"])
+        epochs = values.get("tuner/epochs", SETTINGS.epochs)
         outcomes = [
             {"test_accuracy": score + sign * 0.01, "epochs": epochs} for sign in (-1, 1)
         ]
@@ -48,4 +49,4 @@ def oracle(algorithm, count=8, tune="rho,omega", seed=1):
     space = keras_tuner.HyperParameters()
     for each in spaces.parse(tune):
         each.add(space, each.name, grid=algorithm == "grid")
-    return oracles.make(algorithm, space, count, SETTINGS["epochs"], seed)
+    return oracles.make(algorithm, space, count, SETTINGS.epochs, seed)

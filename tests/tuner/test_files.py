@@ -1,16 +1,15 @@
 """A search whose files are damaged, or that two processes want."""
 
-import json
 import shutil
 
 import pytest
 
-from recipes import experiment, files
+from recipes.engine import files, run
+from recipes.engine.training import Outcome
 from tests.recipes import damaged
 from tests.recipes.damaged import search_state as found
-from tests.recipes.test_files import holder  # noqa: F401, a fixture
 from tests.tuner import synthetic
-from tuner import oracles, search, trials
+from tuner import search, trials
 
 
 @pytest.fixture
@@ -20,12 +19,12 @@ def searched(tmp_path):
 
 
 @pytest.mark.parametrize("name", damaged.SEARCH)
-def test_a_damaged_file_is_an_error_or_without_effect(name, searched):
+def test_a_damaged_file_is_an_error_or_another_text(name, searched):
     path = searched / name
     step = 1 + path.stat().st_size // 60
     counted = damaged.count(path, lambda: found(searched), step, bits=[0])
     assert not counted["wrong"]
-    assert counted["errors"] > 0.7 * counted.total()  # white space has no effect
+    assert counted["errors"] > 0.5 * counted.total()  # every cut is one
 
 
 def test_a_trial_that_is_gone_or_another_is_an_error(searched):
@@ -48,46 +47,32 @@ def test_a_file_of_another_search_or_version_is_an_error(name, searched):
     shutil.copy(other / name, searched / name)
     with pytest.raises(ValueError, match="hyperparameters.*learning_rate.*rho"):
         found(searched)
-    value = experiment.read_json(other / name)
+    value = files.read_json(other / name)
     del value["hyperparameters"]
-    experiment.write_json(searched / name, value, seal={})
+    files.write_json(searched / name, value)
     with pytest.raises(ValueError, match=f"{name} is damaged.*lacks hyperparameters"):
         found(searched)
 
 
-def test_what_earlier_versions_wrote_is_read(searched):
-    expected = found(searched)
-    for path in (searched / "oracle.json", *searched.glob("trial_*/trial.json")):
-        value = json.loads(path.read_text())
-        assert value.pop("seal")
-        path.write_text(json.dumps(value))
-    assert found(searched) == expected
-
-
-def test_one_search_in_a_directory(holder, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(files, "PATIENCE", 0)
-    settings, arguments = {"dataset": "digits"}, {"trials": 1, "name": "run"}
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(oracles, "make", stop)
-        search.search(settings, runs_dir=tmp_path / "other", **arguments)
-    shutil.copy(tmp_path / "other" / "run" / "config.json", tmp_path / "run")
-    for workers in (None, 2):
-        with pytest.raises(files.InUse, match=f"run is in use by process {holder.pid}"):
-            search.search(settings, workers=workers, runs_dir=tmp_path, **arguments)
+def test_one_search_in_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "PATIENCE", 0)
+    for workers in (1, 2):
+        settings = search.Settings(runs_dir=str(tmp_path), workers=workers)
+        with (
+            run.Run(settings.directory(), settings.config()),
+            pytest.raises(run.InUse, match="is in use by another process"),
+        ):
+            search.search(settings)
 
 
 def test_a_worker_waits_for_a_run_that_another_one_trains(tmp_path, monkeypatch):
-    answers = [files.InUse, files.InUse, {"test_accuracy": 0.5, "epochs": 9}]
+    answers = [run.InUse, run.InUse, {"test_accuracy": 0.5, "epochs": 9}]
 
-    def train(*_, **__):
+    def train(settings, *_, **__):
         answer = answers.pop(0)
-        if answer is files.InUse:
+        if answer is run.InUse:
             raise answer
-        return answer | {"diverged": False}
+        return Outcome(settings, answer | {"diverged": False}, [])
 
     monkeypatch.setattr(trials.train, "train", train)
     monkeypatch.setattr(trials, "IN_USE_SECONDS", 0)
@@ -101,7 +86,7 @@ def test_a_failed_write_ends_a_search_which_goes_on(tmp_path, monkeypatch):
     """Whichever file it is, no trial is lost or runs twice."""
     whole = synthetic.Tuner(synthetic.oracle("random", 4), tmp_path / "whole")
     whole.search()
-    replace = oracles.experiment.os.replace
+    replace = files.os.replace
     for failing in range(0, 14, 3):
         count = []
 

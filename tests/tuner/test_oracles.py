@@ -3,7 +3,7 @@ import collections
 import numpy as np
 import pytest
 
-from recipes import files
+from recipes.engine import files
 from tests.tuner import synthetic
 from tuner import oracles
 

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 
-from recipes import files, models, together, train
+from recipes.engine import classifier, files, together
 from tests.recipes import small
 from tuner import population
-from tuner.search import search
+from tuner.search import Settings, search
 
 IS_JAX = keras.backend.backend() == "jax"
 needs_jax = pytest.mark.skipif(not IS_JAX, reason="populations train on JAX")
@@ -18,18 +18,29 @@ TINY = {"model": "resnet8", "train_size": 60, "batch_size": 16, "epochs": 4}
 @pytest.fixture(scope="module", autouse=True)
 def small_networks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "build", small.build)
+        small.use(patch)
         yield
 
 
 # Where training does not enlarge what rounding changes.
-CALM = "rho=1..4,omega=0..30,learning_rate=0.01..0.1"
+CALM = ("rho=1..4", "omega=0..30", "learning_rate=0.01..0.1")
 
 
-def run(runs_dir, settings=TINY, **arguments):
-    usual = {"tune": CALM, "algorithm": "random", "trials": 5}
+def run(runs_dir, **arguments):
+    usual = TINY | {"tune": CALM, "algorithm": "random", "trials": 5}
     usual |= {"population": 3, "halving": 1, "name": "a"}
-    return search(settings, **usual | arguments, runs_dir=runs_dir)
+    return search(Settings(**usual | arguments, runs_dir=str(runs_dir)))
+
+
+def alone_again(found, row, directory):
+    """The results of a trial's run, trained by `together`."""
+    settings = classifier.Saved(
+        **found["settings"] | row["values"],
+        runs_dir=str(directory),
+        saved_models_dir=None,
+    )
+    (outcome,) = together.train([settings])
+    return outcome.results
 
 
 def outcome(runs_dir):
@@ -82,8 +93,7 @@ def test_trials_together_have_the_scores_of_trials_alone(alone, tmp_path):
 def test_a_trial_is_a_run_of_recipes_together(alone, tmp_path):
     expected, lines = alone
     row = expected["trials"][1]
-    config = {**expected["settings"], **row["values"], "seed": 0}
-    (result,) = together.train([config], tmp_path, None)
+    result = alone_again(expected, row, tmp_path)
     (name,) = [name for name in lines if f"omega{row['values']['omega']}-" in name]
     assert result["name"] == name
     assert result["test_accuracy"] == pytest.approx(row["accuracies"][0], abs=1e-6)
@@ -157,16 +167,14 @@ def test_killed_and_again(kills, arguments, tmp_path, monkeypatch):
 
 @needs_jax
 def test_a_diverged_trial_has_failed_and_does_not_touch_the_others(tmp_path):
-    run(tmp_path, tune="learning_rate=0.01..1e30", trials=5)
+    run(tmp_path, tune=("learning_rate=0.01..1e30",), trials=5)
     found = outcome(tmp_path)
     assert found["failed"] >= 1 and found["failed"] + found["finished"] == 5
 
 
 @needs_jax
 def test_hyperband_goes_on_with_the_weights_of_a_trial(tmp_path):
-    settings = TINY | {"epochs": 3}
-    arguments = {"algorithm": "hyperband", "trials": None}
-    run(tmp_path, settings, **arguments, population=4)
+    run(tmp_path, epochs=3, algorithm="hyperband", trials=None, population=4)
     found = outcome(tmp_path)
     assert {row["epochs"] for row in found["trials"]} == {1, 3}
     lines = curves(tmp_path)
@@ -174,14 +182,13 @@ def test_hyperband_goes_on_with_the_weights_of_a_trial(tmp_path):
     assert [line["epoch"] for line in max(lines.values(), key=len)] == [1, 2, 3]
     # A run that was stopped and went on is that of an uninterrupted training.
     best = found["best"]
-    config = {**found["settings"], **best["values"], "seed": 0}
-    (result,) = together.train([config], tmp_path / "again", None)
+    result = alone_again(found, best, tmp_path / "again")
     assert result["test_accuracy"] == pytest.approx(best["accuracies"][0], abs=1e-6)
 
 
 @needs_jax
 def test_rho_per_stage(tmp_path):
-    run(tmp_path, rho_per="stage", tune="rho", trials=2)
+    run(tmp_path, rho_per="stage", tune=("rho",), trials=2)
     found = outcome(tmp_path)
     assert found["hyperparameters"] == ["rho_logits"]
     values = [row["values"]["rho_logits"] for row in found["trials"]]
@@ -215,9 +222,9 @@ def test_who_stays():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"tune": "rho,momentum"}, "rho, omega and learning_rate.*with momentum"),
+        ({"tune": ("rho", "momentum")}, "rho, omega and learning_rate.*with momentum"),
         ({"population": 1, "seeds": 2}, "room for the 2 seeds"),
-        ({"halving": 0}, "`halving` must be positive"),
+        ({"halving": 0}, "`halving` must be at least 1"),
         ({"strategy": "data_parallel"}, "give no `strategy`"),
     ],
 )
@@ -230,4 +237,4 @@ def test_bad_arguments(arguments, message, tmp_path):
 def test_other_backends_are_refused(tmp_path):
     with pytest.raises(ValueError, match="KERAS_BACKEND=jax.*Received: backend"):
         run(tmp_path)
-    assert train.DEFAULTS and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())

@@ -10,23 +10,25 @@ import keras
 import numpy as np
 import pytest
 
-from recipes import data, models, train
+from recipes import train
+from recipes.engine import classifier, command, data
 from tests.recipes import small
 from tuner import cluster, report
-from tuner.search import search
+from tuner.search import Settings, search
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = {"model": "resnet8", "train_size": 60, "batch_size": 16, "epochs": 2}
+USUAL = {"tune": ("rho", "omega"), "algorithm": "random", "trials": 3, "name": "a"}
 
 
 @pytest.fixture(autouse=True)
 def small_networks(monkeypatch):
-    monkeypatch.setattr(models, "build", small.build)
+    small.use(monkeypatch)
 
 
-def run(tmp_path, settings=TINY, **arguments):
-    usual = {"tune": "rho,omega", "algorithm": "random", "trials": 3, "name": "a"}
-    return search(settings, **usual | arguments, runs_dir=tmp_path)
+def run(tmp_path, **arguments):
+    given = {**TINY, **USUAL, "workers": 1} | arguments
+    return search(Settings(**given, runs_dir=str(tmp_path)))
 
 
 def outcome(tmp_path):
@@ -37,7 +39,7 @@ def outcome(tmp_path):
 def finished(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "build", small.build)
+        small.use(patch)
         return tmp_path, run(tmp_path, seeds=2)
 
 
@@ -51,7 +53,9 @@ def test_what_is_written(finished):
     for row in found["trials"]:
         assert row["epochs"] == 2 and len(row["accuracies"]) == 2
         assert row["accuracy"]["mean"] == pytest.approx(np.mean(row["accuracies"]))
-        assert row["accuracy"]["std"] == pytest.approx(np.std(row["accuracies"]))
+        assert row["accuracy"]["std"] == pytest.approx(
+            np.std(row["accuracies"], ddof=1)
+        )
         # They are those of the runs.
         for seed, accuracy in enumerate(row["accuracies"]):
             pattern = f"*seed{seed}*omega{row['values']['omega']}*"
@@ -78,22 +82,17 @@ def test_the_best_setting_as_a_command(finished):
     prefix, _, flags = found["command"].partition("python -m recipes.train ")
     backend = keras.backend.backend()
     assert prefix == ("" if backend == "tensorflow" else f"KERAS_BACKEND={backend} ")
-    pairs = [flag.removeprefix("--").split("=", 1) for flag in flags.split()]
-    given = {key: value for key, value in pairs}
-    config = train.complete({"dataset": given["dataset"], **found["best"]["values"]})
-    assert float(given["rho"]) == config["rho"]
-    assert float(given["omega"]) == config["omega"]
-    for key, value in TINY.items():
-        assert given[key] == str(value)
-    # All images train.
-    assert "validation_size" not in given
+    given = command.parse(train.Settings, flags.split())
+    values = found["best"]["values"] | TINY
+    assert {key: getattr(given, key) for key in values} == values
+    assert given.validation_size is None  # all images train
 
 
 def test_the_command_has_stages_and_a_place_of_data():
-    settings = train.complete({"dataset": "cifar10"}) | {"validation_size": 5000}
-    del settings["seed"]
-    values = {"rho_stage1": 0.5, "rho_stage2": 2.0}
-    line = report.command(settings, values, "/data")
+    settings = classifier.Saved(
+        dataset="cifar10", validation_size=5000, data_dir="/data"
+    )
+    line = report.command(settings, {"rho_stage1": 0.5, "rho_stage2": 2.0})
     assert "--stage_rho=stage1=0.5,stage2=2 --data_dir=/data" in line
     assert "--dataset=cifar10" in line and "validation" not in line
 
@@ -115,7 +114,7 @@ def test_a_name_belongs_to_one_search(finished):
 
 
 def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
-    text = run(tmp_path, tune="learning_rate=0.01..1e30", trials=4)
+    text = run(tmp_path, tune=("learning_rate=0.01..1e30",), trials=4)
     found = outcome(tmp_path)
     assert found["failed"] >= 2 and found["finished"] + found["failed"] == 4
     assert text.count("| diverged |") == found["failed"]
@@ -127,7 +126,7 @@ def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
 
 
 def test_nothing_but_diverged_trials(tmp_path):
-    text = run(tmp_path, tune="learning_rate=1e29..1e30", trials=2)
+    text = run(tmp_path, tune=("learning_rate=1e29..1e30",), trials=2)
     found = outcome(tmp_path)
     assert found["best"] is None and found["command"] is None
     assert "Best setting" not in text
@@ -152,7 +151,7 @@ def test_another_error_ends_the_search_and_its_trial_is_not_lost(tmp_path, monke
 
 
 def test_hyperband_goes_on_with_a_run(tmp_path):
-    run(tmp_path, TINY | {"epochs": 3}, algorithm="hyperband", trials=None)
+    run(tmp_path, epochs=3, algorithm="hyperband", trials=None)
     found = outcome(tmp_path)
     assert {row["epochs"] for row in found["trials"]} == {1, 3}
     assert found["best"]["epochs"] == 3
@@ -161,17 +160,17 @@ def test_hyperband_goes_on_with_a_run(tmp_path):
     whole = [path for path in directories if (path / "results.json").exists()]
     (path, *_) = whole
     lines = (path / "metrics.jsonl").read_text().splitlines()
-    again = train.train(
-        json.loads((path / "config.json").read_text()),
-        runs_dir=tmp_path / "again",
-        saved_models_dir=None,
-        verbose=0,
+    stored = json.loads((path / "config.json").read_text())
+    del stored["format"]
+    settings = classifier.Saved(
+        **stored, runs_dir=str(tmp_path / "again"), saved_models_dir=None
     )
+    again = train.train(settings).results
     assert json.loads(lines[-1])["test_accuracy"] == again["test_accuracy"]
 
 
 def test_scored_by_test_images_if_asked(tmp_path):
-    run(tmp_path, TINY | {"validation_size": 0}, trials=1)
+    run(tmp_path, validation_size=0, trials=1)
     found = outcome(tmp_path)
     assert found["measured_on"] == "test"
     (accuracy,) = found["trials"][0]["accuracies"]
@@ -183,9 +182,10 @@ KILLED = f"""
 import sys
 from recipes import models
 from tests.recipes import small
-from tuner.search import search
+from tuner.search import Settings, search
 models.build = small.build
-search({TINY | {"epochs": 6}}, "rho,omega", "random", 3, name="a", runs_dir=sys.argv[1])
+given = {TINY | USUAL | {"epochs": 6, "workers": 1}}
+search(Settings(**given, runs_dir=sys.argv[1]))
 """
 
 
@@ -203,7 +203,7 @@ def test_sigkill_and_again(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     before = {path: path.stat().st_mtime_ns for path in done}
-    run(tmp_path, TINY | {"epochs": 6})
+    run(tmp_path, epochs=6)
     assert {path: path.stat().st_mtime_ns for path in done} == before
     assert len(list(tmp_path.glob("a/runs/*/results.json"))) == 3
     assert outcome(tmp_path)["finished"] == 3
@@ -212,19 +212,16 @@ def test_sigkill_and_again(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"tune": "depth"}, "depth is unknown"),
-        ({"tune": ""}, "the space is empty"),
-        ({"algorithm": "annealing"}, "`algorithm` must be one of random, grid"),
-        ({"trials": 0}, "`trials` must be positive"),
-        ({"seeds": 0}, "`seeds` must be positive"),
+        ({"tune": ("depth",)}, "depth is unknown"),
+        ({"tune": ()}, "the space is empty"),
+        ({"algorithm": "annealing"}, "`algorithm` must be of random, grid"),
+        ({"trials": 0}, "`trials` must be at least 1"),
+        ({"seeds": 0}, "`seeds` must be at least 1"),
         ({"rho_per": "layer"}, "`rho_per` must be.*rho_per='layer'"),
-        ({"tune": "omega", "rho_per": "stage"}, "'stage' where rho is tuned"),
-        ({"settings": TINY | {"norm": "bn"}}, "not have rho, which the norm bn lacks"),
-        (
-            {"settings": TINY | {"norm": "cbn_batch"}},
-            "not have omega.*cbn_batch is without it",
-        ),
-        ({"settings": TINY | {"epochs": 0}}, "`epochs` must be positive"),
+        ({"tune": ("omega",), "rho_per": "stage"}, "'stage' where rho is tuned"),
+        ({"norm": "bn"}, "not have rho, which the norm bn lacks"),
+        ({"norm": "cbn_batch"}, "not have omega.*cbn_batch is without it"),
+        ({"epochs": 0}, "`epochs` must be at least 1"),
         (
             {
                 "strategy": "tpu"
@@ -239,6 +236,14 @@ def test_bad_arguments(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(tmp_path, **arguments)
     assert not list(tmp_path.glob("a/runs/*"))
+
+
+def test_how_many_train_at_the_same_time(monkeypatch):
+    monkeypatch.setattr("recipes.engine.workers.default_count", lambda: 4)
+    assert Settings().processes() == 4
+    assert Settings(trials=3).processes() == 3
+    assert Settings(workers=2).processes() == 2
+    assert Settings(strategy="mirrored").processes() == 1
 
 
 def test_a_cluster_needs_all_of_its_variables(tmp_path, monkeypatch):

@@ -17,18 +17,19 @@ from benchmarks import tpu_compiler
 import json
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from recipes import data, population, train
+from recipes.engine import classifier, data, population, together
 
 chips = tpu_compiler.Slice("v5e:2x2")
 rng = np.random.default_rng(0)
 x = rng.normal(size=(256, 8, 8, 1)).astype("float32")
 y = np.arange(256, dtype="int32") % 10
 images = data.ImageData(x, y, x, y, 10)
-configs = [
-    train.complete({"model": "resnet8", "rho": 0.5 + k, "omega": 5.0 * k, "seed": k})
+runs = [
+    classifier.Training(model="resnet8", rho=0.5 + k, omega=5.0 * k, seed=k)
     for k in range(4)
 ]
-trials = population.of(configs, images)
+data.images = lambda settings: images
+trials = together.of(runs)
 
 mesh = Mesh(chips.by_batch.mesh.devices, ("trial",))
 by_trial = NamedSharding(mesh, PartitionSpec("trial"))

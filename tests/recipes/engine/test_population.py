@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_norms import CBN
-from recipes import data, optimizers, population, trial
+from recipes.engine import data, optimizers, population, run, trial
 
 EPOCHS = 4
 IS_JAX = keras.backend.backend() == "jax"
@@ -211,16 +211,15 @@ def test_crop_and_flip():
 
 
 @needs_jax
-def test_keep_and_restore_change_nothing_for_those_that_stay(together, tmp_path):
+def test_keep_and_restore_change_nothing_for_those_that_stay(together):
     expected, scores = together
     trials = make(TRIALS)
     trials.train(1), trials.evaluate()
-    path = tmp_path / "state.npz"
-    trials.save(path)
+    arrays = trials.arrays()
     trials.keep([2, 0])
     assert trials.trials == [TRIALS[2], TRIALS[0]]
     restored = make([TRIALS[1], TRIALS[2]])
-    restored.restore(path)
+    restored.restore(arrays)
     assert restored.epoch == 1
     for each, places in ((trials, [2, 0]), (restored, [1, 2])):
         last = each.train(EPOCHS - 1) | each.evaluate()
@@ -231,13 +230,13 @@ def test_keep_and_restore_change_nothing_for_those_that_stay(together, tmp_path)
 
 
 @needs_jax
-def test_restored_equals_uninterrupted_bit_by_bit(tmp_path):
+def test_restored_equals_uninterrupted_bit_by_bit():
     one = make(TRIALS[:1])
     one.train(), one.evaluate()
-    one.save(tmp_path / "state.npz")
+    arrays = one.arrays()
     expected = one.train(2) | one.evaluate()
     final = weights(one, 0)
-    one.restore(tmp_path / "state.npz")
+    one.restore(arrays)
     assert one.epoch == 1
     for key, values in (one.train(2) | one.evaluate()).items():
         np.testing.assert_array_equal(values, expected[key])
@@ -261,7 +260,7 @@ def test_a_diverged_trial_does_not_touch_the_others(together):
 
 
 @needs_jax
-def test_a_trial_in_the_place_of_another_one(together, tmp_path):
+def test_a_trial_in_the_place_of_another_one(together):
     """It starts anew, keeps its own epochs, and the other trial goes on."""
     expected, scores = together
     trials = make([LOST, TRIALS[1]])
@@ -277,10 +276,10 @@ def test_a_trial_in_the_place_of_another_one(together, tmp_path):
             np.testing.assert_allclose(values, both, **SAME)
     np.testing.assert_array_equal(trials.epochs, [2, 3])
 
-    trials.save(tmp_path / "one.npz", [1])
-    assert population.trials_in(tmp_path / "one.npz") == [TRIALS[1]]
+    arrays = trials.arrays([1])
+    assert population.trials_of(arrays) == [TRIALS[1]]
     others = make([TRIALS[0], TRIALS[1]])
-    others.restore(tmp_path / "one.npz", [1])
+    others.restore(arrays, [1])
     np.testing.assert_array_equal(others.epochs, [0, 3])
     found = others.train() | others.evaluate()
     for key, values in found.items():
@@ -291,7 +290,7 @@ def test_a_trial_in_the_place_of_another_one(together, tmp_path):
 
 DEVICES = """
 import jax, numpy as np
-from tests.recipes.test_population import TRIALS, make
+from tests.recipes.engine.test_population import TRIALS, make
 trials = [TRIALS[0], TRIALS[1], TRIALS[2], TRIALS[0]]
 one, two = make(trials), make(trials, devices=jax.devices())
 assert (one.devices, two.devices) == (1, 2)
@@ -317,7 +316,7 @@ def test_trials_on_two_devices():
     flags = "--xla_force_host_platform_device_count=2"
     done = subprocess.run(
         [sys.executable, "-c", DEVICES],
-        cwd=pathlib.Path(__file__).parents[2],
+        cwd=pathlib.Path(__file__).parents[3],
         env={**os.environ, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
@@ -338,9 +337,10 @@ def test_bfloat16(dtype, tmp_path):
 
     halves = make(TRIALS[:2], build_half)
     halves.train()
-    halves.save(tmp_path / "state.npz")
-    restored = make(TRIALS[:2], build_half)
-    restored.restore(tmp_path / "state.npz")
+    with run.Run(tmp_path / "a", {}) as recorded:
+        recorded.save(epoch=1, **halves.arrays())
+        restored = make(TRIALS[:2], build_half)
+        restored.restore(recorded.load())
     found = [weights(each, 0) for each in (halves, restored)]
     stored = {str(value.dtype) for value in found[0].values()}
     assert ("bfloat16" in stored) == (dtype == "bfloat16")
@@ -353,7 +353,7 @@ def test_bfloat16(dtype, tmp_path):
 
 
 @needs_jax
-def test_bad_arguments(tmp_path):
+def test_bad_arguments():
     with pytest.raises(ValueError, match="`trials` must have one.*trials=\\[\\]"):
         make([])
     with pytest.raises(ValueError, match="positive learning rates.*learning_rate': 0"):
@@ -364,9 +364,8 @@ def test_bad_arguments(tmp_path):
     for indices in ([], [0, 0], [1]):
         with pytest.raises(ValueError, match="`indices` must be distinct.*from 0 to 0"):
             one.keep(indices)
-    one.save(tmp_path / "state.npz")
     with pytest.raises(ValueError, match="lacks.*'learning_rate': 0.05"):
-        make(TRIALS[:2]).restore(tmp_path / "state.npz")
+        make(TRIALS[:2]).restore(one.arrays())
 
 
 @pytest.mark.skipif(IS_JAX, reason="of the other backends")

@@ -5,54 +5,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_norms import CBN
-from recipes import data, strategies, train
+from recipes.engine import classifier, data, devices
 from recipes.models import norms
 from tests.recipes.test_imagenet import SIZE, TEST, read, stream
 from tests.recipes.test_imagenet import data_dir as data_dir  # a fixture
 
 BACKEND = keras.backend.backend()
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
-CONFIG = train.complete({"train_size": 40, "batch_size": 12, "augment": True})
+SETTINGS = classifier.Training(train_size=40, batch_size=12, augment=True)
 
 
 def test_no_strategy():
-    assert strategies.get(None) is None
-    assert strategies.get("none") is None
+    assert devices.get(None) is None
+    assert devices.get("none") is None
 
 
 @pytest.mark.parametrize("name", ["mirrored", "tpu", "data_parallel", "of my own"])
 def test_strategies_of_other_backends_are_refused(name):
-    if strategies.BACKENDS.get(name) == BACKEND:
+    if devices.BACKENDS.get(name) == BACKEND:
         pytest.skip("one of this backend")
     with pytest.raises(ValueError, match=f"be one of none.*on the backend {BACKEND}"):
-        strategies.get(name)
+        devices.get(name)
 
 
 @pytest.mark.parametrize("name", [None, "none", "mirrored", "tpu"])
 def test_many_machines_are_refused_but_for_jax(name):
     with pytest.raises(ValueError, match="many machines there only. Received: job_add"):
-        strategies.get(name, "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
+        devices.get(name, "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
 
 
-@given(count=st.integers(1, 2000), devices=st.integers(1, 300))
-def test_test_batches(count, devices):
-    size, padded = strategies.test_batch(count, devices)
+@given(count=st.integers(1, 2000), several=st.integers(1, 300))
+def test_test_batches(count, several):
+    size, padded = devices.test_batch(count, several)
     assert size <= data.TEST_BATCH_SIZE
-    assert count % size == 0 == padded % devices
-    assert 0 <= padded - size < devices
+    assert count % size == 0 == padded % several
+    assert 0 <= padded - size < several
 
 
 def test_test_batches_are_not_padded_without_need():
-    assert strategies.test_batch(10_000, 8) == (400, 400)
-    assert strategies.test_batch(10_000, 256) == (500, 512)
-    assert strategies.test_batch(360, 8) == (360, 360)
+    assert devices.test_batch(10_000, 8) == (400, 400)
+    assert devices.test_batch(10_000, 256) == (500, 512)
+    assert devices.test_batch(360, 8) == (360, 360)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_processes_share_each_batch(processes):
-    whole = data.source(CONFIG)
+    whole = data.source(SETTINGS)
     parts = [
-        strategies._Parts(data.source(CONFIG), 12, 6, process, processes)
+        devices._Parts(data.source(SETTINGS), 12, 6, process, processes)
         for process in range(processes)
     ]
     assert [part.steps for part in parts] == [3] * processes
@@ -70,22 +70,20 @@ def test_processes_share_each_batch(processes):
 
 
 def test_what_fills_a_test_batch_up_has_no_weight():
-    images, labels, weights = strategies._Parts(data.source(CONFIG), 84, 7).test[0]
+    images, labels, weights = devices._Parts(data.source(SETTINGS), 84, 7).test[0]
     assert len(images) == len(labels) == 364
     np.testing.assert_array_equal(weights, [1] * 360 + [0] * 4)
-    np.testing.assert_array_equal(images[:360], data.source(CONFIG).test[0])
+    np.testing.assert_array_equal(images[:360], data.source(SETTINGS).test[0])
 
 
 def test_batches_that_devices_cannot_share_are_refused():
     with pytest.raises(ValueError, match="multiple of the number of devices, 8. Rec"):
-        strategies._Parts(data.source(CONFIG), 12, 8)
+        devices._Parts(data.source(SETTINGS), 12, 8)
 
 
 def test_processes_share_imagenet(data_dir):
     whole = stream(data_dir)
-    parts = [
-        strategies._Parts(stream(data_dir), 4, 4, process, 2) for process in range(2)
-    ]
+    parts = [devices._Parts(stream(data_dir), 4, 4, process, 2) for process in range(2)]
     batches = [read(part.batches(1)) for part in parts]
     expected = read(whole.batches(1))
     assert [len(part) for part in batches] == [len(expected)] * 2
@@ -109,10 +107,10 @@ def read_labels(source):
 
 @tensorflow_only
 def test_replicas():
-    strategy = strategies.get("mirrored")
+    strategy = devices.get("mirrored")
     assert strategy.devices == 1
-    source = strategy.distribute(data.source(CONFIG), CONFIG)
-    expected = data.source(CONFIG).batches(2)[0]
+    source = strategy.distribute(data.source(SETTINGS), SETTINGS)
+    expected = data.source(SETTINGS).batches(2)[0]
     images, labels = next(iter(source.batches(2)))
     assert images.shape == (12, 8, 8, 1) and labels.shape == (12,)
     np.testing.assert_array_equal(images, expected[0])

@@ -1,0 +1,154 @@
+import dataclasses
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from recipes import compare, train
+from recipes.engine import classifier, data, population, together
+from tests.recipes import small
+
+IS_JAX = keras.backend.backend() == "jax"
+needs_jax = pytest.mark.skipif(not IS_JAX, reason="populations train on JAX")
+
+TINY = {"model": "resnet8", "train_size": 48, "batch_size": 16, "epochs": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_networks():
+    with pytest.MonkeyPatch.context() as patch:
+        small.use(patch)
+        yield
+
+
+def places(tmp_path):
+    return {
+        "runs_dir": str(tmp_path / "runs"),
+        "saved_models_dir": str(tmp_path / "models"),
+    }
+
+
+def one(tmp_path, seed=0, **more):
+    values = {"norm": "cbn", "activation": "tanh", **TINY, **places(tmp_path)}
+    return classifier.Saved(**values | {"seed": seed} | more)
+
+
+def several(tmp_path):
+    """Three runs, of which one diverges."""
+    lost = one(tmp_path, learning_rate=1e30)
+    return [one(tmp_path, 0), one(tmp_path, 1), lost]
+
+
+def scores(lines):
+    return [[v for k, v in line.items() if k[:7] != "seconds"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("finished")
+    return tmp_path, together.train(several(tmp_path))
+
+
+@needs_jax
+def test_runs_are_recorded_as_those_of_train(finished, tmp_path):
+    directory, outcomes = finished
+    alone = train.train(one(tmp_path))
+    first = outcomes[0]
+    added = {"trials_at_once", "images_per_second"}
+    assert first.results.keys() - alone.results.keys() == added
+    assert not alone.results.keys() - first.results.keys()
+    assert first.results["name"] == first.settings.label()
+    assert first.results["name"] == alone.results["name"].replace(
+        "-seed0-", "-seed0-populationTrue-"
+    )
+    for a, b in zip(first.metrics, alone.metrics, strict=True):
+        assert a.keys() == b.keys()
+    files = [
+        {path.name for path in (root / "runs" / each.results["name"]).iterdir()}
+        for root, each in ((directory, first), (tmp_path, alone))
+    ]
+    assert files[0] == files[1] >= {"config.json", "metrics.jsonl", "results.json"}
+    assert first.results["trials_at_once"] == 3
+    assert first.results["images_per_second"] > 0
+    assert first.metrics[-1]["test_accuracy"] == first.results["test_accuracy"]
+    images = data.load("digits", train_size=48)
+    for result in (outcome.results for outcome in outcomes[:2]):
+        model = keras.models.load_model(result["saved_model"])
+        hits = model.predict(images.x_test, verbose=0).argmax(-1) == images.y_test
+        np.testing.assert_allclose(hits.mean(), result["best_test_accuracy"], atol=1e-6)
+
+
+@needs_jax
+def test_a_diverged_run_ends_and_the_others_go_on(finished):
+    results = [outcome.results for outcome in finished[1]]
+    assert [result["diverged"] for result in results] == [False, False, True]
+    assert [result["epochs"] for result in results] == [2, 2, 1]
+    assert results[2]["train_loss"] is None and results[2]["saved_model"] is None
+    assert finished[1][2].metrics[0]["train_loss"] is None
+
+
+@needs_jax
+def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkeypatch):
+    """With a checkpoint, and one of the runs complete."""
+    _, uninterrupted = finished
+    monkeypatch.setattr(together, "CHECKPOINT_SECONDS", 0)
+    finish, done = together.finish, []
+
+    def die(*arguments, **more):
+        if done:
+            raise RuntimeError
+        done.append(finish(*arguments, **more))
+
+    asked = several(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(together, "finish", die)
+        with pytest.raises(RuntimeError):
+            together.train(asked)
+    trained = []
+    train_epoch = population.Population.train
+    monkeypatch.setattr(
+        population.Population,
+        "train",
+        lambda self: trained.append(self.epoch) or train_epoch(self),
+    )
+    found = together.train(asked)
+    assert trained == []  # all epochs were behind
+    for outcome, reference in zip(found, uninterrupted, strict=True):
+        assert scores(outcome.metrics) == scores(reference.metrics)
+    assert not list(tmp_path.glob("runs/*/checkpoint.npz"))
+    assert together.train(asked) == found
+
+
+@needs_jax
+def test_compare_in_chunks(tmp_path):
+    settings = compare.Settings(
+        models=("resnet8",),
+        norms=("cbn",),
+        activations=("tanh",),
+        seeds=2,
+        population=1,
+        **TINY | {"epochs": 1, "model": "resnet8"},
+        **places(tmp_path),
+    )
+    directory = compare.run(settings)
+    (row,) = json.loads((directory / "results.json").read_text())["rows"]
+    assert row["seeds"] == 2 and row["trials_at_once"] == 1
+
+
+@needs_jax
+def test_runs_must_be_those_of_one_network(tmp_path):
+    with pytest.raises(ValueError, match="differ in seed, rho.*that differ in norm"):
+        together.train([one(tmp_path), one(tmp_path, norm="bn")])
+    streamed = dataclasses.replace(
+        one(tmp_path), dataset="imagenet2012", train_size=None
+    )
+    with pytest.raises(ValueError, match="imagenet2012.*cannot be arrays"):
+        together.train([streamed])
+
+
+@pytest.mark.skipif(IS_JAX, reason="of the other backends")
+def test_other_backends_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="KERAS_BACKEND=jax.*Received: backend"):
+        together.train([one(tmp_path)])
+    assert not list(tmp_path.iterdir())
