@@ -82,7 +82,9 @@ class Slimmed(train.Saved):
     until: int | None = setting(
         None, "Stop training after this epoch of these.", at_least=1
     )
-    saved_models_dir: str = "saved_models"
+    saved_models_dir: str = setting(
+        "saved_models", "Where models are saved.", compare=False
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
