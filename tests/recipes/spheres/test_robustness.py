@@ -63,7 +63,8 @@ def test_robustness(tmp_path):
 def test_the_attack_leaves_the_network_as_it_is(tmp_path, monkeypatch):
     """A run of a network that was attacked is that of a new network."""
     monkeypatch.setattr(robustness, "FACTORS", (1,))
-    settings = Settings(**tiny.SETTINGS | ATTACK, norms=("cbn",), seeds=2)
+    few = tiny.SETTINGS | ATTACK | {"epochs": 1}
+    settings = Settings(**few, norms=("cbn",), seeds=2)
     first, second = settings.runs(weight_decay=0.0, runs_dir=str(tmp_path / "both"))
     robustness.train(first)
     model = training._last["model"]
