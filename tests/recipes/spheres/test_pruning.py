@@ -151,15 +151,16 @@ def test_share_at():
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def settings(tmp_path, monkeypatch):
+    """Callable of changes, returns tiny settings."""
     monkeypatch.setattr(models, "build", tiny.build)
     training._last.clear()
     places = {"runs_dir": str(tmp_path), "saved_models_dir": str(tmp_path / "saved")}
-    return lambda **changes: pruning.run(Settings(**CONFIG | places | changes))
+    return lambda **changes: Settings(**CONFIG | places | changes)
 
 
-def test_pruning(run, monkeypatch):
-    directory = run()
+def test_pruning(settings, monkeypatch):
+    directory = pruning.run(settings())
     outcome = json.loads((directory / "results.json").read_text())
     found = [(line["method"], line["level"]) for line in outcome["points"]]
     assert found == [("whole", 0), ("gamma", 0.5), ("mean", 0.4), ("merge", 0.4)]
@@ -173,33 +174,29 @@ def test_pruning(run, monkeypatch):
     assert (directory / "pruning.png").stat().st_size > 0
     # Again: complete. And without what was written last: nothing is measured anew.
     monkeypatch.setattr(pruning, "point", None)
-    assert run() == directory
+    assert pruning.run(settings()) == directory
     (directory / "results.json").unlink()
-    assert run() == directory
+    assert pruning.run(settings()) == directory
     again = json.loads((directory / "results.json").read_text())
     assert again["points"] == outcome["points"]
 
 
-def test_training_until(run, tmp_path):
-    directory = run(until=1, gamma_l1=1e-3)
-    assert "until1" in directory.name
-    path = next(tmp_path.glob("pruning_train-*"))
-    assert len((path / "metrics.jsonl").read_text().splitlines()) == 1
-    # The rate is that of a training of all epochs, and other points need no new one.
-    whole, part = (pruning.problem(Settings(**CONFIG, until=n)) for n in (None, 1))
-    assert (whole.epochs, part.epochs) == (2, 1)
-    assert whole.schedule.boundaries == part.schedule.boundaries
-    before = (path / "results.json").stat().st_mtime_ns
-    assert run(until=1, gamma_l1=1e-3, shares=(0.3,)) != directory
-    assert (path / "results.json").stat().st_mtime_ns == before
-
-
-def test_a_damaged_network(run, tmp_path):
-    run()
+def test_training_until(settings, tmp_path):
+    whole, part = settings(), settings(until=1, gamma_l1=1e-3)
+    assert part.label().endswith("until1")
+    problems = [pruning.problem(each) for each in (whole, part)]
+    assert [each.epochs for each in problems] == [2, 1]
+    # The rate is that of a training of all epochs.
+    assert len({tuple(each.schedule.boundaries) for each in problems}) == 1
+    pruning.trained(part.training())
+    (path,) = tmp_path.glob("pruning_train-*/metrics.jsonl")
+    assert len(path.read_text().splitlines()) == 1
+    # Other points need no other network, and one that cannot be read is named.
+    assert settings(until=1, gamma_l1=1e-3, shares=(0.3,)).training() == part.training()
     (path,) = (tmp_path / "saved").iterdir()
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=f"{path.name} is damaged.*cannot be loaded"):
-        run(shares=(0.3,))
+        pruning.trained(part.training())
 
 
 @pytest.mark.parametrize(
@@ -213,7 +210,7 @@ def test_a_damaged_network(run, tmp_path):
         ({"dataset": "digit"}, "`dataset` must be one of digits"),
     ],
 )
-def test_bad_settings(run, tmp_path, changes, message):
+def test_bad_settings(settings, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        run(**changes)
+        pruning.run(settings(**changes))
     assert not list(tmp_path.iterdir())
