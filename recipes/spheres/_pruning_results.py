@@ -1,6 +1,6 @@
-"""What came out of `recipes.pruning`: a table and a figure."""
+"""What came out of `recipes.spheres.pruning`: a table and a figure."""
 
-from recipes import data, figures, grid
+from recipes.engine import data, figures, results
 
 METHODS = {
     "gamma": "smallest gamma",
@@ -20,7 +20,7 @@ def by_method(lines):
     """The lines of each method after that of the whole network, by what is gone.
 
     Args:
-        lines: Of metrics.jsonl, see `recipes.pruning.point`.
+        lines: Of metrics.jsonl, see `point` in pruning.py.
 
     Returns:
         Dict of lists.
@@ -76,9 +76,9 @@ def share_at(lines, limit, key, gone):
     return last[gone]
 
 
-def draw(path, points, config):
+def draw(path, points, settings):
     """Draws test accuracy over what is gone: a row for each of `KEYS`."""
-    title = f"{data.stem(config['dataset'])}, {config['model']}, {config['norm']}"
+    title = f"{data.stem(settings.dataset)}, {settings.model}, {settings.norm}"
     figure, axes = figures.subplots(len(KEYS), 2, "", sharey=True)
     figure.suptitle(title, x=0.02, ha="left")  # the legend is on the right
     limit = limits(points)
@@ -103,7 +103,7 @@ def table(outcome):
     """Returns the results as Markdown.
 
     Args:
-        outcome: Dict, what `recipes.pruning` writes to results.json.
+        outcome: Dict, what pruning.py writes to results.json.
     """
     header = ["removed at one point of accuracy lost"]
     header += [f"{text}, {name}" for name in KEYS.values() for text in GONE.values()]
@@ -112,7 +112,7 @@ def table(outcome):
         + [f"{outcome['shares'][method][k][gone]:.1%}" for k in KEYS for gone in GONE]
         for method, label in METHODS.items()
     ]
-    parts = [grid.markdown(header, rows)]
+    parts = [results.markdown(header, rows)]
     header = ["method", "level", *(f"{text} removed" for text in GONE.values())]
     header += ["change of outputs", "test accuracy", "recalibrated"]
     rows = [
@@ -125,7 +125,7 @@ def table(outcome):
         ]
         for line in sorted(outcome["points"], key=_order)
     ]
-    parts.append(grid.markdown(header, rows))
+    parts.append(results.markdown(header, rows))
     premise = outcome["premise"]
     header = ["merging at tolerance", *(f"{text} removed" for text in GONE.values())]
     header += ["recalibrated", "images a second", "times the whole network's"]
@@ -139,7 +139,7 @@ def table(outcome):
         ]
         for line in outcome["speeds"]
     ]
-    parts.append(grid.markdown(header, rows))
+    parts.append(results.markdown(header, rows))
     parts.append(
         "|correlation| of the outputs of a unit with those of the unit of the nearest "
         f"gamma and beta: {premise['nearest']:.3f}, mean over all units of its layer: "

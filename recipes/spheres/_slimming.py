@@ -11,7 +11,7 @@ from keras import ops
 from keras_norms import CBN, prune
 from keras_norms.surgery.channels import Channels
 from keras_norms.surgery.graph import Graph
-from recipes import optimizers
+from recipes.engine import optimizers
 
 
 @keras.saving.register_keras_serializable(package="keras_norms_recipes")

@@ -2,10 +2,10 @@
 
 The small run, on scikit-learn's 8x8 digits, and that of the table below:
 
-    python -m recipes.pruning
-    python -m recipes.pruning --dataset=cifar10 --data_dir=<where it is> --epochs=6 \
-        --until=4 --measure_size=128 --statistics_size=512 --test_size=1000 \
-        --levels=0.1,0.15,0.2,0.225,0.25,0.275,0.3,0.35 \
+    python -m recipes.spheres.pruning
+    python -m recipes.spheres.pruning --dataset=cifar10 --data_dir=<where it is> \
+        --epochs=6 --until=4 --measure_size=128 --statistics_size=512 \
+        --test_size=1000 --levels=0.1,0.15,0.2,0.225,0.25,0.275,0.3,0.35 \
         --shares=0.05,0.1,0.15,0.2,0.3,0.5
 
 Claim (Sun et al., Section 2.2, left there as future work): not only units with a small
@@ -48,123 +48,158 @@ Liu et al., Learning Efficient Convolutional Networks through Network Slimming,
 ICCV 2017. https://arxiv.org/abs/1708.06519
 """
 
-import pathlib
+import dataclasses
+import functools
 import time
 
 import keras
 import numpy as np
-from absl import app, flags
 from keras import ops
 
-from keras_norms import AMAT, prune, recalibrate
-from recipes import data, experiment, grid, models, train
-from recipes import pruning_results as results
-from recipes.models import norms
-from recipes.pruning_results import METHODS
-from recipes.slimming import SlimmingSGD, compiled, copy, own_norms, without_smallest
-
-SETTINGS = {"model": "resnet20", "norm": "bn", "activation": "relu"}
-TRAINING = {"gamma_l1": 0.0, "until": None}  # what `recipes.train` does not have
-DEFAULTS = TRAINING | {
-    "measure_size": 512,
-    "statistics_size": 1024,
-    "test_size": None,
-    "levels": "0.3,0.4,0.5,0.6,0.7",
-    "shares": "0.05,0.1,0.15,0.2,0.3,0.5",
-}
+from keras_norms import prune, recalibrate
+from recipes import train
+from recipes.engine import classifier, command, data, files, training
+from recipes.engine.run import Run
+from recipes.engine.settings import setting
+from recipes.spheres import _pruning_results as results
+from recipes.spheres._pruning_results import METHODS
+from recipes.spheres._slimming import (
+    SlimmingSGD,
+    compiled,
+    copy,
+    own_norms,
+    without_smallest,
+)
 
 
-def complete(config):
-    """Returns `config` with the default of each setting that it lacks or has as None.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slimmed(train.Saved):
+    """A training whose last network is saved."""
 
-    Args:
-        config: Dict with any of the keys of `DEFAULTS` and of `recipes.train`.
+    norm: str = "bn"
+    activation: str = "relu"
+    gamma_l1: float = setting(0.0, "Penalty on |gamma| in training.", at_least=0)
+    until: int | None = setting(
+        None, "Stop training after this epoch of these.", at_least=1
+    )
+    saved_models_dir: str = setting(
+        "saved_models", "Where models are saved.", compare=False
+    )
 
-    Returns:
-        Two dicts: the settings of the training, and those of the whole run.
-    """
-    config = {key: value for key, value in config.items() if value is not None}
-    own = {key: config.pop(key, default) for key, default in DEFAULTS.items()}
-    training = train.complete(SETTINGS | config)
-    for key in ("measure_size", "statistics_size", "test_size", "until"):
-        if own[key] is not None and not own[key] >= 1:
-            raise ValueError(
-                f"Argument `{key}` must be positive. Received: {key}={own[key]}"
-            )
-    if not own["gamma_l1"] >= 0:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Slimmed):
+    """One network, pruned in all ways."""
+
+    measure_size: int = setting(512, "Training images that are measured.", at_least=1)
+    statistics_size: int = setting(
+        1024, "Training images that are recalibrated on.", at_least=1
+    )
+    test_size: int | None = setting(None, "All; the first ones.", at_least=1)
+    levels: tuple[float, ...] = setting(
+        (0.3, 0.4, 0.5, 0.6, 0.7), "Tolerances of prune.", at_least=0, at_most=1
+    )
+    shares: tuple[float, ...] = setting(
+        (0.05, 0.1, 0.15, 0.2, 0.3, 0.5),
+        "Shares of the smallest gamma.",
+        at_least=0,
+        at_most=1,
+    )
+    name: str | None = setting(None, "Of the run.", compare=False)
+
+    def training(self):
+        """The settings of the training alone."""
+        names = [field.name for field in dataclasses.fields(Slimmed)]
+        return Slimmed(**{name: getattr(self, name) for name in names})
+
+
+def problem(settings):
+    """The training of a classifier by `SlimmingSGD`, as long as `until` says."""
+    optimizer = functools.partial(SlimmingSGD, gamma_l1=settings.gamma_l1)
+    found = classifier.problem(settings, optimizer=optimizer)
+    epochs = min(settings.until or settings.epochs, settings.epochs)
+    return found._replace(epochs=epochs)
+
+
+def trained(settings):
+    """Trains a network, or loads what came out before, compiled for evaluation."""
+    outcome = training.train(settings, "pruning_train", problem, at_end=train.save)
+    if outcome.results["diverged"]:
         raise ValueError(
-            "Argument `gamma_l1` must not be negative. "
-            f"Received: gamma_l1={own['gamma_l1']}"
+            f"The training in {settings.runs_dir}/{outcome.results['name']} diverged."
         )
-    for key in ("levels", "shares"):
-        try:
-            values = numbers(own[key])
-        except ValueError:
-            values = [-1.0]
-        if not all(0 <= value < 1 for value in values):
-            raise ValueError(
-                f"Argument `{key}` must be numbers from 0 to 1 (exclusive) with commas "
-                f"between. Received: {key}={own[key]!r}"
-            )
-    return training | {key: own[key] for key in TRAINING}, training | own
+    path = outcome.results["saved_model"]
+    try:
+        return compiled(keras.saving.load_model(path))
+    except Exception as error:  # of the many kinds of zipfile, Keras and h5py
+        raise files.damaged(path, f"it cannot be loaded ({error})") from None
 
 
-def numbers(text):
-    return [float(part) for part in text.split(",")]
-
-
-def trained(config, source, runs_dir, saved_models_dir):
-    """Trains a network as `recipes.train` does, or loads what came out before.
-
-    Args:
-        config: The first dict of `complete`.
-        source: What `recipes.data.source` returns.
-        runs_dir, saved_models_dir: As in `recipes.train.train`. The network is that of
-            the last epoch.
+def run(settings):
+    """Trains a network and prunes it in all ways; goes on with what is not done.
 
     Returns:
-        The `keras.Model`, compiled for evaluation.
+        The path of the directory with table.md, results.json and pruning.png.
     """
-    name = f"pruning_train-{settings_of(config, TRAINING)}"
-    run = experiment.Run(pathlib.Path(runs_dir) / name, config)
-    if run.results is None:
-        keras.backend.clear_session()
-        keras.utils.set_random_seed(config["seed"])
-        norm = norms.get(config["norm"], config["rho"], config["omega"])
-        model = models.build(
-            config["model"],
-            source.image_shape,
-            source.num_classes,
-            norm,
-            config["activation"],
-            dtype=config["dtype"],
-        )
-        rate = train.schedule(config, source.steps)
-        settings = config["momentum"], config["weight_decay"]
-        optimizer = SlimmingSGD(rate, *settings, gamma_l1=config["gamma_l1"])
-        compiled(model, optimizer)
-        recorder = experiment.Recorder(run, model)
-        last = min(config["until"] or config["epochs"], config["epochs"])
-        if recorder.epoch < last:
-            model.fit(
-                source.batches(recorder.epoch),
-                steps_per_epoch=source.steps,
-                epochs=last,
-                initial_epoch=recorder.epoch,
-                shuffle=False,  # the batches are
-                validation_data=source.test,
-                validation_batch_size=data.TEST_BATCH_SIZE,
-                callbacks=[AMAT(), recorder] if norm.amat else [recorder],
-                verbose=0,
-            )
-        if recorder.diverged:
-            raise ValueError(f"The training of {name} diverged: see {run.directory}")
-        train.finish(run, name, model, saved_models_dir)
-    model = experiment.load_model(run.results["saved_model"])
-    return compiled(model)
+    name = settings.name or f"pruning-{settings.label()}"
+    recorded = Run(f"{settings.runs_dir}/{name}", settings.config())
+    if recorded.results is None:
+        data.images(settings)  # that they can be read
+        with recorded:
+            if recorded.results is None:
+                measure(recorded, settings)
+    return recorded.directory
 
 
-# What is removed
+def measure(recorded, settings):
+    """Measures what is not measured yet; writes the table, the figure, the results."""
+    model = trained(settings.training())
+    loaded = data.images(settings)
+    images = loaded.x_train[: settings.measure_size].copy()
+    more = loaded.x_train[: settings.statistics_size].copy()
+    test = tuple(
+        array[: settings.test_size].copy() for array in (loaded.x_test, loaded.y_test)
+    )
+    del loaded
+    data.load.cache_clear()  # all other images
+    recorded.keep(len(recorded.metrics))
+    done = {(line["method"], line["level"]) for line in recorded.metrics}
+    wanted = [("whole", 0.0)]
+    for method in METHODS:
+        levels = settings.shares if method == "gamma" else settings.levels
+        wanted += [(method, level) for level in levels]
+    for method, level in wanted:
+        if (method, level) not in done:
+            recorded.log(**point(method, model, level, images, more, test))
+    points = results.by_method(recorded.metrics)
+    outcome = {
+        "accuracy": points["merge"][0]["accuracy"],
+        "premise": premise(model, images),
+        "shares": results.shares(points),
+        "speeds": speeds(points, model, images, test[0]),
+        "points": recorded.metrics,
+    }
+    results.draw(recorded.directory / "pruning.png", points, settings)
+    text = results.table(outcome)
+    files.write(recorded.directory / "table.md", lambda path: path.write_text(text))
+    recorded.finish(outcome)
+
+
+def speeds(points, model, images, x):
+    """How fast networks are after merging: the last within a point, and the last.
+
+    Returns:
+        The lines of these, with `images_per_second`, and that `of_whole`.
+    """
+    limit = results.limits(points)["recalibrated"]
+    merged = points["merge"][1:]
+    kept = [line for line in merged if line["recalibrated"] >= limit][-1:]
+    found = []
+    for line in kept + [line for line in merged[-1:] if line not in kept]:
+        smaller = pruned_by("merge", model, line["level"], images).model
+        whole, fast = images_per_second([model, smaller], x)
+        found.append({**line, "images_per_second": fast, "of_whole": whole})
+    return found
 
 
 def pruned_by(method, model, level, images):
@@ -262,124 +297,5 @@ def images_per_second(nets, x, batch_size=128, repeats=5):
     return [len(x) / min(times[1:]) for times in seconds]
 
 
-def pruning(
-    config,
-    name=None,
-    runs_dir="runs",
-    saved_models_dir="saved_models",
-    data_dir=None,
-    download=False,
-):
-    """Trains a network and prunes it in all ways; goes on with what is not done.
-
-    Args:
-        config: See `complete`.
-        name: Name of the run; made of the settings where None.
-        runs_dir, saved_models_dir, data_dir, download: As in `recipes.train.train`.
-
-    Returns:
-        The path of the directory, with table.md, pruning.png and results.json.
-    """
-    training, config = complete(config)
-    name = name or f"pruning-{settings_of(config, DEFAULTS)}"
-    run = experiment.Run(pathlib.Path(runs_dir) / name, config)
-    if run.results is None:
-        source = data.source(config, data_dir, download)
-        model = trained(training, source, runs_dir, saved_models_dir)
-        x, sizes = (
-            source.batches().x,
-            (config["measure_size"], config["statistics_size"]),
-        )
-        images, more = (x[:size].copy() for size in sizes)
-        test = tuple(array[: config["test_size"]].copy() for array in source.test)
-        del source, x
-        data.load.cache_clear()  # all other images
-        run.keep(len(run.metrics))
-        done = {(line["method"], line["level"]) for line in run.metrics}
-        wanted = [("whole", 0.0)]
-        for method in METHODS:
-            levels = config["shares" if method == "gamma" else "levels"]
-            wanted += [(method, level) for level in numbers(levels)]
-        for method, level in wanted:
-            if (method, level) not in done:
-                run.log(**point(method, model, level, images, more, test))
-        write(run, model, images, test)
-    return run.directory
-
-
-def settings_of(config, own):
-    """A name of all settings; `own` are those that `recipes.train` does not have."""
-    changes = [f"{k}{config[k]}" for k in sorted(own) if config[k] != own[k]]
-    known = {k: v for k, v in config.items() if k not in DEFAULTS}
-    return "-".join([train.run_name(known), *changes])
-
-
-def write(run, model, images, test):
-    """Measures the speed of what is left, and writes table, figure and results."""
-    points = results.by_method(run.metrics)
-    limit = results.limits(points)["recalibrated"]
-    merged = points["merge"]
-    kept = [line for line in merged[1:] if line["recalibrated"] >= limit]
-    lines = kept[-1:] + [line for line in merged[-1:] if line not in kept[-1:]]
-    speeds = []
-    for line in lines:
-        smaller = pruned_by("merge", model, line["level"], images).model
-        whole, fast = images_per_second([model, smaller], test[0])
-        speeds.append({**line, "images_per_second": fast, "of_whole": whole})
-    outcome = {
-        "accuracy": merged[0]["accuracy"],
-        "premise": premise(model, images),
-        "shares": results.shares(points),
-        "speeds": speeds,
-        "points": run.metrics,
-    }
-    results.draw(run.directory / "pruning.png", points, run.config)
-    grid.write(run.directory, results.table(outcome), outcome)
-    run.release()
-
-
-def main(_):
-    values = flags.FLAGS.flag_values_dict()
-    config = {key: values[key] for key in (*DEFAULTS, *FLAGS)}
-    places = ("name", "runs_dir", "saved_models_dir", "data_dir", "download")
-    grid.report(pruning(config, **{key: values[key] for key in places}))
-
-
-FLAGS = (
-    *("dataset", "model", "norm", "activation", "rho", "omega", "seed"),
-    *("epochs", "batch_size", "learning_rate", "weight_decay", "train_size"),
-)
-
-
-def _define_flags():
-    sets = f"digits, {', '.join(data.TFDS)}, or the path of an .npz."
-    flags.DEFINE_string("dataset", "digits", sets)
-    flags.DEFINE_string("model", SETTINGS["model"], models.NAMES)
-    flags.DEFINE_enum("norm", SETTINGS["norm"], sorted(norms.NORMS), "")
-    flags.DEFINE_string("activation", SETTINGS["activation"], "As Keras calls it.")
-    flags.DEFINE_float("rho", None, "CBN's rho, 1.", 0)
-    flags.DEFINE_float("omega", None, "CBN's omega, 10.", 0)
-    flags.DEFINE_integer("seed", 0, "Of weights, order, augmentation.")
-    flags.DEFINE_integer("epochs", None, "120; of digits 15, of mnist 10.", 1)
-    flags.DEFINE_integer("batch_size", None, "128.", 1)
-    flags.DEFINE_float("learning_rate", None, "0.1, of epoch 1.", 0)
-    flags.DEFINE_float("weight_decay", None, "5e-4, times weights.", 0)
-    flags.DEFINE_integer("train_size", None, "Use so many training images only.", 1)
-    flags.DEFINE_integer("until", None, "Stop training after this epoch of these.", 1)
-    flags.DEFINE_float("gamma_l1", 0.0, "Penalty on |gamma| in training.", 0)
-    for key, use in (("measure", "measured"), ("statistics", "recalibrated on")):
-        key = f"{key}_size"
-        flags.DEFINE_integer(key, DEFAULTS[key], f"Training images that are {use}.", 1)
-    flags.DEFINE_integer("test_size", None, "All; the first ones.", 1)
-    flags.DEFINE_string("levels", DEFAULTS["levels"], "Tolerances of prune.")
-    flags.DEFINE_string("shares", DEFAULTS["shares"], "Shares of the smallest gamma.")
-    flags.DEFINE_string("name", None, "Of the run.")
-    flags.DEFINE_string("data_dir", None, "Where tensorflow_datasets looks.")
-    flags.DEFINE_bool("download", False, "Download the data set if it is not there.")
-    flags.DEFINE_string("runs_dir", "runs", "Where runs are recorded.")
-    flags.DEFINE_string("saved_models_dir", "saved_models", "Where models are saved.")
-
-
 if __name__ == "__main__":
-    _define_flags()
-    app.run(main)
+    command.run(run, Settings)

@@ -2,13 +2,13 @@
 
 The small run, one on CIFAR-10 images, and the paper's, for a GPU:
 
-    python -m recipes.robustness
-    python -m recipes.robustness --dataset=cifar10 --data_dir=<where it is> \
+    python -m recipes.spheres.robustness
+    python -m recipes.spheres.robustness --dataset=cifar10 --data_dir=<where it is> \
         --train_size=3000 --batch_size=64 --epochs=12 --noise=0.05 \
         --epsilon=0.0078431373 --epsilon_2=0.25 --test_size=500
-    python -m recipes.robustness --dataset=cifar10 --data_dir=<where it is> \
+    python -m recipes.spheres.robustness --dataset=cifar10 --data_dir=<where it is> \
         --model=resnet101 --epochs=200 --batch_size=128 --learning_rate=1e-3 \
-        --weight_decay=5e-4 --noise=0.05 --epsilon=0.0078431373 --test_size=10000
+        --weight_decays=0,5e-4 --noise=0.05 --epsilon=0.0078431373 --test_size=10000
 
 Claim (Tables 1 and 2, BN, GN, LN and WN): under Gaussian noise and under the BIM attack
 all of them lose accuracy, and with weight decay they lose less of it, for the growing
@@ -38,26 +38,19 @@ Reference: Sun et al., New Interpretations of Normalization Methods in Deep Lear
 AAAI 2020, Section 3.2, Tables 1 and 2. https://doi.org/10.1609/aaai.v34i04.6046
 """
 
+import dataclasses
+
 import keras
 import numpy as np
-from absl import app, flags
 from keras import ops
 
 from keras_norms import diagnostics
-from recipes import figures, grid
+from recipes.engine import classifier, command, figures, results, training
+from recipes.engine.settings import setting
 from recipes.models import norms as norm_names
-from recipes.weight_growth import NORMS
+from recipes.spheres.weight_growth import NORMS, name_of
 
-SETTINGS = {
-    "model": "resnet8",
-    "activation": "relu",
-    "batch_size": 32,
-    "learning_rate": 0.05,
-}
-WEIGHT_DECAY = 5e-3
-ATTACK = {"noise": 0.2, "epsilon": 0.1, "epsilon_2": 0.5, "steps": 10}
 FACTORS = (0.5, 1, 2)  # of epsilon, for the figure
-TEST_SIZE = 1000
 SHOWN = ("clean", "noise", "noise_difference", "attacked", "attack_difference")
 # Clean, under noise and under BIM without and with decay, ResNet-101 on CIFAR-10.
 PAPER = {
@@ -68,49 +61,65 @@ PAPER = {
 }
 
 
-class Measurement:
-    """Attacks a network when its last epoch ends; the `measure` of `recipes.grid`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attacked(classifier.Training):
+    """A training whose network is attacked; lengths are in units of pixels' range."""
 
-    Args:
-        attack: Dict with the keys of `ATTACK`, in units of the range of pixels: the
-            standard deviation of the noise, the radii of the balls of both norms, and
-            the number of steps.
-        test_size: So many test images, the first ones.
-    """
+    ATTACK = ("noise", "epsilon", "epsilon_2", "steps", "test_size")
+    VARIABLE = (*classifier.Training.VARIABLE, *ATTACK)
 
-    def __init__(self, attack, test_size):
-        self.attack = attack
-        self.test_size = test_size
+    noise: float = setting(0.2, "Deviation of the noise.", above=0)
+    epsilon: float = setting(0.1, "Radius of the l_inf ball.", above=0)
+    epsilon_2: float = setting(0.5, "Radius of the l_2 ball.", above=0)
+    steps: int = setting(10, "Of the attack.", at_least=1)
+    test_size: int = setting(1000, "Test images attacked, the first.", at_least=1)
 
-    def __call__(self, model, images, config):
-        steps = len(images.x_train) // config["batch_size"] * config["epochs"]
-        if int(ops.convert_to_numpy(model.optimizer.iterations)) < steps:
-            return {}
-        epsilon = self.attack["epsilon"]
-        network, x, y = pixels(model, images, self.test_size)
 
-        def attacked(norm, epsilon):
-            return diagnostics.robustness(
-                network,
-                x,
-                y,
-                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                noise=self.attack["noise"],
-                epsilon=epsilon,
-                norm=norm,
-                steps=self.attack["steps"],
-                seed=config["seed"],
-                verbose=0,
-            )._asdict()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Attacked, classifier.Grid):
+    """Every norm, with and without weight decay."""
 
-        kernels = [v for v in model.trainable_variables if len(v.shape) == 4]
-        return {
-            "inf": [attacked("inf", factor * epsilon) for factor in FACTORS],
-            "2": attacked(2, self.attack["epsilon_2"]),
-            "weight_norm": float(
-                np.sqrt(sum(np.square(ops.convert_to_numpy(v)).sum() for v in kernels))
-            ),
-        }
+    RUN = Attacked
+
+    model: str = "resnet8"
+    activation: str = "relu"
+    batch_size: int | None = 32
+    learning_rate: float = 0.05
+    seeds: int = 1
+    norms: tuple[str, ...] = setting(NORMS, "Norms.", choices=sorted(norm_names.NORMS))
+    weight_decays: tuple[float, ...] = setting((0, 5e-3), "Times weights.", at_least=0)
+
+
+def train(settings):
+    """Trains one network and attacks it."""
+    return classifier.train(settings, "robustness", at_end=measure)
+
+
+def measure(model, problem, settings, run):
+    """What noise and attacks take of a network; see `recipes.engine.training.train`."""
+    network, x, y = pixels(model, problem.images, settings.test_size)
+
+    def attacked(norm, epsilon):
+        return diagnostics.robustness(
+            network,
+            x,
+            y,
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            noise=settings.noise,
+            epsilon=epsilon,
+            norm=norm,
+            steps=settings.steps,
+            seed=settings.seed,
+            verbose=0,
+        )._asdict()
+
+    kernels = [v for v in model.trainable_variables if len(v.shape) == 4]
+    squares = [np.square(ops.convert_to_numpy(v)).sum() for v in kernels]
+    return {
+        "inf": [attacked("inf", factor * settings.epsilon) for factor in FACTORS],
+        "2": attacked(2, settings.epsilon_2),
+        "weight_norm": float(np.sqrt(sum(squares))),
+    }
 
 
 def pixels(model, images, test_size=None):
@@ -136,173 +145,100 @@ def pixels(model, images, test_size=None):
     return network, x.astype("float32"), images.y_test[:test_size]
 
 
-def robustness(
-    settings,
-    norms=NORMS,
-    weight_decay=WEIGHT_DECAY,
-    attack=ATTACK,
-    test_size=TEST_SIZE,
-    seeds=1,
-    runs_dir="runs",
-    **places,
-):
-    """Trains with every norm, with and without weight decay, and attacks.
-
-    Args:
-        settings: Dict of the settings of `recipes.train.train` that all runs share, in
-            place of those in `SETTINGS`.
-        norms: List of names of `recipes.models.norms`.
-        weight_decay: Positive float.
-        attack: Dict with any of the keys of `ATTACK`, see `Measurement`.
-        test_size: See `Measurement`.
-        seeds: Integer, each is trained with the seeds 0 to `seeds - 1`.
-        runs_dir: Where the runs, and the outcome, are recorded.
-        **places: Other arguments of `recipes.grid.train_all`.
+def run(settings):
+    """Trains with every norm and weight decay, and attacks.
 
     Returns:
         The path of the directory with table.md, results.json and epsilon.png.
     """
-    attack = ATTACK | attack
-    numbers = {**attack, "weight_decay": weight_decay}
-    for key, value in numbers.items():
-        if not value > 0:
-            raise ValueError(
-                f"Argument `{key}` must be positive. Received: {key}={value}"
-            )
-    settings = SETTINGS | settings
-    cells = [(norm, decay) for norm in norms for decay in (0.0, weight_decay)]
-    named = "-".join(f"{key}{value:g}" for key, value in attack.items())
-    outcomes = grid.train_all(
-        [
-            {**settings, "norm": norm, "weight_decay": decay, "seed": seed}
-            for norm, decay in cells
-            for seed in range(seeds)
-        ],
-        kind=f"robustness-{named}-{test_size}images",
-        measure=Measurement(attack, test_size),
-        runs_dir=runs_dir,
-        **places,
-    )
+    outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows, panels = [], {}
-    for i, (norm, decay) in enumerate(cells):
-        # The line of a run that diverged has no measurement.
-        lines = [
-            curve[-1]
-            for _, curve in outcomes[i * seeds : (i + 1) * seeds]
-            if "inf" in curve[-1]
-        ]
-        rows.append(
-            {
-                "norm": norm,
-                "weight_decay": decay,
-                "diverged": seeds - len(lines),
-                **summary(lines),
-                "runs": lines,
-            }
-        )
-        label = "decay" if decay else "no decay"
-        panels.setdefault(label, {})[norm] = {
-            factor * attack["epsilon"]: [
-                100 * line["inf"][place]["attacked"] for line in lines
+    for norm in settings.norms:
+        for decay in settings.weight_decays:
+            found = [
+                outcome.results
+                for outcome in outcomes.of(norm=norm, weight_decay=decay)
             ]
-            for place, factor in enumerate(FACTORS)
-        }
-    lists = [norms, [f"decay{weight_decay:g}"], [f"seeds{seeds}"]]
-    kind = f"robustness-{named}-{test_size}images"
-    directory = grid.directory(kind, runs_dir, settings, *lists)
-    grid.write(directory, table(rows, attack), {"attack": attack, "rows": rows})
+            alive = [each for each in found if not each["diverged"]]
+            rows.append(
+                {
+                    "norm": norm,
+                    "weight_decay": decay,
+                    "diverged": len(found) - len(alive),
+                    **summary(alive),
+                    "runs": alive,
+                }
+            )
+            label = f"decay {decay:g}" if decay else "no decay"
+            panels.setdefault(label, {})[norm] = {
+                factor * settings.epsilon: [
+                    100 * each["inf"][place]["attacked"] for each in alive
+                ]
+                for place, factor in enumerate(FACTORS)
+            }
+    directory = settings.directory("robustness")
+    attack = {key: getattr(settings, key) for key in settings.ATTACK}
+    results.write(directory, table(rows, settings), {"attack": attack, "rows": rows})
     figures.against(
         directory / "epsilon.png",
         panels,
         "epsilon, of the range of pixels",
         "accuracy under BIM, l∞ (%)",
-        grid.about(settings, seeds),
+        settings.about(),
         base=2,
     )
     return directory
 
 
-def summary(lines):
-    """Mean and deviation over seeds: `inf` and `2`, dicts of numbers, `weight_norm`."""
-    if not lines:
+def summary(found):
+    """Over seeds: `inf` and `2`, dicts of `mean_and_std`, and that of `weight_norm`."""
+    if not found:
         return {"inf": None, "2": None, "weight_norm": None}
-    inf = FACTORS.index(1)
-    chosen = {"inf": [line["inf"][inf] for line in lines]}
-    chosen["2"] = [line["2"] for line in lines]
+    one = FACTORS.index(1)
+    chosen = {"inf": [each["inf"][one] for each in found]}
+    chosen["2"] = [each["2"] for each in found]
     return {
         **{
-            norm: {key: _spread([m[key] for m in found]) for key in found[0]}
-            for norm, found in chosen.items()
+            norm: {
+                key: results.mean_and_std([each[key] for each in measured])
+                for key in measured[0]
+            }
+            for norm, measured in chosen.items()
         },
-        "weight_norm": _spread([line["weight_norm"] for line in lines]),
+        "weight_norm": results.mean_and_std([each["weight_norm"] for each in found]),
     }
 
 
-def _spread(values):
-    return {"mean": float(np.mean(values)), "std": float(np.std(values))}
-
-
-def table(rows, attack):
-    """Returns the rows of `robustness` as Markdown."""
+def table(rows, settings):
+    """The rows as Markdown."""
     header = ["norm", "weight decay", "clean", "noise", "difference", "BIM l∞"]
     header += ["difference", "paper: clean", "noise", "BIM l∞", "BIM l2", "norm"]
     lines = []
     for row in rows:
-        name = figures.NAME_OF.get(row["norm"], row["norm"].upper())
+        name = name_of(row["norm"])
         if row["diverged"]:
             name += f" ({row['diverged']} diverged)"
         paper = PAPER.get(row["norm"], (("–",) * 3,) * 2)[row["weight_decay"] > 0]
-        cells = [name, f"{row['weight_decay']:g}"]
-        if row["inf"] is None:
-            lines.append([*cells, *["–"] * 5, *paper, *["–"] * 2])
-            continue
-        cells += [grid.spread(row["inf"][key], 3) for key in SHOWN]
-        cells += [*paper, grid.spread(row["2"]["attacked"], 3)]
-        lines.append([*cells, grid.spread(row["weight_norm"], 1)])
-    return (
-        f"{grid.markdown(header, lines)}\n"
-        "Accuracy on test images, mean ± standard deviation over seeds; the paper's is "
-        "that of ResNet-101 on CIFAR-10 (Table 1). In units of the range of pixels: "
-        f"noise of deviation {attack['noise']:g}; BIM with epsilon "
-        f"{attack['epsilon']:g} (l∞) and {attack['epsilon_2']:g} (l2), "
-        f"{attack['steps']} steps. The last column is that of all convolutions' "
-        "kernels together.\n"
-    )
-
-
-def main(_):
-    values = flags.FLAGS.flag_values_dict()
-    arguments = grid.arguments_of_flags()
-    arguments.pop("activations")
-    rate = values["learning_rate"]
-    arguments["settings"] |= {} if rate is None else {"learning_rate": rate}
-    grid.report(
-        robustness(
-            norms=values["norms"],
-            weight_decay=values["weight_decay"],
-            attack={key: values[key] for key in ATTACK},
-            test_size=values["test_size"],
-            **arguments,
+        inf, two = row["inf"] or {}, row["2"] or {}
+        lines.append(
+            [
+                name,
+                f"{row['weight_decay']:g}",
+                *(results.spread(inf.get(key), 3) for key in SHOWN),
+                *paper,
+                results.spread(two.get("attacked"), 3),
+                results.spread(row["weight_norm"], 1),
+            ]
         )
+    return (
+        f"{results.markdown(header, lines)}\n"
+        f"Accuracy on test images. {results.note(settings.seeds)} The paper's is that "
+        "of ResNet-101 on CIFAR-10 (Table 1). In units of the range of pixels: noise "
+        f"of deviation {settings.noise:g}; BIM with epsilon {settings.epsilon:g} (l∞) "
+        f"and {settings.epsilon_2:g} (l2), {settings.steps} steps. The last column is "
+        "that of all convolutions' kernels together.\n"
     )
-
-
-def define_flags():
-    """Defines the flags."""
-    grid.define_flags(SETTINGS["model"], seeds=1, activations=())
-    flags.DEFINE_list("norms", list(NORMS), ", ".join(sorted(norm_names.NORMS)))
-    flags.DEFINE_float("weight_decay", WEIGHT_DECAY, "Of the runs with it.", 0)
-    flags.DEFINE_float("learning_rate", None, "Of epoch 1; 0.05.", lower_bound=0)
-    for key, text in (
-        ("noise", "Deviation of the noise."),
-        ("epsilon", "Radius of the l_inf ball."),
-        ("epsilon_2", "Radius of the l_2 ball."),
-    ):
-        flags.DEFINE_float(key, ATTACK[key], f"{text} Of the range of pixels.", 0)
-    flags.DEFINE_integer("steps", ATTACK["steps"], "Of the attack.", lower_bound=1)
-    flags.DEFINE_integer("test_size", TEST_SIZE, "Test images attacked.", 1)
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    command.run(run, Settings)

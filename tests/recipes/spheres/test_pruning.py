@@ -6,7 +6,10 @@ import pytest
 from keras import layers
 
 from keras_norms import CBN
-from recipes import models, pruning, pruning_results, slimming
+from recipes import models
+from recipes.engine import training
+from recipes.spheres import _pruning_results, _slimming, pruning
+from recipes.spheres.pruning import Settings
 from tests.recipes import tiny
 
 CONFIG = {
@@ -16,8 +19,8 @@ CONFIG = {
     "measure_size": 32,
     "statistics_size": 48,
     "test_size": 50,
-    "levels": "0.4",
-    "shares": "0.5",
+    "levels": (0.4,),
+    "shares": (0.5,),
 }
 
 
@@ -38,7 +41,7 @@ def network(norm=layers.BatchNormalization, seed=0):
                 rng.permutation([0.1, -0.2, 0.3, 0.4, 0.5][: layer.gamma.shape[0]])
             )
             layer.beta.assign(rng.uniform(0.1, 1, layer.beta.shape))
-    return slimming.compiled(model)
+    return _slimming.compiled(model)
 
 
 def numpy(x):
@@ -51,23 +54,23 @@ def images(n=32):
 
 def test_channels_of_sums_are_not_removed_by_gamma():
     model = network()
-    assert list(slimming.own_norms(model)) == ["one_norm"]
+    assert list(_slimming.own_norms(model)) == ["one_norm"]
     np.testing.assert_allclose(
-        slimming.own_norms(model)["one_norm"], np.abs(numpy(model.layers[2].gamma))
+        _slimming.own_norms(model)["one_norm"], np.abs(numpy(model.layers[2].gamma))
     )
 
 
 def test_gamma_of_cbn_is_in_units_of_the_deviation():
     model = network(lambda name: CBN(rho=2.0, name=name))
     gamma = np.abs(numpy(model.get_layer("one_norm").gamma))
-    np.testing.assert_allclose(slimming.own_norms(model)["one_norm"], gamma / 2)
+    np.testing.assert_allclose(_slimming.own_norms(model)["one_norm"], gamma / 2)
 
 
 def test_smallest_gamma():
     """Against the kernel of the next layer without these channels, and without beta."""
     model, x = network(), images()
     before = model.get_weights()
-    pruned = slimming.without_smallest(model, 0.5, x)
+    pruned = _slimming.without_smallest(model, 0.5, x)
     for old, new in zip(before, model.get_weights()):
         np.testing.assert_array_equal(old, new)
     gone = np.argsort(np.abs(numpy(model.get_layer("one_norm").gamma)))[:2]
@@ -80,7 +83,7 @@ def test_smallest_gamma():
 
 
 def test_a_layer_keeps_one_channel():
-    pruned = slimming.without_smallest(network(), 0.99, images())
+    pruned = _slimming.without_smallest(network(), 0.99, images())
     assert pruned.model.get_layer("one").filters == 1
 
 
@@ -90,8 +93,8 @@ def test_a_step_with_the_penalty():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     after = []
     for gamma_l1 in (0.0, 0.3):
-        twin = slimming.copy(model)
-        optimizer = slimming.SlimmingSGD(0.1, 0.0, 0.0, gamma_l1=gamma_l1)
+        twin = _slimming.copy(model)
+        optimizer = _slimming.SlimmingSGD(0.1, 0.0, 0.0, gamma_l1=gamma_l1)
         twin.compile(optimizer, loss)
         twin.train_on_batch(images(8), np.arange(8) % 2)
         after.append({v.path: numpy(v) for v in twin.trainable_variables})
@@ -101,7 +104,7 @@ def test_a_step_with_the_penalty():
         step = 0.1 * 0.3 * np.sign(old[path]) if path.endswith("gamma") else 0
         np.testing.assert_allclose(penalised[path], value - step, atol=1e-6)
     config = optimizer.get_config()
-    assert slimming.SlimmingSGD.from_config(config).gamma_l1 == 0.3
+    assert _slimming.SlimmingSGD.from_config(config).gamma_l1 == 0.3
 
 
 def test_premise():
@@ -141,20 +144,23 @@ def test_share_at():
         for c, a in ((0.2, 0.85), (0.0, 0.9), (0.1, 0.89), (0.3, 0.88))
     ]
     for gone, expected in (("channels", 0.125), ("macs", 0.25)):
-        found = pruning_results.share_at(lines, 0.88, "accuracy", gone)
+        found = _pruning_results.share_at(lines, 0.88, "accuracy", gone)
         assert found == pytest.approx(expected)
-    assert pruning_results.share_at(lines, 0.5, "accuracy", "macs") == 0.6
-    assert pruning_results.share_at(lines, 0.95, "accuracy", "macs") == 0
+    assert _pruning_results.share_at(lines, 0.5, "accuracy", "macs") == 0.6
+    assert _pruning_results.share_at(lines, 0.95, "accuracy", "macs") == 0
 
 
-def run(tmp_path, **changes):
-    places = {"runs_dir": tmp_path, "saved_models_dir": tmp_path / "saved"}
-    return pruning.pruning({**CONFIG, **changes}, **places)
-
-
-def test_pruning(tmp_path, monkeypatch):
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """Callable of changes, returns tiny settings."""
     monkeypatch.setattr(models, "build", tiny.build)
-    directory = run(tmp_path)
+    training._last.clear()
+    places = {"runs_dir": str(tmp_path), "saved_models_dir": str(tmp_path / "saved")}
+    return lambda **changes: Settings(**CONFIG | places | changes)
+
+
+def test_pruning(settings, monkeypatch):
+    directory = pruning.run(settings())
     outcome = json.loads((directory / "results.json").read_text())
     found = [(line["method"], line["level"]) for line in outcome["points"]]
     assert found == [("whole", 0), ("gamma", 0.5), ("mean", 0.4), ("merge", 0.4)]
@@ -168,33 +174,43 @@ def test_pruning(tmp_path, monkeypatch):
     assert (directory / "pruning.png").stat().st_size > 0
     # Again: complete. And without what was written last: nothing is measured anew.
     monkeypatch.setattr(pruning, "point", None)
-    assert run(tmp_path) == directory
+    assert pruning.run(settings()) == directory
     (directory / "results.json").unlink()
-    assert run(tmp_path) == directory
+    assert pruning.run(settings()) == directory
     again = json.loads((directory / "results.json").read_text())
     assert again["points"] == outcome["points"]
 
 
-def test_training_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "build", tiny.build)
-    _, config = pruning.complete({**CONFIG, "until": 1})
-    directory = run(tmp_path, until=1)
-    training = next(tmp_path.glob("pruning_train-*"))
-    assert len((training / "metrics.jsonl").read_text().splitlines()) == 1
-    assert "until1" in directory.name and config["epochs"] == 2
+def test_training_until(settings, tmp_path):
+    whole, part = settings(), settings(until=1, gamma_l1=1e-3)
+    assert part.label().endswith("until1")
+    problems = [pruning.problem(each) for each in (whole, part)]
+    assert [each.epochs for each in problems] == [2, 1]
+    # The rate is that of a training of all epochs.
+    assert len({tuple(each.schedule.boundaries) for each in problems}) == 1
+    pruning.trained(part.training())
+    (path,) = tmp_path.glob("pruning_train-*/metrics.jsonl")
+    assert len(path.read_text().splitlines()) == 1
+    # Other points need no other network, and one that cannot be read is named.
+    assert settings(until=1, gamma_l1=1e-3, shares=(0.3,)).training() == part.training()
+    (path,) = (tmp_path / "saved").iterdir()
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{path.name} is damaged.*cannot be loaded"):
+        pruning.trained(part.training())
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"measure_size": 0}, "`measure_size` must be positive"),
-        ({"gamma_l1": -1.0}, "`gamma_l1` must not be negative"),
-        ({"levels": "0.1,1"}, "`levels` must be numbers from 0 to 1"),
-        ({"shares": "a"}, "`shares` must be numbers from 0 to 1"),
+        ({"measure_size": 0}, "`measure_size` must be at least 1"),
+        ({"gamma_l1": -1.0}, "`gamma_l1` must be at least 0"),
+        ({"levels": (0.1, 1.1)}, "`levels` must be at most 1"),
+        ({"shares": ["a"]}, "`shares` must be several"),
+        ({"saved_models_dir": None}, "`saved_models_dir` must"),
         ({"dataset": "digit"}, "`dataset` must be one of digits"),
-        ({"modell": "resnet8"}, "`config` must have the keys"),
     ],
 )
-def test_bad_settings(tmp_path, changes, message):
+def test_bad_settings(settings, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        run(tmp_path, **changes)
+        pruning.run(settings(**changes))
+    assert not list(tmp_path.iterdir())

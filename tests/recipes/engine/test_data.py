@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from recipes import data
+from recipes.engine import data
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from recipes import data, imagenet, models
-from recipes.train import complete, train
+from recipes import models, train
+from recipes.engine import classifier, data, imagenet
 from tests.recipes import small
 
 tf = pytest.importorskip("tensorflow")
@@ -75,8 +75,9 @@ def data_dir(tmp_path_factory):
 
 
 def stream(data_dir, **more):
-    config = {"image_size": SIZE, "batch_size": 4, "epochs": 3, "seed": 1} | more
-    return data.source(complete({"dataset": "imagenet2012"} | config), data_dir)
+    usual = {"image_size": SIZE, "batch_size": 4, "epochs": 3, "seed": 1}
+    places = {"dataset": "imagenet2012", "data_dir": data_dir}
+    return data.source(classifier.Training(**usual | places | more))
 
 
 def read(dataset):
@@ -201,16 +202,18 @@ def test_without_augmentation_training_images_are_those_of_a_test(data_dir):
 
 def test_train(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "build", small.build)
-    config = {
-        "dataset": "imagenet2012",
-        "norm": "bn",
-        "image_size": SIZE,
-        "batch_size": 4,
-        "epochs": 2,
-        "learning_rate": 1e-3,
-    }
-    places = {"runs_dir": tmp_path / "runs", "saved_models_dir": tmp_path / "models"}
-    results = train(config, data_dir=data_dir, verbose=0, **places)
+    settings = train.Saved(
+        dataset="imagenet2012",
+        norm="bn",
+        image_size=SIZE,
+        batch_size=4,
+        epochs=2,
+        learning_rate=1e-3,
+        data_dir=data_dir,
+        runs_dir=str(tmp_path / "runs"),
+        saved_models_dir=str(tmp_path / "models"),
+    )
+    results = train.train(settings).results
     assert results["epochs"] == 2 and not results["diverged"]
     name = "imagenet2012-resnet20-bn-sigmoid-seed0-"
     assert results["name"].startswith(name) and "image_size16" in results["name"]
@@ -251,10 +254,10 @@ def test_schedule(total):
 
 
 def test_settings_are_those_of_the_data_set():
-    config = complete({"dataset": "imagenet2012"})
-    assert (config["batch_size"], config["weight_decay"]) == (256, 1e-4)
-    assert (config["image_size"], config["epochs"]) == (224, 120)
-    assert config["augment"]
+    settings = classifier.Training(dataset="imagenet2012")
+    assert (settings.batch_size, settings.weight_decay) == (256, 1e-4)
+    assert (settings.image_size, settings.epochs) == (224, 120)
+    assert settings.augment
 
 
 def test_bad_arguments(data_dir, tmp_path):
@@ -267,7 +270,7 @@ def test_bad_arguments(data_dir, tmp_path):
         stream(data_dir, batch_size=15)
     with pytest.raises(ValueError, match="imagenet2012 cannot be arrays"):
         data.load("imagenet2012")
-    with pytest.raises(ValueError, match="image_size.*image_size=32 with.*digits"):
-        complete({"image_size": 32})
+    with pytest.raises(ValueError, match="image_size.*digits.*image_size=32"):
+        classifier.Training(image_size=32)
     with pytest.raises(ValueError, match="mixed_bfloat16.*dtype='float16'"):
-        complete({"dtype": "float16"})
+        classifier.Training(dtype="float16")
