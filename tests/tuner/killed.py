@@ -32,7 +32,7 @@ def main():
         runs_dir = pathlib.Path(directory)
         module = "tests.tuner.small_search" if arguments.small else "tuner.search"
         command = [sys.executable, "-m", module, "--name=killed"]
-        command += [f"--runs_dir={runs_dir}", *flags]
+        command += [f"--runs_dir={runs_dir}", "--workers=1", *flags]
         written, again, kills = {}, 0, 0
         while kills < arguments.times:
             process = subprocess.Popen(

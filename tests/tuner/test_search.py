@@ -117,7 +117,7 @@ def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
     text = run(tmp_path, tune=("learning_rate=0.01..1e30",), trials=4)
     found = outcome(tmp_path)
     assert found["failed"] >= 2 and found["finished"] + found["failed"] == 4
-    assert text.count("| diverged |") == found["failed"]
+    assert text.count(" diverged |") == found["failed"]
     lines = capsys.readouterr().out.splitlines()
     lines = [line for line in lines if line.startswith("trial ")]
     assert lines[-1].startswith("trial 4/4: learning_rate=") and len(lines) == 4

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from keras_norms import CBN
 from recipes.engine import classifier, data, devices
 from recipes.models import norms
-from tests.recipes.test_imagenet import SIZE, TEST, read, stream
-from tests.recipes.test_imagenet import data_dir as data_dir  # a fixture
+from tests.recipes.engine.test_imagenet import SIZE, TEST, read, stream
+from tests.recipes.engine.test_imagenet import data_dir as data_dir  # a fixture
 
 BACKEND = keras.backend.backend()
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
