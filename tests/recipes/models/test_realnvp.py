@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from recipes import flow_steps as steps
+from recipes.engine.precision import available, precision
+from recipes.models import flow_steps as steps
 from recipes.models.realnvp import RealNVP
-from recipes.precision import available, precision
 
 BACKEND = keras.backend.backend()
 LIMITS = {"float32": 1e-4, "float64": 1e-10}
