@@ -4,7 +4,8 @@ import pytest
 from keras import ops
 from recipes.precision import available, precision
 
-from recipes import flow_steps as steps
+from recipes.engine.precision import available, precision
+from recipes.models import flow_steps as steps
 from recipes.models.realnvp import RealNVP
 
 BACKEND = keras.backend.backend()
