@@ -226,22 +226,6 @@ def _labels(y):
     return np.asarray(y, "int32").reshape(-1)
 
 
-def enlarged(images):
-    """An `ImageData` of 16x16 and less made 32x32 or larger, each pixel repeated.
-
-    VGG-16 halves its map five times. Digits of 8x8 are a single position by the fourth
-    stage, where eight of nine weights of a kernel see zeros alone; without a norm, that
-    network does not train.
-    """
-    times = -(-32 // images.x_train.shape[1]) if images.x_train.shape[1] <= 16 else 1
-
-    def enlarge(x):
-        return x.repeat(times, axis=1).repeat(times, axis=2)
-
-    x_train, x_test = enlarge(images.x_train), enlarge(images.x_test)
-    return images._replace(x_train=x_train, x_test=x_test)
-
-
 class Arrays:
     """An `ImageData` as the training of a classifier reads it.
 

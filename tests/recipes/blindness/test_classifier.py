@@ -3,7 +3,6 @@ import json
 import keras
 import numpy as np
 import pytest
-from recipes.precision import available
 
 from recipes.blindness import classifier
 from recipes.engine import data

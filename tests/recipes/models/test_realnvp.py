@@ -2,7 +2,6 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from recipes.precision import available, precision
 
 from recipes.engine.precision import available, precision
 from recipes.models import flow_steps as steps
