@@ -253,23 +253,25 @@ def first_step(lines):
 
 def table(rows, seeds):
     """The rows as two Markdown tables."""
-    keys = ("train_loss", "train_accuracy", "test_accuracy")
-    keys += ("recalibrated_test_accuracy",)
-    keys = [key for key in keys if any(row.get(key) for row in rows)]
-    first = [
-        [row["norm"], *numbers.cells(row, keys), results.epochs(row["step_of_target"])]
-        for row in rows
-    ]
+    scores = ("train_loss", "train_accuracy", "test_accuracy")
+    scores += ("recalibrated_test_accuracy",)
+    scores = [key for key in scores if any(row.get(key) for row in rows)]
+    header = ["norm", *(key.replace("_", " ") for key in scores)]
+    first = [[row["norm"], *numbers.cells(row, scores)] for row in rows]
+    note = "Loss and accuracies of the last interval"
+    if "train_accuracy" in scores:
+        header.append("step of target")
+        for row, line in zip(rows, first):
+            line.append(results.epochs(row["step_of_target"]))
+        note += f"; the target is a training accuracy of {TARGET_ACCURACY:.0%}"
     second = [
         [layer, row["norm"], *numbers.cells(row["layers"][layer], KEYS)]
         for layer in rows[0]["layers"]
         for row in rows
     ]
-    header = ["norm", *(key.replace("_", " ") for key in keys), "step of target"]
     return (
         results.markdown(header, first)
-        + "\nLoss and accuracies of the last interval; the target is a training "
-        f"accuracy of {TARGET_ACCURACY:.0%}.\n\n"
+        + f"\n{note}.\n\n"
         + results.markdown(["layer", "norm", *KEYS.values()], second)
         + "\nMeans over channels, medians over the measured steps. "
         f"{results.note(seeds)}\n"
