@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from recipes.blindness import _flow_training as flow_training
 from recipes.blindness import flow
 from recipes.blindness._flow_pairs import Pair
-from recipes.engine import training
+from recipes.engine import recorder, training
 
 TINY = {"size": 4, "scales": 1, "couplings": 1, "width": 4}
 TINY |= {"train_size": 64, "batch_size": 32}
@@ -113,7 +113,7 @@ def test_a_training_goes_on(tmp_path, monkeypatch):
             if epoch == 2:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(recorder, "CHECKPOINT_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(flow_training, "_Nats", Dies)
         with pytest.raises(KeyboardInterrupt):
