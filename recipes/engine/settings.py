@@ -16,6 +16,7 @@ the name nor in the JSON of a run. `None` becomes what `usual` says.
 import dataclasses
 import itertools
 import math
+import operator
 import pathlib
 import types
 import typing
@@ -62,9 +63,8 @@ class Settings:
         for field in dataclasses.fields(self):
             value = _converted(field, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-        for name, value in (
-            {"backend": keras.backend.backend()} | self.usual()
-        ).items():
+        usual = {"backend": keras.backend.backend()} | self.usual()
+        for name, value in usual.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         for field in dataclasses.fields(self):
@@ -98,8 +98,8 @@ class Settings:
 
     def directory(self, recipe):
         """Where the outcome of a recipe goes, by what was asked."""
-        return pathlib.Path(self.runs_dir) / "-".join(
-            filter(None, [recipe, self.label()])
+        return pathlib.Path(
+            self.runs_dir, "-".join(filter(None, [recipe, self.label()]))
         )
 
     def program(self):
@@ -114,7 +114,7 @@ class Settings:
     def define_flags(cls, flag_values=flags.FLAGS):
         """Defines a flag for each setting that is not one of several."""
         for name, default, about in _flags(cls):
-            define, arguments = _FLAG[_kind(cls, name)], {}
+            define, arguments = _FLAG[_kind(cls.__dataclass_fields__[name])[0]], {}
             choices = about["choices"]
             if choices and define is flags.DEFINE_string:
                 define, arguments = flags.DEFINE_enum, {"enum_values": list(choices)}
@@ -219,16 +219,13 @@ def _about(cls, name):
     return {}
 
 
-def _kind(cls, name):
-    """The type of a setting without `None`, of several ones `tuple`."""
-    kind = _without_none(cls.__dataclass_fields__[name].type)
-    return typing.get_origin(kind) or kind
-
-
-def _without_none(kind):
+def _kind(field):
+    """The type of a setting without `None`, and that of each of several ones."""
+    kind = field.type
     if isinstance(kind, types.UnionType):
         (kind,) = [each for each in typing.get_args(kind) if each is not type(None)]
-    return kind
+    items = typing.get_args(kind)
+    return typing.get_origin(kind) or kind, items[0] if items else None
 
 
 _FLAG = {
@@ -240,14 +237,20 @@ _FLAG = {
 }
 
 
+_BOUNDS = {
+    "above": (operator.gt, "above"),
+    "at_least": (operator.ge, "at least"),
+    "at_most": (operator.le, "at most"),
+}
+
+
 def _converted(field, value):
-    kind = _without_none(field.type)
-    if typing.get_origin(kind) is tuple and not isinstance(value, str):
-        item = typing.get_args(kind)[0]
+    kind, item = _kind(field)
+    if kind is tuple and isinstance(value, (list, tuple)):
         try:
-            return tuple(item(each) for each in value)
+            return tuple(map(item, value))
         except (TypeError, ValueError):
-            return value
+            return tuple(value)
     if kind is float and type(value) is int:
         return float(value)
     return value
@@ -259,24 +262,24 @@ def _check(cls, name, value):
     def refuse(must):
         raise ValueError(f"Argument `{name}` must {must}. Received: {name}={value!r}")
 
-    kind, about = _kind(cls, name), _about(cls, name)
-    described = cls.__dataclass_fields__[name].type
-    if value is None and type(None) in typing.get_args(described):
+    field, about = cls.__dataclass_fields__[name], _about(cls, name)
+    kind, item = _kind(field)
+    if value is None and type(None) in typing.get_args(field.type):
         return
     if type(value) is not kind:
         words = {tuple: "be several values", bool: "be True or False"}
         refuse(words.get(kind, f"be of type {kind.__name__}"))
     for each in value if kind is tuple else [value]:
+        if kind is tuple and type(each) is not item:
+            refuse(f"be values of type {item.__name__}")
         if about.get("choices") and each not in about["choices"]:
             refuse(f"be of {', '.join(map(str, about['choices']))}")
         if isinstance(each, float) and not math.isfinite(each):
             refuse("be finite")
-        if (bound := about.get("above")) is not None and not each > bound:
-            refuse(f"be above {bound}" if bound else "be positive")
-        if (bound := about.get("at_least")) is not None and not each >= bound:
-            refuse(f"be at least {bound}")
-        if (bound := about.get("at_most")) is not None and not each <= bound:
-            refuse(f"be at most {bound}")
+        for key, (holds, words) in _BOUNDS.items():
+            if (bound := about.get(key)) is not None and not holds(each, bound):
+                zero = key == "above" and bound == 0
+                refuse("be positive" if zero else f"be {words} {bound}")
 
 
 def _shown(value):

@@ -136,7 +136,7 @@ def test_settings_are_keys():
         ("cover", 1, "be True or False"),
         ("herbs", "ab", "be several values"),
         ("places", [1, -1], "be at least 0"),
-        ("places", ["x"], "be several values"),
+        ("places", ["x"], "be values of type float"),
     ],
 )
 def test_bad_values(name, value, must):
