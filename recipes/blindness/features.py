@@ -24,9 +24,10 @@ BN's moving statistics are at fault, BN is measured once more with fresh statist
 mixed batches. The paper gives no settings of the training: here it is Adam, at a fixed
 rate, on images as they are.
 
-The small run has 16 trainings, each about 20 seconds of one core of an Intel Xeon;
-those of ResNet-18 took 1 to 4 minutes. Silhouettes of the features, mean ± standard
-deviation (n) over seeds 0 and 1 (CBN in ResNet-18: seed 0), TensorFlow:
+The small run has 16 trainings of about 20 seconds on one core of an Intel Xeon, by CPU
+time; those of ResNet-18 took 1 to 4 minutes. Silhouettes of the features, mean ±
+deviation (of two numbers, n and not n - 1) over seeds 0 and 1 (CBN in ResNet-18: seed
+0), TensorFlow:
 
                         VGG-11                         ResNet-18
               one label        mixed          one label        mixed
