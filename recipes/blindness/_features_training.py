@@ -28,9 +28,7 @@ class Training(Images):
     """The settings of one network."""
 
     NAMED = ("dataset", "network", "norm", "kind", "seed")
-    VARIABLE = (
-        *("kind", "seed", "epochs", "learning_rate", "train_size", "test_size"),
-    )
+    VARIABLE = ("kind", "seed", "epochs", "learning_rate", "train_size", "test_size")
 
     network: str = setting("vgg11", models.NAMES)
     norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))

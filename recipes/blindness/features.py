@@ -1,9 +1,10 @@
 """Features of classifiers that were trained on batches of one label, by norm.
 
-The small run, on scikit-learn's 8x8 digits, another network, and the paper's networks
-and data, for a GPU:
+The small run, VGG-11 on scikit-learn's 8x8 digits; two networks, which was the small
+run before; another network; and the paper's networks and data, for a GPU:
 
     python -m recipes.blindness.features
+    python -m recipes.blindness.features --networks=vgg11,resnet18
     python -m recipes.blindness.features --networks=densenet121 --norms=bn,layer
     python -m recipes.blindness.features --dataset=cifar10 --data_dir=<where it is> \
         --networks=vgg11,vgg16,resnet18,resnet34,densenet121,densenet169 --width=1 \
@@ -23,9 +24,10 @@ BN's moving statistics are at fault, BN is measured once more with fresh statist
 mixed batches. The paper gives no settings of the training: here it is Adam, at a fixed
 rate, on images as they are.
 
-The small run has 32 trainings of 1 to 4 minutes each on one core of 4 of an Intel Xeon
-that much other work shared. Silhouettes of the features, mean ± deviation over seeds 0
-and 1 (CBN in ResNet-18: seed 0), TensorFlow:
+The small run has 16 trainings of about 20 seconds on one core of an Intel Xeon, by CPU
+time; those of ResNet-18 took 1 to 4 minutes. Silhouettes of the features, mean ±
+deviation (of two numbers, n and not n - 1) over seeds 0 and 1 (CBN in ResNet-18: seed
+0), TensorFlow:
 
                         VGG-11                         ResNet-18
               one label        mixed          one label        mixed

@@ -12,15 +12,15 @@ on a batch of 128 digits of all labels, and on those of one label in it. The num
 are shares: how much of the term arrives at the norm's input, relative to how much of
 the loss itself does; 0 is blind. Layers are in training mode, but for "BN, inference".
 
-Mean of 3 seeds, mixed labels, float32 (6 minutes on 2 cores of an Intel Xeon that
-other work shared; TensorFlow); docs/results/blindness.md has all of it:
+Mean of 3 seeds, mixed labels, float32 (a minute of one core of an Intel Xeon that other
+work shared; TensorFlow); docs/results/blindness.md has all of it:
 
                          first    diagonal   off-diagonal   third
-    BN                  1.8e-7      3.1e-7        0.99       0.66
-    CBN, beta 0         1.9e-7      1.8e-7        0.99       0.66
+    BN                  1.8e-7      2.3e-7        0.99       0.66
+    CBN, beta 0         1.7e-7      1.7e-7        0.99       0.66
     CBN, beta 0.5         0.43        0.46        1.0        0.63
     NoisyBN               0.10        0.22        1.0        0.71
-    LpNorm inf          3.0e-7        2.2         1.1        1.8
+    LpNorm inf          3.4e-7        2.2         1.1        1.8
     LN                    0.98        1.0         1.0        0.98
     WS                    1.1         1.0         1.0        1.0
 

@@ -99,7 +99,9 @@ def test_run(tmp_path):
         values = line[dtype]["linear"]
         assert f" {values['mean']:.2f} ± {values['std']:.2f} | 0.67 ± 0.29 |" in text
     # Again: complete, so that nothing is trained.
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*lenet1*/*")}
+    before = {
+        path: path.stat().st_mtime_ns for path in tmp_path.glob("*-lenet1-seed0*/*")
+    }
     assert before and classifier.run(settings) == directory
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
