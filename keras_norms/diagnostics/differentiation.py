@@ -113,9 +113,7 @@ def compiler(model):
     jit_compile = model.compiled and bool(model.jit_compile)
 
     def compiled_by_tensorflow(function):
-        compiled = tf.function(
-            function, jit_compile=jit_compile, autograph=False
-        )
+        compiled = tf.function(function, jit_compile=jit_compile, autograph=False)
         # A function for each layer is what was asked for.
         compiled._omit_frequent_tracing_warning = True
         return compiled

@@ -124,9 +124,7 @@ def fused(cpu=None, xla=False):
             import tensorflow as tf
 
             function_of_tensors = functools.partial(function, **dict(static))
-            return tf.function(
-                function_of_tensors, jit_compile=True, autograph=False
-            )
+            return tf.function(function_of_tensors, jit_compile=True, autograph=False)
 
         @functools.wraps(function)
         def call(*tensors, **static):

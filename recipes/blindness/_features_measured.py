@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from recipes import experiment
+from recipes.engine import files
 
 BATCH_SIZE = 100
 
@@ -89,5 +89,5 @@ def measure(parts, x, y, path=None, seed=0):
     if found["silhouette"] is None:
         return found | {"silhouette_of_picture": None}
     flat = picture(points, seed)
-    experiment.write(path, lambda file: np.savez(file, points=flat, labels=y))
+    files.write(path, lambda file: np.savez(file, points=flat, labels=y))
     return found | {"silhouette_of_picture": silhouette(flat, y)}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recipes import data
+from recipes.engine import data
 
 LEVELS = {"digits": 17}  # values that a pixel can have; 256 of any other data set
 
@@ -11,13 +11,13 @@ class Pair:
     """The images of two classes, their pixels whole numbers from 0 to `levels - 1`.
 
     Args:
-        dataset: See `recipes.data.load`. The lowest and the highest value of its
+        dataset: See `recipes.engine.data.load`. The lowest and the highest value of its
             training images are taken for black and for white.
-        classes: Two different labels.
+        classes: Two different labels, such as `"0+1"`.
         size: Height and width, to which blocks of pixels are averaged (and rounded).
         train_size: Use this many training images only, the first ones of a fixed
             permutation. All where None.
-        data_dir, download: See `recipes.data.load`.
+        data_dir, download: See `recipes.engine.data.load`.
 
     Attributes:
         levels: Integer.
@@ -30,16 +30,14 @@ class Pair:
         self, dataset, classes, size, train_size=None, data_dir=None, download=False
     ):
         images = data.load(dataset, data_dir, None, download)
-        known = np.unique(images.y_train)
-        if (
-            len(classes) != 2
-            or classes[0] == classes[1]
-            or not set(classes) <= {*known}
-        ):
+        known = {str(label): label for label in np.unique(images.y_train)}
+        names = classes.split("+")
+        if not (len(names) == len(set(names)) == 2 and set(names) <= known.keys()):
             raise ValueError(
-                f"Argument `classes` must be two different labels of {dataset}. "
-                f"Received: classes={tuple(classes)}"
+                f"Argument `classes` must be two different labels of {dataset}, such "
+                f"as 0+1. Received: classes={classes!r}"
             )
+        classes = [known[name] for name in names]
         self.levels = LEVELS.get(data.stem(dataset), 256)
         low, high = images.x_train.min(), images.x_train.max()
 
@@ -66,9 +64,11 @@ class Pair:
         """log p of pixels in [0, 1] less this is that of pixels in [0, levels]."""
         return np.prod(self.image_shape) * np.log(self.levels)
 
-    def batches(self, batch_size, seed):
+    def batches(self, batch_size, seed, first_epoch=0):
         """Endless `data.Batches` of dequantised training images in [0, 1]."""
-        return _Batches(self.x_train, self.y_train, batch_size, seed, self.levels)
+        batches = _Batches(self.x_train, self.y_train, batch_size, seed, self.levels)
+        batches.first_epoch = first_epoch
+        return batches
 
     def dequantised(self, x, seed=0):
         """Images with uniform noise, in [0, 1]: float32, of the same shape."""

@@ -1,207 +1,134 @@
 """Trainings of a flow on two classes, and likelihoods of real and interpolated images.
 
-A run writes `<runs_dir>/<name>/`; a line of its metrics.jsonl is an epoch, with the
-log-likelihood of training images (in training mode, so with batch statistics) and of
-test images.
+A line of a run's metrics.jsonl has the log-likelihood of training images (in training
+mode, so with batch statistics) and of test images, in nats an image of whole-numbered
+pixels.
 """
 
-import pathlib
+import dataclasses
+import functools
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_norms import AMAT
-from recipes import data, experiment, optimizers
-from recipes.flow_pairs import Pair
+from recipes.blindness._flow_pairs import Pair
+from recipes.engine import optimizers, training
+from recipes.engine.settings import Images, setting
 from recipes.models import norms
 from recipes.models.realnvp import RealNVP
 
 ALPHAS = [i / 10 for i in range(11)]
 BATCH_SIZE = 500  # of evaluation
-DEFAULTS = {
-    "dataset": "digits",
-    "norm": "bn",
-    "first": 3,
-    "second": 8,
-    "seed": 0,
-    "size": 8,
-    "train_size": None,
-    "between": True,
-    "scales": 2,
-    "couplings": 3,
-    "width": 32,
-    "blocks": 1,
-    "epochs": 100,
-    "batch_size": 64,
-    "learning_rate": 1e-3,
-}
-MNIST = {"size": 14, "width": 16, "epochs": 16}
+# Figure 3: what there is half as much of; the paper has no numbers.
+ARCHITECTURES = {"full": None, "shallow": "couplings", "narrow": "width"}
 
 
-def complete(config):
-    """Returns `config` with the default of each setting that it lacks or has as None.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(Images):
+    """The settings of one flow."""
 
-    Args:
-        config: Dict with any of the keys of `DEFAULTS`. `first` and `second` are the
-            two classes.
-    """
-    config = {key: value for key, value in config.items() if value is not None}
-    if unknown := sorted(config.keys() - DEFAULTS.keys() - {"backend"}):
-        raise ValueError(
-            f"A flow has the settings {sorted(DEFAULTS)}. "
-            f"Received: config with {unknown}"
-        )
-    usual = _usual(config.get("dataset", "digits"))
-    config = usual | config | {"backend": keras.backend.backend()}
-    norms.get(config["norm"])
-    for key in ("epochs", "batch_size", "learning_rate"):
-        if not config[key] > 0:
-            raise ValueError(
-                f"Argument `{key}` must be positive. Received: {key}={config[key]}"
-            )
-    return config
+    NAMED = ("dataset", "classes", "norm", "seed")
+    VARIABLE = ("classes", "seed", "epochs", "learning_rate", "train_size", "pairs")
 
+    classes: str = setting("0+1", "Two labels.")
+    architecture: str = setting("full", "As Figure 3.", choices=tuple(ARCHITECTURES))
+    norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
+    seed: int = setting(0, "Of weights, batches, noise.", at_least=0)
+    between: bool = setting(True, "Norms between couplings too, not only inside.")
+    size: int | None = setting(
+        None, "8; of others 14. Images are averaged to this height and width."
+    )
+    scales: int = setting(2, "Of the flow.", at_least=1)
+    couplings: int = setting(3, "Couplings with one kind of mask.", at_least=1)
+    width: int | None = setting(
+        None, "32; of others 16. Channels of the networks of s and t.", at_least=1
+    )
+    blocks: int = setting(1, "Residual blocks in them.", at_least=1)
+    epochs: int | None = setting(None, "50; of others 16.", at_least=1)
+    batch_size: int = setting(64, "Of training.", at_least=1)
+    learning_rate: float = setting(1e-3, "Of Adam, at first.", above=0)
+    train_size: int | None = setting(
+        None, "Use so many training images of a pair only.", at_least=2
+    )
+    pairs: int | None = setting(
+        None, "Interpolate so many pairs of test images only.", at_least=1
+    )
 
-def _usual(dataset):
-    return DEFAULTS | ({} if dataset == "digits" else MNIST) | {"dataset": dataset}
-
-
-def run_name(config):
-    """The name of a run: what it is, then every setting that is not the default."""
-    classes = f"{config['first']}+{config['second']}"
-    parts = ["flow", data.stem(config["dataset"]), classes, config["norm"]]
-    return "-".join([*parts, f"seed{config['seed']}", *changes(config)])
-
-
-def changes(config):
-    """A list of the settings, without those in every name, that are not the default."""
-    usual = _usual(config["dataset"]) | {"backend": "tensorflow"}
-    named = ("dataset", "norm", "first", "second", "seed")
-    return [
-        f"{key}{config[key]}"
-        for key in sorted(config.keys() - set(named))
-        if config[key] != usual[key]
-    ]
+    def usual(self):
+        if self.dataset == "digits":
+            return {"size": 8, "width": 32, "epochs": 50}
+        return {"size": 14, "width": 16, "epochs": 16}
 
 
-class _Recorder(experiment.Recorder):
-    """Logs log-likelihoods, in nats an image of whole-numbered pixels."""
+class _Nats(keras.callbacks.Callback):
+    """Adds log-likelihoods to what is logged of an epoch."""
 
-    def __init__(self, run, model, pair):
-        super().__init__(run, model)
-        self.best = {}
-        self.pair = pair
+    def __init__(self, problem, settings):
+        super().__init__()
+        self.pair = problem.images
 
     def on_epoch_end(self, epoch, logs=None):
-        self.epoch = epoch + 1
-        size = np.prod(self.pair.image_shape)
-
-        def nats(loss):
-            return float(-loss * size - self.pair.log_volume)
-
-        self.run.log(
-            epoch=self.epoch,
-            train_log_likelihood=nats(logs["loss"]),
-            test_log_likelihood=nats(logs["val_loss"]),
-        )
-        if np.isfinite(logs["loss"]):
-            experiment.write(self.run.checkpoint, self._save)
-        else:
-            self.model.stop_training = True
+        for part, loss in (("train", logs["loss"]), ("test", logs["val_loss"])):
+            nats = -loss * np.prod(self.pair.image_shape) - self.pair.log_volume
+            logs[f"{part}_log_likelihood"] = float(nats)
 
 
-_last = {}  # the key and the model of the last training in this process
+def problem(settings):
+    """The `recipes.engine.training.Problem` of a `Training`."""
+    pair = Pair(
+        settings.dataset,
+        settings.classes,
+        settings.size,
+        settings.train_size,
+        settings.data_dir,
+        settings.download,
+    )
+    batches = functools.partial(pair.batches, settings.batch_size, settings.seed)
+    steps = batches().steps
+    return training.Problem(
+        functools.partial(_network, settings, pair.image_shape),
+        batches,
+        steps,
+        settings.epochs,
+        (pair.dequantised(pair.x_test), pair.y_test),
+        optimizers.piecewise_schedule(settings.learning_rate, steps * settings.epochs),
+        norms.get(settings.norm).amat,
+        pair,
+    )
 
 
-def _compiled(config, image_shape, steps):
-    """The flow of a config, compiled; that of the last training if it is the same.
-
-    Runs that differ in the classes and the seed alone are one program, which takes
-    longer to make than a small training. The flow then gets the weights of a new one.
-    """
-    key = {k: v for k, v in config.items() if k not in ("seed", "first", "second")}
-    key |= {"steps": steps}
-    again = _last.get("key") == key
-    if not again:
-        _last.clear()
-        keras.backend.clear_session()
-    keras.utils.set_random_seed(config["seed"])
-    settings = ("norm", "between", "scales", "couplings", "width", "blocks")
-    model = RealNVP(image_shape, **{k: config[k] for k in settings}, name="realnvp")
-    if again:
-        new = {variable.path: variable for variable in model.variables}
-        model = _last["model"]
-        for variable in model.variables:
-            if variable.path in new:  # not what AMAT added, which it sets itself
-                variable.assign(new[variable.path])
-        for variable in model.optimizer.variables:
-            variable.assign(np.zeros(variable.shape, variable.dtype))
-        return model
-    rate = optimizers.piecewise_schedule(
-        config["learning_rate"], steps * config["epochs"]
+def _network(settings, image_shape):
+    names = ("scales", "couplings", "width", "blocks")
+    sizes = {name: getattr(settings, name) for name in names}
+    if halved := ARCHITECTURES[settings.architecture]:
+        sizes[halved] = max(1, sizes[halved] // 2)
+    model = RealNVP(
+        image_shape, settings.norm, settings.between, **sizes, name="realnvp"
     )
     model.compile(
-        keras.optimizers.Adam(rate, global_clipnorm=1.0),
+        keras.optimizers.Adam(settings.learning_rate, global_clipnorm=1.0),
         # Nats a pixel: the largest norm of the gradient is then one for all sizes.
         lambda _, log_likelihood: -log_likelihood / model.dimensions,
     )
-    _last.update(key=key, model=model)
     return model
 
 
-def train(config, pairs=None, runs_dir="runs", data_dir=None, download=False):
-    """Trains a flow on two classes and measures it, or returns what came out before.
-
-    Args:
-        config: See `complete`.
-        pairs: At most so many pairs of test images are interpolated; all where None.
-        runs_dir: The run is recorded in `<runs_dir>/<name>/`.
-        data_dir, download: Arguments of `recipes.data.load`.
-
-    Returns:
-        The results, a dict of what `measure` returns, `name`, `epochs` and `diverged`;
-        and the lines of metrics.jsonl, a list of dicts. What is not finite is `None`.
-    """
-    config = complete(config)
-    run = experiment.Run(pathlib.Path(runs_dir) / run_name(config), config)
-    if run.results is not None:
-        return run.results, run.metrics
-    pair = Pair(
-        config["dataset"],
-        (config["first"], config["second"]),
-        config["size"],
-        config["train_size"],
-        data_dir,
-        download,
+def train(settings):
+    """Trains a flow on two classes and measures it; see `measure` for the results."""
+    return training.train(
+        settings, "flow", problem, at_end=_measured, callbacks=[_Nats]
     )
-    batches = pair.batches(config["batch_size"], config["seed"])
-    model = _compiled(config, pair.image_shape, batches.steps)
-    recorder = _Recorder(run, model, pair)
-    batches.first_epoch = recorder.epoch
-    if recorder.epoch < config["epochs"]:
-        amat = [AMAT()] if norms.get(config["norm"]).amat else []
-        model.fit(
-            batches,
-            steps_per_epoch=batches.steps,
-            epochs=config["epochs"],
-            initial_epoch=recorder.epoch,
-            shuffle=False,  # `batches` are
-            validation_data=(pair.dequantised(pair.x_test), pair.y_test),
-            validation_batch_size=BATCH_SIZE,
-            callbacks=[*amat, recorder],
-            verbose=0,
-        )
-    diverged = run.metrics[-1]["train_log_likelihood"] is None
-    run.finish(
-        {
-            "name": run_name(config),
-            "epochs": len(run.metrics),
-            "diverged": diverged,
-            **({} if diverged else measure(model, pair, pairs)),
-        }
-    )
-    return run.results, run.metrics
+
+
+def _measured(model, problem, settings, run):
+    nats = run.metrics[-1]["train_log_likelihood"]
+    bits = _bits(nats, model.dimensions)
+    return measure(model, problem.images, settings.pairs) | {"train_bits_per_dim": bits}
+
+
+def _bits(nats, dimensions):
+    return float(-nats / dimensions / np.log(2))
 
 
 def measure(model, pair, pairs=None):
@@ -213,13 +140,13 @@ def measure(model, pair, pairs=None):
     Args:
         model: A `RealNVP`.
         pair: The `Pair`.
-        pairs: See `train`.
+        pairs: At most so many pairs of test images are interpolated; all where None.
 
     Returns:
         Dict of `alpha`, a list; `mean` and `std`, over pairs, of the log-likelihood at
-        each alpha; `gap`, the mean of real images (alpha 0 and 1) less that of alpha
-        1/2; `auroc`, the probability that a real one has a higher log-likelihood than
-        one of alpha 1/2; `batch_gap`, `batch_auroc`, the same in training mode, where
+        each alpha; `real`, that of real images (alpha 0 and 1), and `between`, of alpha
+        1/2; `gap`, the first less the second; `auroc`, the probability that a real one
+        has the higher one; `batch_gap`, `batch_auroc`, the same in training mode, where
         the 500 real ones are one batch, and the 250 between another;
         `test_log_likelihood`, `bits_per_dim`, of all test images; and `round_trip`, the
         largest |inverse(transform(x)) - x| of 500 of them.
@@ -233,29 +160,32 @@ def measure(model, pair, pairs=None):
     interpolated = pair.interpolated(ALPHAS, pairs)
     middle = len(ALPHAS) // 2
     of_alpha = [log_likelihood(x) for x in interpolated]
-    gap, auroc = apart(np.concatenate([of_alpha[0], of_alpha[-1]]), of_alpha[middle])
-    test = log_likelihood(pair.x_test).mean()
+    real, between = np.concatenate([of_alpha[0], of_alpha[-1]]), of_alpha[middle]
+    gap, auroc = apart(real, between)
+    test = float(log_likelihood(pair.x_test).mean())
     x = pair.dequantised(pair.x_test[:BATCH_SIZE])
     z, _ = model.transform(x)
     back = ops.convert_to_numpy(model.inverse(z))
     weights = model.get_weights()
-    first, second, between = interpolated[[0, -1, middle], : BATCH_SIZE // 2]
-    batches = (np.concatenate([first, second]), between)
+    first, second, halfway = interpolated[[0, -1, middle], : BATCH_SIZE // 2]
     in_training = [
-        ops.convert_to_numpy(model(pair.dequantised(x), training=True)) for x in batches
+        ops.convert_to_numpy(model(pair.dequantised(x), training=True))
+        for x in (np.concatenate([first, second]), halfway)
     ]
     model.set_weights(weights)  # the moving statistics have gone on
     batch_gap, batch_auroc = apart(*in_training)
     return {
         "alpha": ALPHAS,
         "mean": [float(values.mean()) for values in of_alpha],
-        "std": [float(values.std()) for values in of_alpha],
+        "std": [float(values.std(ddof=1)) for values in of_alpha],
+        "real": float(real.mean()),
+        "between": float(between.mean()),
         "gap": gap,
         "auroc": auroc,
         "batch_gap": batch_gap,
         "batch_auroc": batch_auroc,
-        "test_log_likelihood": float(test),
-        "bits_per_dim": float(-test / model.dimensions / np.log(2)),
+        "test_log_likelihood": test,
+        "bits_per_dim": _bits(test, model.dimensions),
         "round_trip": float(np.abs(back - x).max()),
     }
 

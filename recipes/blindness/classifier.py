@@ -2,10 +2,10 @@
 
 The small run, on scikit-learn's 8x8 digits, and those of the paper, for a GPU:
 
-    python -m recipes.blindness_classifier
-    python -m recipes.blindness_classifier --networks=vgg11 --dataset=cifar10 \
+    python -m recipes.blindness.classifier
+    python -m recipes.blindness.classifier --networks=vgg11 --dataset=cifar10 \
         --data_dir=<where it is> --epochs=100 --hidden=4096 --batches=20
-    python -m recipes.blindness_classifier --dataset=mnist --data_dir=<where it is> \
+    python -m recipes.blindness.classifier --dataset=mnist --data_dir=<where it is> \
         --networks=alexnet1,alexnet2,alexnet3,lenet1,lenet2,lenet3 --epochs=20 \
         --width=1 --batches=20
 
@@ -43,20 +43,22 @@ and Second Derivatives of the Loss, 2022, Tables 2-4 and Appendix I.1.
 https://arxiv.org/abs/2205.15146
 """
 
-import pathlib
+import collections
+import dataclasses
+import functools
 
 import keras
 import numpy as np
-from absl import app, flags
 from keras import layers
 
 from keras_norms.diagnostics.blindness import TERMS, blindness, second_order
-from recipes import data, experiment, grid
+from recipes.engine import command, data, results, training
+from recipes.engine.precision import available, precision
+from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import norms
 from recipes.models.alexnet import alexnet
 from recipes.models.lenet import lenet
 from recipes.models.vgg import vgg
-from recipes.precision import available, precision
 
 NETWORKS = ("vgg11", *(f"{n}{k}" for n in ("alexnet", "lenet") for k in (1, 2, 3)))
 PAPER = {  # Table 4
@@ -68,37 +70,50 @@ PAPER = {  # Table 4
     "lenet3": ("0.77 ± 0.27", "0.51 ± 0.27"),
 }
 SECOND = ("linear_at_input", "non_at_input", "linear", "non")
-DEFAULTS = {
-    "dataset": "digits",
-    "train_size": None,
-    "epochs": 15,
-    "batch_size": 128,
-    "learning_rate": 1e-3,
-    "hidden": 256,
-    "width": 1 / 16,
-    "batches": 3,
-    "seed": 0,
-}
 
 
-def build(name, image_shape, num_classes, config, run_eagerly=False):
-    """A network of `NETWORKS`, compiled, in the precision that Keras is set to."""
-    if name not in NETWORKS:
-        raise ValueError(
-            f"Argument `networks` must be of {', '.join(NETWORKS)}. Received: {name!r}"
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(Images):
+    """The settings of one network."""
+
+    NAMED = ("dataset", "network", "seed")
+    VARIABLE = ("seed", "epochs", "learning_rate", "train_size", "batches")
+
+    network: str = setting("vgg11", "What is trained.", choices=NETWORKS)
+    epochs: int = setting(15, "Of training.", at_least=1)
+    batch_size: int = setting(128, "Of training and measuring.", at_least=1)
+    learning_rate: float = setting(1e-3, "Of Adam.", above=0)
+    hidden: int = setting(
+        256, "Size of the hidden Dense layers of VGG-11; the paper's has 4096.", above=0
+    )
+    width: float = setting(1 / 16, "Factor of AlexNet's channels.", above=0)
+    batches: int = setting(3, "How many are measured.", at_least=1)
+    seed: int = setting(0, "Of weights and batches.", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Training, Sweep):
+    """Several networks."""
+
+    RUN = Training
+
+    networks: tuple[str, ...] = setting(NETWORKS, "Some of these.", choices=NETWORKS)
+    seeds: int = 1
+
+
+def build(settings, images, run_eagerly=False):
+    """The network of a `Training`, in the precision that Keras is set to."""
+    name, shape = settings.network, (images.x_train.shape[1:], images.num_classes)
     norm = layers.BatchNormalization(epsilon=1e-20, name="norm")
     if name == "vgg11":
-        hidden = (config["hidden"],) * 2
-        plain = norms.get("none")
-        model = vgg(11, image_shape, num_classes, plain, "relu", hidden, norm, place=2)
+        hidden = (settings.hidden,) * 2
+        model = vgg(11, *shape, norms.get("none"), "relu", hidden, norm, place=2)
     elif name.startswith("alexnet"):
-        place, width = int(name[-1]), config["width"]
-        model = alexnet(image_shape, num_classes, norm, place, width=width)
+        model = alexnet(*shape, norm, int(name[-1]), width=settings.width)
     else:
-        model = lenet(image_shape, num_classes, norm, int(name[-1]))
+        model = lenet(*shape, norm, int(name[-1]))
     model.compile(
-        keras.optimizers.Adam(config["learning_rate"]),
+        keras.optimizers.Adam(settings.learning_rate),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         run_eagerly=run_eagerly,
@@ -106,23 +121,49 @@ def build(name, image_shape, num_classes, config, run_eagerly=False):
     return model
 
 
-def train(name, images, config):
-    """The trained network and the `History` of its training."""
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(config["seed"])
-    model = build(name, images.x_train.shape[1:], images.num_classes, config)
-    batches = _batches(images, config, config["seed"])
-    history = model.fit(
-        batches,
-        steps_per_epoch=batches.steps,
-        epochs=config["epochs"],
-        shuffle=False,  # `batches` are
-        verbose=0,
+def batches(images, settings, seed, first_epoch=0):
+    """The training batches from an epoch on."""
+    x, y = images.x_train, images.y_train
+    return data.Batches(x, y, settings.batch_size, seed, first_epoch=first_epoch)
+
+
+def problem(settings):
+    """The `recipes.engine.training.Problem` of a `Training`."""
+    images = data.images(settings)
+    of_epoch = functools.partial(batches, images, settings, settings.seed)
+    return training.Problem(
+        functools.partial(build, settings, images),
+        of_epoch,
+        of_epoch().steps,
+        settings.epochs,
+        images=images,
     )
-    return model, history
 
 
-def measure(model, images, config):
+def train(settings):
+    """Trains a network, and measures it in every precision."""
+    return training.train(
+        settings, "blindness_classifier", problem, at_end=in_every_precision
+    )
+
+
+def in_every_precision(model, problem, settings, run):
+    """Dict from each dtype to the mean, deviation and count of what `measure` finds."""
+    found = {}
+    for dtype in available():
+        with precision(dtype):
+            # To compile would take longer than the gradients.
+            new = build(settings, problem.images, run_eagerly=True)
+            new.set_weights(model.get_weights())
+            values = measure(new, problem.images, settings)
+        found[dtype] = {
+            key: results.mean_and_std(each) | {"count": len(each)}
+            for key, each in values.items()
+        }
+    return found
+
+
+def measure(model, images, settings):
     """Tables 2 to 4 of a trained network, over some training batches.
 
     Returns:
@@ -130,181 +171,71 @@ def measure(model, images, config):
         `<term>, one label`; `shared`, `shared, one label`; and the numbers of
         `SECOND`, of every feature that varies.
     """
-    values = {}
-    batches = _batches(images, config, config["seed"] + 1)
-    for index in range(config["batches"]):
-        x, y = batches[index]
+    values = collections.defaultdict(list)
+    of_epoch = batches(images, settings, settings.seed + 1)
+    for index in range(settings.batches):
+        x, y = of_epoch[index]
         found = blindness(model, x, y, layers=["norm"], seed=index)
         for batch, label in enumerate(found.batches):
             end = "" if label == "mixed" else f", {label}"
             for term, change in zip(TERMS, found.changes[0, batch]):
-                values.setdefault(f"{term}{end}", []).append(float(change))
-            shared = float(found.shared[0, batch])
-            values.setdefault(f"shared{end}", []).append(shared)
-        if model.name != "vgg11":  # the others have 20 features, as in the paper
+                values[f"{term}{end}"].append(float(change))
+            values[f"shared{end}"].append(float(found.shared[0, batch]))
+        if settings.network != "vgg11":  # the others have 20 features, as in the paper
             parts = second_order(model, x, y, layer="norm")
             varies = np.isfinite(parts.linear)
             for key in SECOND:
-                numbers = getattr(parts, key)[varies].tolist()
-                values.setdefault(key, []).extend(numbers)
-    return values
+                values[key] += getattr(parts, key)[varies].tolist()
+    return dict(values)
 
 
-def _batches(images, config, seed):
-    return data.Batches(images.x_train, images.y_train, config["batch_size"], seed)
-
-
-def of_network(name, images, config):
-    """Trains a network and measures it in every precision.
+def run(settings):
+    """Trains and measures every network.
 
     Returns:
-        Dict of `network`, `train_accuracy` (last epoch), `train_loss` and, for each
-        dtype, a dict of what `measure` returns as mean, deviation and count.
+        The path of the directory with table.md and results.json.
     """
-    model, history = train(name, images, config)
-    line = {
-        "network": name,
-        "train_accuracy": float(history.history["accuracy"][-1]),
-        "train_loss": float(history.history["loss"][-1]),
-    }
-    weights = model.get_weights()
-    for dtype in available():
-        with precision(dtype):
-            # To compile would take longer than the gradients.
-            model = build(
-                name, images.x_train.shape[1:], images.num_classes, config, True
-            )
-            model.set_weights(weights)
-            values = measure(model, images, config)
-        line[dtype] = {
-            key: {"mean": np.mean(v), "std": np.std(v), "count": len(v)}
-            for key, v in values.items()
-        }
-    return line
-
-
-def blindness_classifier(
-    config, networks=NETWORKS, name=None, runs_dir="runs", data_dir=None, download=False
-):
-    """Trains and measures networks; goes on with those that are not done.
-
-    Args:
-        config: Dict with any of the keys of `DEFAULTS`.
-        networks: Names in `NETWORKS`.
-        name: Name of the run; one of the data set and the networks where None.
-        runs_dir, data_dir, download: As in `recipes.train.train`.
-
-    Returns:
-        The path of the directory, with table.md and results.json.
-    """
-    config = DEFAULTS | {k: v for k, v in config.items() if v is not None}
-    config |= {"networks": ",".join(networks), "backend": keras.backend.backend()}
-    stem = f"blindness_classifier-{data.stem(config['dataset'])}"
-    name = name or f"{stem}-{'+'.join(networks)}-{config['backend']}"
-    run = experiment.Run(pathlib.Path(runs_dir) / name, config)
-    if run.results is None:
-        images = data.load(config["dataset"], data_dir, config["train_size"], download)
-        done = {line["network"] for line in run.metrics}
-        for network in networks:
-            if network not in done:
-                run.log(**of_network(network, images, config))
-        lines = {line["network"]: line for line in run.metrics}
-        results = {"networks": [lines[network] for network in networks]}
-        grid.write(run.directory, table(results["networks"]), results)
-        run.release()
-    return run.directory
+    outcomes = training.train_all(train, settings.runs(), settings.workers)
+    lines = [
+        {"network": run.network, "seed": run.seed, **outcome.results}
+        for run, outcome in outcomes.items()
+    ]
+    directory = settings.directory("blindness_classifier")
+    results.write(directory, table(lines), {"networks": lines})
+    return directory
 
 
 def table(lines):
-    """Returns the results as Markdown: Tables 2, 3 and 4."""
-    return "\n".join((_table_2(lines), _tables_3_and_4(lines)))
-
-
-def _cell(values, key):
-    if key not in values:
-        return "–"
-    mean, std = (
-        np.nan if values[key][k] is None else values[key][k] for k in ("mean", "std")
-    )
-    return f"{mean:.2e} ± {std:.1e}"
-
-
-def _dtypes(line):
-    return [dtype for dtype in ("float32", "float64") if dtype in line]
-
-
-def _table_2(lines):
-    header = ["network", "train accuracy", "precision", "batch", *TERMS, "shared"]
+    """The results as Markdown: Table 2, and Tables 3 and 4."""
+    second = ["network", "train accuracy", "precision", "batch", *TERMS, "shared"]
     rows = [
         ["paper, VGG-11", "", "", "mixed", "1.37e-08", "2.72e-08", "1019.49", "", ""]
     ]
+    third = ["network", "precision", "norm of dL_linear/dx", "of dL_non/dx"]
+    third += ["linear / all", "paper", "non / all", "paper", "features"]
+    others = []
     for line in lines:
-        for dtype in _dtypes(line):
+        name = line["network"] + (f", seed {line['seed']}" if line["seed"] else "")
+        accuracy = "diverged" if line["diverged"] else f"{line['train_accuracy']:.1%}"
+        for dtype in [key for key in ("float32", "float64") if key in line] or ["–"]:
+            values = line.get(dtype, {})
             for batch, end in (("mixed", ""), ("one label", ", one label")):
-                rows.append(
-                    [
-                        line["network"],
-                        f"{line['train_accuracy']:.1%}",
-                        dtype,
-                        batch,
-                        *(
-                            _cell(line[dtype], term + end)
-                            for term in (*TERMS, "shared")
-                        ),
-                    ]
-                )
-    return grid.markdown(header, rows)
+                cells = [_cell(values, f"{key}{end}") for key in (*TERMS, "shared")]
+                rows.append([name, accuracy, dtype, batch, *cells])
+            if "linear" in values:
+                at_input = [_cell(values, key) for key in SECOND[:2]]
+                shares = [_cell(values, key, ".2f") for key in SECOND[2:]]
+                paper = PAPER[line["network"]]
+                pairs = [cell for pair in zip(shares, paper) for cell in pair]
+                count = values["linear"]["count"]
+                others.append([name, dtype, *at_input, *pairs, count])
+    return f"{results.markdown(second, rows)}\n{results.markdown(third, others)}"
 
 
-def _tables_3_and_4(lines):
-    header = ["network", "precision", "norm of dL_linear/dx", "of dL_non/dx"]
-    header += ["linear / all", "paper", "non / all", "paper", "features"]
-    rows = []
-    for line in lines:
-        for dtype in _dtypes(line):
-            values = line[dtype]
-            if "linear" not in values:
-                continue
-            at_input = [_cell(values, key) for key in SECOND[:2]]
-            shares = [
-                f"{values[key]['mean']:.2f} ± {values[key]['std']:.2f}"
-                for key in SECOND[2:]
-            ]
-            paper = PAPER.get(line["network"], ("–", "–"))
-            pairs = [cell for pair in zip(shares, paper) for cell in pair]
-            count = values["linear"]["count"]
-            rows.append([line["network"], dtype, *at_input, *pairs, count])
-    return grid.markdown(header, rows)
-
-
-def main(_):
-    values = flags.FLAGS.flag_values_dict()
-    config = {key: values[key] for key in DEFAULTS}
-    places = ("networks", "name", "runs_dir", "data_dir", "download")
-    grid.report(blindness_classifier(config, **{key: values[key] for key in places}))
-
-
-def _define_flags():
-    sets = f"digits, {', '.join(data.TFDS)}, or the path of an .npz."
-    flags.DEFINE_string("dataset", DEFAULTS["dataset"], sets)
-    flags.DEFINE_list("networks", list(NETWORKS), "Some of these.")
-    for key, text in (
-        ("epochs", "Of training."),
-        ("batch_size", "Of training and measuring."),
-        ("hidden", "Size of the hidden Dense layers of VGG-11; the paper's has 4096."),
-        ("batches", "How many are measured."),
-    ):
-        flags.DEFINE_integer(key, DEFAULTS[key], text, lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of weights and batches.")
-    flags.DEFINE_integer("train_size", None, "Use so many training images only.", 1)
-    flags.DEFINE_float("learning_rate", DEFAULTS["learning_rate"], "Of Adam.", 0)
-    flags.DEFINE_float("width", DEFAULTS["width"], "Factor of AlexNet's channels.", 0)
-    flags.DEFINE_string("name", None, "Of the run.")
-    flags.DEFINE_string("data_dir", None, "Where tensorflow_datasets looks.")
-    flags.DEFINE_bool("download", False, "Download the data set if it is not there.")
-    flags.DEFINE_string("runs_dir", "runs", "Where the run is recorded.")
+def _cell(values, key, form=".1e"):
+    parts = [values.get(key, {}).get(part) for part in ("mean", "std")]
+    return " ± ".join(f"{part:{form}}" for part in parts if part is not None) or "–"
 
 
 if __name__ == "__main__":
-    _define_flags()
-    app.run(main)
+    command.run(run, Settings)

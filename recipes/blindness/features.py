@@ -3,9 +3,9 @@
 The small run, on scikit-learn's 8x8 digits, another network, and the paper's networks
 and data, for a GPU:
 
-    python -m recipes.blindness_features
-    python -m recipes.blindness_features --networks=densenet121 --norms=bn,layer
-    python -m recipes.blindness_features --dataset=cifar10 --data_dir=<where it is> \
+    python -m recipes.blindness.features
+    python -m recipes.blindness.features --networks=densenet121 --norms=bn,layer
+    python -m recipes.blindness.features --dataset=cifar10 --data_dir=<where it is> \
         --networks=vgg11,vgg16,resnet18,resnet34,densenet121,densenet169 --width=1 \
         --epochs=100 --batch_size=128
 
@@ -43,129 +43,130 @@ and Second Derivatives of the Loss, 2022, Section 4 and Figure 2.
 https://arxiv.org/abs/2205.15146
 """
 
+import dataclasses
 import pathlib
 
 import matplotlib
 import numpy as np
-from absl import app, flags
-from tqdm import tqdm
 
-from recipes import data, figures, grid, models
-from recipes.features_training import BATCHES, DEFAULTS, changes, complete, train
+from recipes import models
+from recipes.blindness import _features_training as features_training
+from recipes.blindness._features_training import KINDS, Training
+from recipes.engine import command, data, figures, results, training
+from recipes.engine.settings import Sweep, setting
 
-NETWORKS = ("vgg11", "resnet18")
-NORMS = ("none", "bn", "layer", "cbn")
 COLUMNS = (
     ("silhouette", "test", "silhouette"),
     ("of the picture", "test", "silhouette_of_picture"),
     ("recalibrated", "recalibrated", "silhouette"),
     ("training images", "train", "silhouette"),
-    ("test accuracy", "test", "accuracy"),
+    ("test accuracy (%)", "test", "accuracy"),
 )
 
 
-def blindness_features(
-    settings, networks=NETWORKS, norm_names=NORMS, seeds=2, runs_dir="runs", **places
-):
-    """Trains every network with every norm, on both kinds of batches.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Training, Sweep):
+    """Every network with every norm, on both kinds of batches."""
 
-    Args:
-        settings: Dict of settings that all runs share, with any keys of `DEFAULTS`.
-        networks, norm_names: Lists of names.
-        seeds: Integer, the seeds are 0 to `seeds` - 1.
-        runs_dir: Where the runs, and the outcome, are recorded.
-        **places: Other arguments of `train`.
+    RUN = Training
+
+    networks: tuple[str, ...] = setting(("vgg11",), models.NAMES)
+    norms: tuple[str, ...] = setting(("none", "bn", "layer", "cbn"), "Normalisations.")
+    kinds: tuple[str, ...] = setting(KINDS, "Labels of a batch.", choices=KINDS)
+    seeds: int = 2
+
+
+def run(settings):
+    """Trains and measures every network.
 
     Returns:
-        The path of the directory, with table.md, results.json and <network>.png.
+        The path of the directory with table.md, results.json and <network>.png.
     """
-    configs = [
-        {**settings, "network": network, "norm": norm, "batches": batches, "seed": seed}
-        for seed in range(seeds)
-        for network in networks
-        for norm in norm_names
-        for batches in BATCHES
-    ]
-    outcomes = {}
-    for config in (progress := tqdm(configs, unit="run")):
-        key = tuple(config[name] for name in ("network", "norm", "batches"))
-        progress.set_postfix_str(", ".join(key))
-        results = train(config, runs_dir, **places)
-        outcomes.setdefault(key, []).append(results)
-    parts = ["blindness_features", data.stem(complete(settings)["dataset"])]
-    parts += ["+".join(networks), "+".join(norm_names), f"seeds{seeds}"]
-    parts += changes(complete(settings))
-    directory = pathlib.Path(runs_dir) / "-".join(parts)
+    outcomes = training.train_all(
+        features_training.train, settings.runs(), settings.workers
+    )
     rows = [
         {
             "network": network,
             "norm": norm,
-            **{batches: outcomes[network, norm, batches] for batches in BATCHES},
+            **{
+                kind: summary(outcomes.of(network=network, norm=norm, kind=kind))
+                for kind in settings.kinds
+            },
         }
-        for network in networks
-        for norm in norm_names
+        for network in settings.networks
+        for norm in settings.norms
     ]
-    grid.write(directory, table(rows), {"rows": rows})
-    for network in networks:
-        draw(directory, runs_dir, settings, network, rows)
+    directory = settings.directory("blindness_features")
+    results.write(directory, table(rows, settings), {"rows": rows})
+    for network in settings.networks:
+        draw(directory / f"{network}.png", outcomes, network, settings)
     return directory
 
 
-def table(rows):
-    """Returns the rows of `blindness_features` as Markdown."""
+def summary(outcomes):
+    """Dict from the name of each of `COLUMNS` to what several seeds have in common."""
+    found = {}
+    for name, part, key in COLUMNS:
+        values = [(each.results.get(part) or {}).get(key) for each in outcomes]
+        count = sum(value is not None for value in values)
+        number = results.mean_and_std(values)
+        found[name] = number and number | {"count": count}
+    return found
+
+
+def table(rows, settings):
+    """The rows as Markdown, with a column for each kind of batches."""
     header = ["network", "norm"]
-    header += [f"{name}, {batches}" for name, *_ in COLUMNS for batches in BATCHES]
+    header += [
+        f"{name}, {kind.replace('_', ' ')}"
+        for name, *_ in COLUMNS
+        for kind in settings.kinds
+    ]
     cells = [
         [
             row["network"],
             figures.NAME_OF.get(row["norm"], row["norm"]),
             *(
-                _cell(row[batches], part, key)
-                for _, part, key in COLUMNS
-                for batches in BATCHES
+                _cell(row[kind][name], settings.seeds, "%" in name)
+                for name, *_ in COLUMNS
+                for kind in settings.kinds
             ),
         ]
         for row in rows
     ]
-    return grid.markdown(header, cells) + (
-        "\nMean ± deviation over seeds. Silhouettes of what the last layer reads of "
-        "test images, at inference, and of its t-SNE picture; recalibrated: with "
-        "statistics of mixed training batches.\n"
+    return (
+        f"{results.markdown(header, cells)}\n{results.note(settings.seeds)} "
+        "Silhouettes of what the last layer reads of test images, at inference, and of "
+        "its t-SNE picture; recalibrated: with statistics of mixed training batches.\n"
     )
 
 
-def _cell(results, part, key):
-    found = [r[part] and r[part][key] for r in results]
-    values = [value for value in found if value is not None]
-    if not values:
-        return "–"
-    form = "{:.1%}" if key == "accuracy" else "{:.3f}"
-    of = (np.mean, np.std)[: len(values)]  # one seed has no deviation
-    text = " ± ".join(form.format(f(values)) for f in of)
-    less = len(values) < len(results)
-    return f"{text} ({len(values)} of {len(results)})" if less else text
+def _cell(number, seeds, percent):
+    text = results.spread(number, *((1, 100) if percent else (3,)))
+    if number is None or number["count"] == seeds:
+        return text
+    return f"{text} ({number['count']} of {seeds})"
 
 
-def draw(directory, runs_dir, settings, network, rows):
+def draw(path, outcomes, network, settings):
     """Draws Figure 2 for one network, with the first seed."""
-    panels = {batches: {} for batches in BATCHES}
-    for row in rows:
-        if row["network"] != network:
-            continue
-        for batches, panel in panels.items():
-            results = row[batches][0]
-            path = pathlib.Path(runs_dir) / results["name"] / "picture.npz"
+    panels = {}
+    for kind in settings.kinds:
+        panel = panels[kind.replace("_", " ")] = {}
+        for norm in settings.norms:
+            outcome, *_ = outcomes.of(network=network, norm=norm, kind=kind)
+            name = figures.NAME_OF.get(norm, norm)
+            picture = pathlib.Path(settings.runs_dir, outcome.results["name"])
             found, score = None, "–"
-            if path.exists():
-                with np.load(path) as file:
+            if (picture / "picture.npz").exists():
+                with np.load(picture / "picture.npz") as file:
                     found = file["points"], file["labels"]
-                score = f"{results['test']['silhouette']:.2f}"
-            name = figures.NAME_OF.get(row["norm"], row["norm"])
+                score = f"{outcome.results['test']['silhouette']:.2f}"
             panel[f"{name}\nsilhouette {score}"] = found
-    config = complete(settings)
-    title = f"{data.stem(config['dataset'])}, {network}"
-    title += "" if config["width"] == 1 else f" of {config['width']:g} width"
-    _clusters(directory / f"{network}.png", panels, title)
+    title = f"{data.stem(settings.dataset)}, {network}"
+    title += "" if settings.width == 1 else f" of {settings.width:g} width"
+    _clusters(path, panels, title)
 
 
 def _clusters(path, panels, title):
@@ -189,34 +190,5 @@ def _clusters(path, panels, title):
     figures.save(figure, path)
 
 
-def main(_):
-    values = flags.FLAGS.flag_values_dict()
-    settings = {key: values[key] for key in DEFAULTS}
-    places = ("networks", "seeds", "runs_dir", "data_dir", "download")
-    places = {key: values[key] for key in places}
-    grid.report(blindness_features(settings, norm_names=values["norms"], **places))
-
-
-def _define_flags():
-    sets = f"digits, {', '.join(data.TFDS)}, or the path of an .npz."
-    flags.DEFINE_string("dataset", DEFAULTS["dataset"], sets)
-    flags.DEFINE_list("networks", list(NETWORKS), models.NAMES)
-    flags.DEFINE_list("norms", list(NORMS), "Names of normalisations.")
-    flags.DEFINE_integer("seeds", 2, "How many seeds, from 0 on.", lower_bound=1)
-    for key, text in (
-        ("test_size", "So many images are measured, the first ones."),
-        ("epochs", "Of training."),
-        ("batch_size", "Of training."),
-    ):
-        flags.DEFINE_integer(key, DEFAULTS[key], text, lower_bound=1)
-    flags.DEFINE_integer("train_size", None, "Use so many training images only.", 1)
-    flags.DEFINE_float("width", DEFAULTS["width"], "Factor of all channels.", 0)
-    flags.DEFINE_float("learning_rate", DEFAULTS["learning_rate"], "Of Adam.", 0)
-    flags.DEFINE_string("data_dir", None, "Where tensorflow_datasets looks.")
-    flags.DEFINE_bool("download", False, "Download the data set if it is not there.")
-    flags.DEFINE_string("runs_dir", "runs", "Where runs are recorded.")
-
-
 if __name__ == "__main__":
-    _define_flags()
-    app.run(main)
+    command.run(run, Settings)

@@ -1,6 +1,6 @@
 """What every normalisation passes of a term of the loss: one table.
 
-    python -m recipes.blindness_layers
+    python -m recipes.blindness.layers
 
 Batch normalization is blind to the first order and to the diagonal of the second (Zhou
 et al., Theorems 1 and 2). Here the same terms are put on the output of each
@@ -28,19 +28,20 @@ Reference: Zhou, Shen, Chen, Tang and Zhang, Batch Normalization Is Blind to the
 and Second Derivatives of the Loss, 2022. https://arxiv.org/abs/2205.15146
 """
 
+import dataclasses
 import functools
-import pathlib
+import itertools
 
 import keras
 import numpy as np
-from absl import app, flags
 from keras import layers
 from matplotlib.figure import Figure
 
 from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN
 from keras_norms.diagnostics.blindness import TERMS, blindness
-from recipes import data, experiment, grid
-from recipes.precision import available, precision
+from recipes.engine import command, data, figures, results, settings
+from recipes.engine.precision import available, precision
+from recipes.engine.settings import setting
 
 WIDTH, CLASSES = 32, 10
 EPSILON = 1e-20  # as small as the paper's, for with a larger one some diagonal passes
@@ -85,6 +86,15 @@ NORMS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(settings.Settings):
+    """What is probed, with how many samples and networks."""
+
+    norms: tuple[str, ...] = tuple(NORMS)  # no flag: there are commas in the names
+    samples: int = setting(128, "In the batch.", at_least=16)
+    seeds: int = setting(3, "Of weights and terms.", at_least=1)
+
+
 def network(norm, image_shape, seed):
     """The network above; the same seed, the same weights."""
     keras.utils.set_random_seed(seed)
@@ -119,46 +129,32 @@ def probe(name, x, y, seeds):
     return found
 
 
-def blindness_layers(norms=tuple(NORMS), samples=128, seeds=3, runs_dir="runs"):
-    """Probes every norm; writes table.md, results.json and shares.png.
-
-    Args:
-        norms: Keys of `NORMS`.
-        samples: Integer, the size of the batch.
-        seeds: See `probe`.
-        runs_dir: Where the outcome is recorded.
+def run(settings):
+    """Probes every norm.
 
     Returns:
-        The path of the directory.
+        The path of the directory with table.md, results.json and shares.png.
     """
     images = data.load("digits")
-    x, y = images.x_train[:samples], images.y_train[:samples]
+    x, y = (part[: settings.samples] for part in (images.x_train, images.y_train))
     rows = []
-    for dtype in available():
-        for name in norms:
-            with precision(dtype):
-                found = probe(name, x.astype(dtype), y, seeds)
-            keras.backend.clear_session()
-            for batch, label in enumerate(found[0].batches):
-                shares = np.mean([f.shares[0, batch] for f in found], 0)
-                rows.append(
-                    {
-                        "norm": name,
-                        "dtype": dtype,
-                        "batch": label,
-                        "shares": dict(zip(TERMS, shares.tolist())),
-                        "shared": float(np.mean([f.shared[0, batch] for f in found])),
-                    }
-                )
-    name = f"blindness_layers-samples{samples}-seeds{seeds}-{keras.backend.backend()}"
-    directory = pathlib.Path(runs_dir) / name
-    grid.write(directory, table(rows), {"rows": rows})
-    experiment.write(directory / "shares.png", lambda path: _plot(rows, path))
+    for dtype, name in itertools.product(available(), settings.norms):
+        with precision(dtype):
+            found = probe(name, x.astype(dtype), y, settings.seeds)
+        keras.backend.clear_session()
+        for batch, label in enumerate(found[0].batches):
+            shares = np.mean([each.shares[0, batch] for each in found], 0)
+            shared = float(np.mean([each.shared[0, batch] for each in found]))
+            row = {"norm": name, "dtype": dtype, "batch": label, "shared": shared}
+            rows.append(row | {"shares": dict(zip(TERMS, shares.tolist()))})
+    directory = settings.directory("blindness_layers")
+    results.write(directory, table(rows), {"rows": rows})
+    draw(directory / "shares.png", rows)
     return directory
 
 
 def table(rows):
-    """Returns the rows of `blindness_layers` as Markdown, a line a norm."""
+    """The rows as Markdown, a line a norm."""
     header = ["norm", *TERMS, "shared"]
     text = ""
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
@@ -172,11 +168,12 @@ def table(rows):
                 for row in rows
                 if (row["dtype"], row["batch"]) == (dtype, batch)
             ]
-            text += f"{dtype}, {batch}\n\n{grid.markdown(header, lines)}\n"
+            text += f"{dtype}, {batch}\n\n{results.markdown(header, lines)}\n"
     return text
 
 
-def _plot(rows, path):
+def draw(path, rows):
+    """Draws the shares in float32, of mixed labels."""
     rows = [r for r in rows if r["dtype"] == "float32" and r["batch"] == "mixed"]
     shares = np.array([[max(r["shares"][t], 1e-9) for t in TERMS] for r in rows])
     figure = Figure(figsize=(6, 0.3 * len(rows) + 1.2), layout="constrained")
@@ -186,20 +183,8 @@ def _plot(rows, path):
     axes.set_yticks(range(len(rows)), [row["norm"] for row in rows])
     axes.set_title("Share of a term that arrives at the input (float32)")
     figure.colorbar(picture, label="log10")
-    figure.savefig(path, dpi=120)
-
-
-def main(_):
-    values = flags.FLAGS
-    grid.report(
-        blindness_layers(
-            samples=values.samples, seeds=values.seeds, runs_dir=values.runs_dir
-        )
-    )
+    figures.save(figure, path)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("samples", 128, "In the batch.", lower_bound=16)
-    flags.DEFINE_integer("seeds", 3, "Of weights and terms.", lower_bound=1)
-    flags.DEFINE_string("runs_dir", "runs", "Where the outcome is recorded.")
-    app.run(main)
+    command.run(run, Settings)

@@ -1,6 +1,6 @@
 """Which orders of a polynomial loss pass batch normalization.
 
-    python -m recipes.blindness_synthetic
+    python -m recipes.blindness.synthetic
 
 Claim (Zhou et al., Table 1): with BN without affine weights on the scalar output of a
 multilayer perceptron, x its input, y its output, and
@@ -25,19 +25,28 @@ Reference: Zhou, Shen, Chen, Tang and Zhang, Batch Normalization Is Blind to the
 and Second Derivatives of the Loss, 2022, Table 1. https://arxiv.org/abs/2205.15146
 """
 
-import pathlib
+import dataclasses
 
 import keras
 import numpy as np
-from absl import app, flags
 from keras import layers, ops
 
 from keras_norms import diagnostics
-from recipes import grid
-from recipes.precision import available, precision
+from recipes.engine import command, results, settings
+from recipes.engine.precision import available, precision
+from recipes.engine.settings import setting
 
 ORDERS = 5
 PAPER = ("0 ± 0", "1.79e-07 ± 2.07e-07", "2.85e-07 ± 3.94e-08", "5.1e-01 ± 3.3e-01")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(settings.Settings):
+    """How much is drawn."""
+
+    draws: int = setting(1000, "Of the coefficients.", at_least=1)
+    samples: int = setting(100, "In the batch.", at_least=3)
+    seeds: int = setting(3, "Networks, with inputs of their own.", at_least=1)
 
 
 def network(draws, width=100, depth=5, epsilon=1e-20):
@@ -97,57 +106,49 @@ def deltas(draws=1000, samples=100, seed=0, epsilon=1e-20):
     )
 
 
-def blindness_synthetic(draws=1000, samples=100, seeds=3, runs_dir="runs"):
-    """Measures Table 1 with several networks; writes table.md and results.json.
-
-    Args:
-        draws, samples: See `deltas`.
-        seeds: Integer, networks with inputs and coefficients of their own.
-        runs_dir: Where the outcome is recorded.
+def run(settings):
+    """Measures Table 1 with several networks.
 
     Returns:
-        The path of the directory.
+        The path of the directory with table.md and results.json.
     """
-    results = {}
+    found = {}
     for dtype in available():
         with precision(dtype):
             every = np.concatenate(
-                [deltas(draws, samples, seed) for seed in range(seeds)], 1
+                [
+                    deltas(settings.draws, settings.samples, seed)
+                    for seed in range(settings.seeds)
+                ],
+                axis=1,
             )
-        results[dtype] = {
-            "mean": every.mean(1).tolist(),
-            "std": every.std(1).tolist(),
-            "median": np.median(every, 1).tolist(),
-            "largest": every.max(1).tolist(),
-        }
-    name = f"blindness_synthetic-draws{draws}-samples{samples}-seeds{seeds}"
-    backend = keras.backend.backend()
-    directory = pathlib.Path(runs_dir) / f"{name}-{backend}"
-    grid.write(directory, table(results), results)
+        found[dtype] = [
+            {
+                **results.mean_and_std(of_order),
+                "median": float(np.median(of_order)),
+                "largest": float(of_order.max()),
+            }
+            for of_order in every
+        ]
+    directory = settings.directory("blindness_synthetic")
+    results.write(directory, table(found), found)
     return directory
 
 
-def table(results):
+def table(found):
     """Returns the results as Markdown, with the paper's row."""
     rows = [["paper", *PAPER]]
-    for dtype, found in results.items():
-        pairs = zip(found["mean"], found["std"])
-        rows.append([f"{dtype}, mean", *(f"{m:.2e} ± {s:.2e}" for m, s in pairs)])
-        rows.append([f"{dtype}, median", *(f"{m:.2e}" for m in found["median"])])
-        rows.append([f"{dtype}, largest", *(f"{m:.2e}" for m in found["largest"])])
-    return grid.markdown(["order", "0", "1", "2", "3"], rows)
+    for dtype, orders in found.items():
+        rows.append([f"{dtype}, mean", *map(_mean, orders)])
+        for key in ("median", "largest"):
+            rows.append([f"{dtype}, {key}", *(f"{order[key]:.2e}" for order in orders)])
+    return results.markdown(["order", "0", "1", "2", "3"], rows)
 
 
-def main(_):
-    values = flags.FLAGS
-    grid.report(
-        blindness_synthetic(values.draws, values.samples, values.seeds, values.runs_dir)
-    )
+def _mean(order):
+    std = "" if order["std"] is None else f" ± {order['std']:.2e}"
+    return f"{order['mean']:.2e}{std}"
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("draws", 1000, "Of the coefficients.", lower_bound=1)
-    flags.DEFINE_integer("samples", 100, "In the batch.", lower_bound=3)
-    flags.DEFINE_integer("seeds", 3, "How many networks.", lower_bound=1)
-    flags.DEFINE_string("runs_dir", "runs", "Where the outcome is recorded.")
-    app.run(main)
+    command.run(run, Settings)

@@ -48,10 +48,8 @@ NORMS = ("bn", "cbn_batch", "cbn_fixed", "cbn")
 PHASES = {
     "first rate": (0, 1 / 2),
     "a tenth": (1 / 2, 5 / 6),
-    "a hundredth": (5 / 6, np.inf),
+    "a hundredth": (5 / 6, 1),
 }
-
-
 VALUES = {
     "gradient_variance": "Variance of the mini-batch gradient",
     "gradient_squared_norm": "Squared norm of the gradient",
@@ -107,7 +105,7 @@ def run(settings):
             metrics = [each.metrics for each in found]
             panels[activation][norm] = metrics
             row = {"activation": activation, "norm": norm}
-            row |= {key: by_phase(metrics, key) for key in VALUES}
+            row |= {key: by_phase(metrics, key, settings.epochs) for key in VALUES}
             rows.append(row | {"runs": [each.results for each in found]})
     directory = settings.directory("cbn_gradient_variance")
     results.write(directory, table(rows), {"batches": settings.batches, "rows": rows})
@@ -127,12 +125,13 @@ def run(settings):
     return directory
 
 
-def by_phase(curves, key):
+def by_phase(curves, key, epochs):
     """The geometric mean of a positive value over the epochs at each learning rate.
 
     Args:
         curves: List with the metrics of each run.
         key: Of the metrics.
+        epochs: Integer, of the whole training.
 
     Returns:
         Dict from the names in `PHASES` to a float, `None` where nothing is positive.
@@ -143,8 +142,8 @@ def by_phase(curves, key):
             line.get(key)
             for curve in curves
             for line in curve
-            # It is measured with the rate that the next step uses.
-            if start <= line["epoch"] / len(curve) < end
+            # It is measured with the rate of the last step.
+            if start < line["epoch"] / epochs <= end
         ]
         values = [value for value in values if value is not None and value > 0]
         means[phase] = float(np.exp(np.mean(np.log(values)))) if values else None
@@ -161,8 +160,8 @@ def table(rows):
                 row["activation"],
                 figures.NAME_OF.get(row["norm"], row["norm"]),
                 *(
-                    _with_ratio(value, base.get(row["activation"], row)[key][phase])
-                    for phase, value in row[key].items()
+                    _with_ratio(row, base.get(row["activation"]), key, p)
+                    for p in PHASES
                 ),
             ]
             for row in rows
@@ -176,10 +175,11 @@ def table(rows):
     )
 
 
-def _with_ratio(value, base):
+def _with_ratio(row, base, key, phase):
+    value, reference = row[key][phase], base and base[key][phase]
     if value is None:
         return "–"
-    return f"{value:.2e}" + ("" if base is None else f" ({value / base:.2f})")
+    return f"{value:.2e}" + (f" ({value / reference:.2f})" if reference else "")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,22 @@ def images(settings):
     )
 
 
+def enlarged(images):
+    """Images of 16x16 and less made 32x32 or larger, each pixel repeated.
+
+    VGG-16 halves its map five times. Digits of 8x8 are a single position by the fourth
+    stage, where eight of nine weights of a kernel see zeros alone; without a norm, that
+    network does not train.
+    """
+    times = -(-32 // images.x_train.shape[1]) if images.x_train.shape[1] <= 16 else 1
+
+    def enlarge(x):
+        return x.repeat(times, axis=1).repeat(times, axis=2)
+
+    x_train, x_test = enlarge(images.x_train), enlarge(images.x_test)
+    return images._replace(x_train=x_train, x_test=x_test)
+
+
 @functools.lru_cache(maxsize=1)  # the next run in this process reads the same images
 def load(dataset, data_dir=None, train_size=None, download=False, validation_size=None):
     """Loads a data set, each channel with mean 0 and deviation 1 over training images.
@@ -208,22 +224,6 @@ def _images(x):
 
 def _labels(y):
     return np.asarray(y, "int32").reshape(-1)
-
-
-def enlarged(images):
-    """An `ImageData` of 16x16 and less made 32x32 or larger, each pixel repeated.
-
-    VGG-16 halves its map five times. Digits of 8x8 are a single position by the fourth
-    stage, where eight of nine weights of a kernel see zeros alone; without a norm, that
-    network does not train.
-    """
-    times = -(-32 // images.x_train.shape[1]) if images.x_train.shape[1] <= 16 else 1
-
-    def enlarge(x):
-        return x.repeat(times, axis=1).repeat(times, axis=2)
-
-    x_train, x_test = enlarge(images.x_train), enlarge(images.x_test)
-    return images._replace(x_train=x_train, x_test=x_test)
 
 
 class Arrays:

@@ -96,6 +96,12 @@ class Settings:
         ]
         return "-".join(parts)
 
+    def directory(self, recipe):
+        """Where the outcome of a recipe goes, by what was asked."""
+        return pathlib.Path(self.runs_dir) / "-".join(
+            filter(None, [recipe, self.label()])
+        )
+
     def program(self):
         """What networks have in common that are compiled once."""
         return type(self).__qualname__, *(
@@ -190,12 +196,6 @@ class Sweep(Settings):
             self.one(**values, **dict(zip(swept, combination, strict=True)))
             for combination in itertools.product(*swept.values())
         ]
-
-    def directory(self, recipe):
-        """Where the outcome of a recipe goes, by what was asked."""
-        return pathlib.Path(self.runs_dir) / "-".join(
-            filter(None, [recipe, self.label()])
-        )
 
 
 def _is_swept(cls, name):

@@ -4,7 +4,6 @@ A kind of training is a function of its settings that returns a `Problem`: a net
 its batches, its learning rate. What a recipe measures on the way are hooks of `train`.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,16 +11,9 @@ import keras
 import numpy as np
 from tqdm import tqdm
 
-from recipes.engine import files, optimizers, run, workers
+from recipes.engine import optimizers, run, workers
 from recipes.engine.data import TEST_BATCH_SIZE
-
-CHECKPOINT_SECONDS = 5.0  # at most this much, and the last epoch, is trained again
-SCORES = {
-    "train_loss": "loss",
-    "train_accuracy": "accuracy",
-    "test_loss": "val_loss",
-    "test_accuracy": "val_accuracy",
-}
+from recipes.engine.recorder import SCORES, Hooks, Recorder, numpy_copy, scores
 
 
 class Problem(NamedTuple):
@@ -71,96 +63,46 @@ class Outcomes(dict):
         ]
 
 
-def scores(logs):
-    """The line of an epoch: losses (nats), accuracies, and what callbacks measured."""
-    line = {key: float(logs[name]) for key, name in SCORES.items() if name in logs}
-    return line | {k: v for k, v in logs.items() if k not in SCORES.values()}
-
-
-def train(
-    settings,
-    kind,
-    problem_of,
-    *,
-    before=None,
-    after=None,
-    at_end=None,
-    line=scores,
-    callbacks=(),
-    keep_best=False,
-    name=None,
-    until=None,
-    verbose=0,
-):
+def train(settings, kind, problem_of, *, name=None, until=None, verbose=0, **hooks):
     """Trains a network, or goes on with that, or returns what came out before.
-
-    The hooks get the model, the `Problem` and the settings, and must leave the model as
-    it is.
 
     Args:
         settings: A `Settings`, which says `runs_dir` and `seed`.
         kind: Start of the name of the run, `""` for none.
         problem_of: Callable of the settings, returns a `Problem`. It is called if there
             is something to train.
-        before, after: Hooks at the start and at the end of an epoch; `before` gets the
-            epoch, from 0, too. Each returns a dict for the line of the epoch. Nothing
-            is measured after an epoch whose loss is not finite.
-        at_end: Hook of the trained model, which gets the run too and returns a dict of
-            more results. It is not called if training diverged.
-        line: Callable of the logs of an epoch, returns a dict with `train_loss`.
-        callbacks: Callables of the `Problem` and the settings, each returns a Keras
-            callback. What it puts into the logs of an epoch goes into the line.
-        keep_best: Whether `at_end` is about the weights after the first of the epochs
-            with the highest test accuracy. It is then called for a training that
-            diverged after such an epoch, too.
         name: Name of the run, of `kind` and the settings where `None`.
         until: Integer, stop after this epoch of the whole training; the same call with
             a later one goes on. The results are then those so far.
         verbose: As in `keras.Model.fit`.
+        **hooks: Of `recipes.engine.recorder.Hooks`.
 
     Returns:
-        An `Outcome`. The results have `name`, `epochs`, `diverged`, what `line` said of
-        the last epoch, and the median `seconds_per_step`. What is not finite is `None`.
+        An `Outcome`. The results have `name`, `epochs`, `diverged`, the scores of the
+        last epoch, the median `seconds_per_step`, and what the hook `at_end` says. What
+        is not finite is `None`.
     """
     name = name or "-".join(filter(None, [kind, settings.label()]))
     recorded = run.Run(f"{settings.runs_dir}/{name}", settings.config())
-    if recorded.results is None:
+    results = recorded.results
+    if results is None:
         with recorded:
-            if recorded.results is None:  # nor has another process completed it now
-                hooks = _Hooks(before, after, line, keep_best)
-                problem = problem_of(settings)
+            results = recorded.results  # of another process that completed it now
+            if results is None:
+                found = Hooks(**hooks)
                 results = _train(
-                    recorded,
-                    settings,
-                    problem,
-                    hooks,
-                    callbacks,
-                    until,
-                    verbose,
-                    at_end,
+                    recorded, settings, problem_of(settings), found, until, verbose
                 )
-                if results is not None:
-                    return Outcome(settings, results, recorded.metrics)
-    return Outcome(settings, recorded.results, recorded.metrics)
+    return Outcome(settings, results, recorded.metrics)
 
 
-class _Hooks(NamedTuple):
-    before: Callable | None
-    after: Callable | None
-    line: Callable
-    keep_best: bool
-
-
-def _train(recorded, settings, problem, hooks, callbacks, until, verbose, at_end):
-    """Returns results if the training is not complete."""
+def _train(recorded, settings, problem, hooks, until, verbose):
     model, omegas = compiled(settings, problem)
-    recorder = _Recorder(recorded, settings, problem, hooks)
     last = min(until or problem.epochs, problem.epochs)
-    recorder.last = last
-    recorder.restore(model)
-    others = [make(problem, settings) for make in callbacks]
+    recorder = Recorder(recorded, model, problem, settings, hooks, last)
+    callbacks = [make(problem, settings) for make in hooks.callbacks]
     if problem.schedule is not None:
-        others.append(optimizers.Rate(problem.schedule, omegas))
+        callbacks.append(optimizers.Rate(problem.schedule, omegas))
     if recorder.epoch < last:
         try:
             model.fit(
@@ -171,7 +113,7 @@ def _train(recorded, settings, problem, hooks, callbacks, until, verbose, at_end
                 shuffle=False,  # the batches are
                 validation_data=problem.test,
                 validation_batch_size=TEST_BATCH_SIZE,
-                callbacks=[*others, recorder],
+                callbacks=[*callbacks, recorder],
                 verbose=verbose,
             )
         except BaseException:
@@ -183,10 +125,9 @@ def _train(recorded, settings, problem, hooks, callbacks, until, verbose, at_end
     if recorder.best is not None:
         for variable in model.variables:
             variable.assign(recorder.best[variable.path])
-    if at_end and (recorder.best is not None or not results["diverged"]):
-        results |= at_end(model, problem, settings, recorded)
-    recorded.finish(results)
-    return None
+    if hooks.at_end and (recorder.best is not None or not results["diverged"]):
+        results |= hooks.at_end(model, problem, settings, recorded)
+    return recorded.finish(results)
 
 
 def results_of(recorded, best=False):
@@ -227,6 +168,8 @@ def compiled(settings, problem):
     new = problem.network()
     new.optimizer.build(new.trainable_variables)
     omegas = optimizers.give_omegas(new) if problem.amat else {}
+    # Another recipe may train the same network with another optimizer.
+    again = again and type(new.optimizer) is type(_last["model"].optimizer)
     if not again:
         _last.update(program=program, model=new)
         return new, omegas
@@ -253,121 +196,6 @@ def standalone(model, problem):
 
 def _state(model):
     return [*model.variables, *model.optimizer.variables]
-
-
-class _Recorder(keras.callbacks.Callback):
-    """Logs and checkpoints epochs of `fit`, and stops when the loss is not finite.
-
-    Weights, moving statistics, the optimizer, the best weights so far and the epoch
-    stand in one file, so that they cannot disagree (`BackupAndRestore` writes two files
-    in place). The seconds of a step leave out the first step after a start, which
-    compiles, and evaluation.
-
-    Attributes:
-        epoch: Number of whole epochs behind us, the `initial_epoch` of `fit`.
-        last: The epoch after which `fit` ends.
-        best: Dict from the path of each variable of the model to its value after the
-            first of the epochs with the highest test accuracy, or `None`.
-    """
-
-    def __init__(self, recorded, settings, problem, hooks):
-        super().__init__()
-        self.run, self.hooks = recorded, hooks
-        self.about = problem, settings
-        self.epoch = 0
-        self.best = None
-
-    def restore(self, model):
-        """Brings the model to where the checkpoint is."""
-        arrays = self.run.load()
-        if arrays is not None:
-            self.epoch = int(arrays["epoch"])
-            try:
-                for name, variable in _named(model).items():
-                    variable.assign(arrays[name])
-            except (KeyError, ValueError) as error:
-                reason = f"it is not of this network ({error})"
-                path = self.run.directory / run.CHECKPOINT
-                raise files.damaged(path, reason) from None
-            self.best = {
-                key.removeprefix("best/"): array
-                for key, array in arrays.items()
-                if key.startswith("best/")
-            } or None
-        self.run.keep(self.epoch)
-        self._compiled, self._saved = False, time.monotonic()
-
-    def _save(self):
-        arrays = {name: numpy_copy(v) for name, v in _named(self.model).items()}
-        arrays |= {f"best/{path}": array for path, array in (self.best or {}).items()}
-        self.run.save(epoch=self.epoch, **arrays)
-        self._saved = time.monotonic()
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._measured = {}
-        if self.hooks.before is not None:
-            self._measured = self.hooks.before(self.model, *self.about, epoch)
-        self._steps, self._seconds = 0, None
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, batch, logs=None):
-        if not self._compiled:
-            self._compiled = True
-            self._wait()
-            self._start = time.perf_counter()
-        else:
-            self._steps += self.model.steps_per_execution
-
-    def on_test_begin(self, logs=None):
-        self._stop_clock()
-
-    def _stop_clock(self):
-        if self._seconds is None:
-            self._wait()
-            self._seconds = time.perf_counter() - self._start
-
-    def _wait(self):
-        # The step counter is there when the step that made it is done.
-        numpy_copy(self.model.optimizer.iterations)
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._stop_clock()
-        self.epoch = epoch + 1
-        finite = np.isfinite(logs["loss"])
-        if finite and self.hooks.after is not None:
-            self._measured |= self.hooks.after(self.model, *self.about)
-        highest = -1
-        if self.hooks.keep_best:
-            highest = max((m["test_accuracy"] for m in self.run.metrics), default=-1)
-        self.run.log(
-            epoch=self.epoch,
-            **self.hooks.line(logs),
-            seconds_per_step=self._seconds / self._steps if self._steps else None,
-            **self._measured,
-        )
-        if not finite:
-            self.model.stop_training = True
-            return
-        if self.hooks.keep_best and logs["val_accuracy"] > highest:
-            self.best = {v.path: numpy_copy(v) for v in self.model.variables}
-        if (
-            self.epoch == self.last
-            or time.monotonic() - self._saved >= CHECKPOINT_SECONDS
-        ):
-            self._save()
-
-
-def _named(model):
-    """The variables of a model and its optimizer by their names in a checkpoint."""
-    named = {f"model/{v.path}": v for v in model.variables}
-    return named | {
-        f"optimizer/{i}": v for i, v in enumerate(model.optimizer.variables)
-    }
-
-
-def numpy_copy(variable):
-    """The value of a Keras variable, which the next step does not overwrite."""
-    return np.array(keras.ops.convert_to_numpy(variable))
 
 
 def train_all(function, runs, count=None):

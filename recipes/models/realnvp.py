@@ -20,6 +20,7 @@ import keras
 from keras import layers, ops
 
 from keras_norms import WN
+from recipes.models import norms
 from recipes.models.flow_steps import (
     BETWEEN,
     Coupling,
@@ -30,7 +31,6 @@ from recipes.models.flow_steps import (
     of_channels,
     sample_sum,
 )
-from recipes.models import norms
 
 
 def residual_network(shape, width, blocks, norm, name):

@@ -77,11 +77,14 @@ def floats(values):
 
 def cells(row, keys):
     """Numbers of a row, as text."""
-    parts = [row[key].values() if row.get(key) else () for key in keys]
-    return [
-        " ± ".join(f"{part:.4g}" for part in pair if part is not None) or "–"
-        for pair in parts
-    ]
+    return [_cell(row.get(key)) for key in keys]
+
+
+def _cell(value):
+    if value is None:
+        return "–"
+    deviation = "" if value["std"] is None else f" ± {value['std']:.2g}"
+    return f"{value['mean']:.4g}{deviation}"
 
 
 def runs_of(outcomes, settings):

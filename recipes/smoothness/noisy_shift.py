@@ -82,21 +82,22 @@ def measure(model, batches, settings):
     """The moments of layers and how a step changes them, for a line of metrics."""
     x, y = batches[0]
     _, gradients = diagnostics.value_and_grad(model, x, y)
-    weights = [ops.convert_to_numpy(v) for v in model.trainable_variables]
-    state = [ops.convert_to_numpy(v) for v in model.non_trainable_variables]
+    now = [training.numpy_copy(variable) for variable in model.variables]
+    before, then = activations(model, settings.layers, now, x)
     # The step of plain gradient descent on this batch is the one training takes.
-    rate, layers = settings.learning_rate, settings.layers
-    stepped = [w - rate * g for w, g in zip(weights, gradients, strict=True)]
-    before, moved = activations(model, layers, weights, state, x)
-    after, _ = activations(model, layers, stepped, moved, batches[1][0])
+    place_of = {id(variable): i for i, variable in enumerate(model.variables)}
+    for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+        place = place_of[id(variable)]
+        then[place] = now[place] - settings.learning_rate * gradient
+    after, _ = activations(model, settings.layers, then, batches[1][0])
     return {
         f"{layer}_{key}": value
-        for layer, a, b in zip(layers, before, after, strict=True)
+        for layer, a, b in zip(settings.layers, before, after, strict=True)
         for key, value in changes(a, b).items()
     }
 
 
-def activations(model, layers, weights, state, x):
+def activations(model, layers, values, x):
     """What linear layers give to the nonlinearity after them, in training mode.
 
     It is the output of the norm, or without one, of the linear layer itself. The model
@@ -105,37 +106,25 @@ def activations(model, layers, weights, state, x):
     Args:
         model: A `keras.Model`, as `recipes.smoothness._training.problem` makes it.
         layers: List of the names of linear layers.
-        weights: List of arrays in place of the trainable weights.
-        state: List of arrays in place of the non-trainable ones.
+        values: List of arrays in place of `model.variables`.
         x: Inputs of the model.
 
     Returns:
-        List of arrays `(positions, channels)`, and the state after the call.
+        List of arrays `(positions, channels)`, and the values after the call.
     """
     names = {layer.name for layer in model.layers}
     last = [f"{name}_norm" if f"{name}_norm" in names else name for name in layers]
     # The model's own output, so that all state moves on as it does in training.
     outputs = [*(model.get_layer(name).output for name in last), *model.outputs]
     probe = keras.Model(model.inputs, outputs)
-    # A part of the model holds the same variables, maybe in another order.
-    weights = _in_order(probe.trainable_variables, model.trainable_variables, weights)
-    inner = _in_order(
-        probe.non_trainable_variables, model.non_trainable_variables, state
+    with keras.StatelessScope(zip(model.variables, values)) as scope:
+        found = probe(ops.convert_to_tensor(x), training=True)
+    moved = [scope.get_current_value(variable) for variable in model.variables]
+    found = [ops.convert_to_numpy(value) for value in found[: len(layers)]]
+    return (
+        [value.reshape(-1, value.shape[-1]) for value in found],
+        [ops.convert_to_numpy(value) for value in moved],
     )
-    found, moved = probe.stateless_call(
-        weights, inner, ops.convert_to_tensor(x), training=True
-    )
-    moved = [ops.convert_to_numpy(value) for value in moved]
-    moved = _in_order(
-        model.non_trainable_variables, probe.non_trainable_variables, moved
-    )
-    values = [ops.convert_to_numpy(value) for value in found[: len(layers)]]
-    return [value.reshape(-1, value.shape[-1]) for value in values], moved
-
-
-def _in_order(wanted, variables, values):
-    value_of = {id(v): value for v, value in zip(variables, values, strict=True)}
-    return [value_of[id(variable)] for variable in wanted]
 
 
 def changes(before, after):
@@ -264,23 +253,25 @@ def first_step(lines):
 
 def table(rows, seeds):
     """The rows as two Markdown tables."""
-    keys = ("train_loss", "train_accuracy", "test_accuracy")
-    keys += ("recalibrated_test_accuracy",)
-    keys = [key for key in keys if any(row.get(key) for row in rows)]
-    first = [
-        [row["norm"], *numbers.cells(row, keys), results.epochs(row["step_of_target"])]
-        for row in rows
-    ]
+    scores = ("train_loss", "train_accuracy", "test_accuracy")
+    scores += ("recalibrated_test_accuracy",)
+    scores = [key for key in scores if any(row.get(key) for row in rows)]
+    header = ["norm", *(key.replace("_", " ") for key in scores)]
+    first = [[row["norm"], *numbers.cells(row, scores)] for row in rows]
+    note = "Loss and accuracies of the last interval"
+    if "train_accuracy" in scores:
+        header.append("step of target")
+        for row, line in zip(rows, first):
+            line.append(results.epochs(row["step_of_target"]))
+        note += f"; the target is a training accuracy of {TARGET_ACCURACY:.0%}"
     second = [
         [layer, row["norm"], *numbers.cells(row["layers"][layer], KEYS)]
         for layer in rows[0]["layers"]
         for row in rows
     ]
-    header = ["norm", *(key.replace("_", " ") for key in keys), "step of target"]
     return (
         results.markdown(header, first)
-        + "\nLoss and accuracies of the last interval; the target is a training "
-        f"accuracy of {TARGET_ACCURACY:.0%}.\n\n"
+        + f"\n{note}.\n\n"
         + results.markdown(["layer", "norm", *KEYS.values()], second)
         + "\nMeans over channels, medians over the measured steps. "
         f"{results.note(seeds)}\n"

@@ -57,7 +57,6 @@ import numpy as np
 from keras import ops
 
 from keras_norms import prune, recalibrate
-from recipes import train
 from recipes.engine import classifier, command, data, files, training
 from recipes.engine.run import Run
 from recipes.engine.settings import setting
@@ -73,7 +72,7 @@ from recipes.spheres._slimming import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Slimmed(train.Saved):
+class Slimmed(classifier.Saved):
     """A training whose last network is saved."""
 
     norm: str = "bn"
@@ -123,7 +122,7 @@ def problem(settings):
 
 def trained(settings):
     """Trains a network, or loads what came out before, compiled for evaluation."""
-    outcome = training.train(settings, "pruning_train", problem, at_end=train.save)
+    outcome = training.train(settings, "pruning_train", problem, at_end=classifier.save)
     if outcome.results["diverged"]:
         raise ValueError(
             f"The training in {settings.runs_dir}/{outcome.results['name']} diverged."

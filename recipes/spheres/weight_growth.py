@@ -125,7 +125,7 @@ class _Statistics(diagnostics.BatchStatistics):
         self.channels = {}
         self.measure()
         for key, (values,) in self.channels.items():
-            distance = next(name for name in DISTANCES if f"_{name}_" in key)
+            distance = key.removesuffix("_distance").rpartition("_")[2]
             logs[f"{distance}_distance"] = values.tolist()
 
 
@@ -143,6 +143,10 @@ def run(settings):
     """
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     layer, _ = LAYERS.get(settings.model, OTHERS)
+    labels = {
+        decay: f"decay {decay:g}" if decay else "no decay"
+        for decay in settings.weight_decays
+    }
     rows, panels, distances = [], {}, {name: {} for name in DISTANCES}
     for norm in settings.norms:
         panel = panels.setdefault(name_of(norm), {})
@@ -151,7 +155,7 @@ def run(settings):
             curves = [outcome.metrics for outcome in found]
             summary = _growth.summary(found, layer)
             rows.append({"norm": norm, "weight_decay": decay, **summary})
-            label = f"decay {decay:g}" if decay else "no decay"
+            label = labels[decay]
             panel[label] = [_growth.measured(curve, layer, decay) for curve in curves]
             if not decay:
                 panel["Lemma 3"] = [_growth.predicted(curve, layer) for curve in curves]
@@ -175,6 +179,7 @@ def run(settings):
             ("test_accuracy", "test accuracy", {}),
         ],
         title,
+        figures.colours(list(labels.values())) | {"Lemma 3": "#000000"},
     )
     for name, columns in distances.items():
         values = [v for epochs in columns.values() for epoch in epochs for v in epoch]

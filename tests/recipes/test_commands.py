@@ -4,6 +4,7 @@ import importlib
 import pathlib
 import re
 
+import keras
 import pytest
 
 from recipes.engine import command
@@ -21,7 +22,8 @@ COMMAND = re.compile(r"python3? -m ((?:recipes|tuner)\.[\w.]+)((?:[^\n`;|)#]|\\\
 def commands():
     found = {}
     for path in TEXTS:
-        text = path.read_text().replace("\\\n", " ")
+        # In the place of <where it is>, a word.
+        text = re.sub(r"<[^<>]*>", "1", path.read_text().replace("\\\n", " "))
         for match in COMMAND.finditer(text):
             flags = re.findall(r"(?<=\s)--?\w[^\s\"',]*(?:,[^\s\"']+)*", match[2])
             flags = [flag.rstrip(".,:") for flag in flags]
@@ -40,8 +42,8 @@ def test_commands_are_found():
 def test_a_documented_command_parses(words):
     module, *flags = words
     recipe = importlib.import_module(module)
-    # What the reader is to put in.
-    flags = [re.sub(r"=<.*", "=x", flag) for flag in flags]
+    if keras.backend.backend() != "jax":  # the only one that has populations
+        flags = [flag for flag in flags if not flag.startswith("--population")]
     command.parse(recipe.Settings, flags)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from recipes import train
-from recipes.engine import classifier, data, optimizers, run, training
+from recipes.engine import classifier, data, optimizers, recorder, run
 from tests.recipes import small
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -88,8 +88,8 @@ def test_killed_and_resumed_equals_uninterrupted(finished, tmp_path, monkeypatch
     expected, results = finished
     directory = tmp_path / "runs" / results["name"]
     code = (
-        "from recipes import train; from recipes.engine import command, training; "
-        "training.CHECKPOINT_SECONDS = 0; command.run(train.run, train.Settings)"
+        "from recipes import train; from recipes.engine import command, recorder; "
+        "recorder.CHECKPOINT_SECONDS = 0; command.run(train.run, train.Settings)"
     )
     flags = command(tmp_path)[3:]
     process = subprocess.Popen(
@@ -135,7 +135,7 @@ def test_a_training_that_ends_at_a_write_goes_on_as_if_it_had_not(
 ):
     """Weights, metrics and results are the same to the last bit."""
     small.use(monkeypatch)
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0)
+    monkeypatch.setattr(recorder, "CHECKPOINT_SECONDS", 0)
     expected = outcome(tmp_path, run_tiny(tmp_path, epochs=3))
     replace = os.replace
     # Settings, a checkpoint for each epoch, the model, the results.

@@ -52,7 +52,7 @@ def test_gradient_variance(tmp_path, tiny_network):
     rows = json.loads((directory / "results.json").read_text())["rows"]
     assert [row["norm"] for row in rows] == ["cbn_batch", "cbn"]
     for row in rows:
-        assert row["gradient_variance"]["a tenth"] > 0
+        assert row["gradient_variance"]["first rate"] > 0
     table = (directory / "table.md").read_text()
     assert table.count("| CBN without AMAT |") == 2 and "(1.00)" in table
     assert all("batches3" in run["name"] for row in rows for run in row["runs"])
@@ -61,13 +61,32 @@ def test_gradient_variance(tmp_path, tiny_network):
 def test_by_phase():
     values = [1.0, 4.0, 9.0, 100.0, None, 5.0]
     curve = [{"epoch": i, "v": value} for i, value in enumerate(values, start=1)]
-    means = gradient_variance.by_phase([curve], "v")
+    means = gradient_variance.by_phase([curve], "v", 6)
     # Of six epochs the rate falls after the third and after the fifth.
-    assert means["first rate"] == pytest.approx(2)
-    assert means["a tenth"] == pytest.approx(30)
+    assert means["first rate"] == pytest.approx(36 ** (1 / 3))
+    assert means["a tenth"] == pytest.approx(100)
     assert means["a hundredth"] == pytest.approx(5)
-    empty = gradient_variance.by_phase([curve], "w")
+    empty = gradient_variance.by_phase([curve], "w", 6)
     assert set(empty.values()) == {None}
+    # A run that diverged ends early.
+    means = gradient_variance.by_phase([curve[:2]], "v", 6)
+    assert means == {"first rate": pytest.approx(2), "a tenth": None} | {
+        "a hundredth": None
+    }
+
+
+def test_ratios_are_to_cbn_without_amat():
+    values = dict.fromkeys(gradient_variance.PHASES, 4.0) | {"a tenth": None}
+    rows = [
+        {"activation": "relu", "norm": norm}
+        | {key: values for key in gradient_variance.VALUES}
+        for norm in ("cbn", "cbn_batch")
+    ]
+    rows[1]["gradient_variance"] = dict.fromkeys(values, 2.0)
+    cells = [cell.strip() for cell in gradient_variance.table(rows).split("|")]
+    start = cells.index("CBN")
+    assert cells[start + 1 : start + 4] == ["4.00e+00 (2.00)", "–", "4.00e+00 (2.00)"]
+    assert "(" not in gradient_variance.table(rows[:1]).split("Geometric")[0]
 
 
 def test_bad_batches():

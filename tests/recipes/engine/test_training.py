@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recipes import models
-from recipes.engine import classifier, results, training, workers
+from recipes.engine import classifier, recorder, results, training, workers
 from tests.recipes import tiny
 
 
@@ -77,7 +77,7 @@ def test_hooks_and_callbacks_add_to_the_line_and_to_the_results(tmp_path):
 
 
 def test_stopped_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(recorder, "CHECKPOINT_SECONDS", 0.0)
 
     def stop(model, problem, settings):
         if len(list(tmp_path.rglob("checkpoint.npz"))) == 1:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recipes import models
-from recipes.engine import training
+from recipes.engine import recorder, training
 from recipes.engine.classifier import Training
 from recipes.spheres import _growth, weight_growth
 from recipes.spheres.weight_growth import Settings
@@ -81,7 +81,7 @@ def test_lines_of_a_new_a_used_and_a_resumed_network(tmp_path, monkeypatch):
             line.pop("seconds_per_step")
         return curve
 
-    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0)
+    monkeypatch.setattr(recorder, "CHECKPOINT_SECONDS", 0)
     curve = curve_of("new", measure)
     np.testing.assert_allclose([line["conv norm"] for line in curve], kernels)
     np.testing.assert_allclose(rates, 0.1)  # throughout

@@ -3,16 +3,17 @@ import json
 import keras
 import numpy as np
 import pytest
-from recipes.precision import available
 
-from recipes import blindness_classifier, data
+from recipes.blindness import classifier
+from recipes.engine import data
+from recipes.engine.precision import available
 from recipes.models import norms
 from recipes.models.alexnet import alexnet
 from recipes.models.head import dense_head
 from recipes.models.lenet import lenet
 from recipes.models.vgg import vgg, vgg16
 
-CONFIG = {"train_size": 64, "batch_size": 32, "epochs": 1, "batches": 1}
+SMALL = {"train_size": 64, "batch_size": 32, "epochs": 1, "batches": 1}
 
 
 def dense_and_norm(model):
@@ -72,11 +73,11 @@ def test_bad_place():
 
 def test_measure():
     """Nothing is trained: whatever the weights are, the theorems hold."""
-    config = blindness_classifier.DEFAULTS | CONFIG
+    settings = classifier.Training(**SMALL, network="lenet2")
     images = data.load("digits", train_size=64)
     keras.utils.set_random_seed(0)
-    model = blindness_classifier.build("lenet2", (8, 8, 1), 10, config)
-    found = blindness_classifier.measure(model, images, config)
+    model = classifier.build(settings, images)
+    found = classifier.measure(model, images, settings)
     for end in ("", ", one label"):
         assert found[f"first{end}"][0] < 1e-4
         assert found[f"diagonal{end}"][0] < 1e-4
@@ -86,24 +87,29 @@ def test_measure():
     assert 0 < len(found["linear"]) <= 20
 
 
-def test_blindness_classifier(tmp_path):
-    run = blindness_classifier.blindness_classifier
-    networks = ("lenet1",)
-    directory = run(CONFIG, networks, runs_dir=tmp_path)
+def test_run(tmp_path):
+    settings = classifier.Settings(
+        **SMALL, networks=("lenet1",), workers=1, runs_dir=str(tmp_path)
+    )
+    directory = classifier.run(settings)
     (line,) = json.loads((directory / "results.json").read_text())["networks"]
     assert line["network"] == "lenet1"
     text = (directory / "table.md").read_text()
     for dtype in available():
         values = line[dtype]["linear"]
-        assert f"| {values['mean']:.2f} ± {values['std']:.2f} | 0.67 ± 0.29 |" in text
+        assert f" {values['mean']:.2f} ± {values['std']:.2f} | 0.67 ± 0.29 |" in text
     # Again: complete, so that nothing is trained.
-    before = (directory / "results.json").stat().st_mtime_ns
-    assert run(CONFIG, networks, runs_dir=tmp_path) == directory
-    assert (directory / "results.json").stat().st_mtime_ns == before
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*lenet1*/*")}
+    assert before and classifier.run(settings) == directory
+    assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
-def test_unknown_network(tmp_path):
+def test_a_network_that_diverges():
+    line = {"network": "lenet1", "seed": 1, "diverged": True}
+    table = classifier.table([line])
+    assert "| lenet1, seed 1 " in table and "diverged" in table
+
+
+def test_unknown_network():
     with pytest.raises(ValueError, match="`networks` must be of vgg11"):
-        blindness_classifier.blindness_classifier(
-            CONFIG, ("lenet4",), runs_dir=tmp_path
-        )
+        classifier.Settings(networks=("lenet4",))

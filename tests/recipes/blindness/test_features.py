@@ -5,11 +5,14 @@ import numpy as np
 import pytest
 
 from keras_norms import CBN
-from recipes import blindness_features, features_measured, features_training
+from recipes.blindness import _features_measured as features_measured
+from recipes.blindness import _features_training as features_training
+from recipes.blindness import features
+from recipes.engine import training
 from recipes.models import norms
 from tests.recipes import tiny
 
-SETTINGS = {
+SMALL = {
     "train_size": 400,
     "test_size": 60,
     "width": 1,
@@ -149,75 +152,88 @@ def small_network(monkeypatch):
         return tiny.build(network, image_shape, num_classes, norm, "relu")
 
     monkeypatch.setattr(features_training, "build", build)
+    training._last.clear()
 
 
-def test_blindness_features(tmp_path, small_network):
-    run = blindness_features.blindness_features
-    arguments = dict(networks=["vgg11"], norm_names=["none", "bn"], seeds=1)
-    directory = run(SETTINGS, **arguments, runs_dir=tmp_path)
+def sweep(runs_dir, **others):
+    return features.Settings(**SMALL | others, workers=1, runs_dir=str(runs_dir))
+
+
+def test_run(tmp_path, small_network):
+    settings = sweep(tmp_path, norms=("none", "cbn"), seeds=1)
+    directory = features.run(settings)
     assert sorted(path.name for path in directory.iterdir()) == [
         "results.json",
         "table.md",
         "vgg11.png",
     ]
     rows = json.loads((directory / "results.json").read_text())["rows"]
-    assert [row["norm"] for row in rows] == ["none", "bn"]
+    assert [row["norm"] for row in rows] == ["none", "cbn"]
     for row in rows:
-        for batches in features_training.BATCHES:
-            (results,) = row[batches]
-            assert not results["diverged"]
-            assert (results["recalibrated"] is None) == (row["norm"] == "none")
-            assert -1 <= results["test"]["silhouette"] <= 1
-            picture = np.load(tmp_path / results["name"] / "picture.npz")
-            assert picture["points"].shape == (60, 2)
+        for kind in features_training.KINDS:
+            assert (row[kind]["recalibrated"] is None) == (row["norm"] == "none")
+            assert -1 <= row[kind]["silhouette"]["mean"] <= 1
+            run = tmp_path / f"features-digits-vgg11-{row['norm']}-{kind}-seed0"
+            (run,) = tmp_path.glob(f"{run.name}-*")
+            found = json.loads((run / "results.json").read_text())
+            assert found["test"]["silhouette"] == row[kind]["silhouette"]["mean"]
+            assert np.load(run / "picture.npz")["points"].shape == (60, 2)
     text = (directory / "table.md").read_text()
-    assert f"| BN | {rows[1]['one label'][0]['test']['silhouette']:.3f} |" in text
+    assert f" {rows[1]['one_label']['silhouette']['mean']:.3f} |" in text
     # Again: complete, so that nothing is trained.
-    results = tmp_path / rows[0]["mixed"][0]["name"] / "results.json"
-    before = results.stat().st_mtime_ns
-    run(SETTINGS, **arguments, runs_dir=tmp_path)
-    assert results.stat().st_mtime_ns == before
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("features-*/*")}
+    features.run(settings)
+    assert before and before == {path: path.stat().st_mtime_ns for path in before}
 
 
-def test_goes_on_where_it_was(tmp_path, small_network, monkeypatch):
-    config = SETTINGS | {"network": "n", "norm": "bn", "batches": "one label"}
-    config |= {"seed": 3, "epochs": 2, "learning_rate": 0.01}
-    whole = features_training.train(config, tmp_path / "whole")
+def test_goes_on_where_it_was(tmp_path, small_network):
+    def settings(place):
+        own = SMALL | {"epochs": 2, "learning_rate": 0.01, "seed": 3}
+        return features_training.Training(**own, runs_dir=str(tmp_path / place))
 
-    log = features_training.experiment.Run.log
-
-    def stops(self, **values):
-        if values["epoch"] == 2:
-            raise KeyboardInterrupt
-        log(self, **values)
-
-    monkeypatch.setattr(features_training.experiment.Run, "log", stops)
-    with pytest.raises(KeyboardInterrupt):
-        features_training.train(config, tmp_path / "parts")
-    monkeypatch.setattr(features_training.experiment.Run, "log", log)
-    parts = features_training.train(config, tmp_path / "parts")
-    assert parts["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-4)
-    assert parts["test"]["silhouette"] == pytest.approx(
-        whole["test"]["silhouette"], abs=1e-4
+    whole = features_training.train(settings("whole"))
+    half = training.train(
+        settings("parts"), "features", features_training.problem, until=1
+    )
+    assert half.results["epochs"] == 1
+    parts = features_training.train(settings("parts"))
+    for key in ("train_loss", "test_accuracy"):
+        assert parts.results[key] == pytest.approx(whole.results[key], rel=1e-4)
+    assert parts.results["test"]["silhouette"] == pytest.approx(
+        whole.results["test"]["silhouette"], abs=1e-4
     )
 
 
+def test_measuring_leaves_the_network_as_it_is(tmp_path, small_network):
+    before = []
+
+    def measure(model, problem, settings, run):
+        before.extend(model.get_weights())
+        found = features_training.measure(model, problem, settings, run)
+        assert found["recalibrated"] is not None
+        for weight, same in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(weight, same)
+        return found
+
+    settings = features_training.Training(**SMALL, runs_dir=str(tmp_path))
+    training.train(settings, "", features_training.problem, at_end=measure)
+    assert before
+
+
 def test_a_run_that_diverges(tmp_path, small_network):
-    settings = SETTINGS | {"learning_rate": 1e30}
-    arguments = dict(networks=["n"], norm_names=["none"], seeds=1, runs_dir=tmp_path)
-    directory = blindness_features.blindness_features(settings, **arguments)
+    settings = sweep(tmp_path, norms=("none",), seeds=1, learning_rate=1e30)
+    directory = features.run(settings)
     (row,) = json.loads((directory / "results.json").read_text())["rows"]
-    assert row["mixed"][0]["diverged"] and row["mixed"][0]["test"] is None
-    assert "| n | no normalization | – | – |" in (directory / "table.md").read_text()
+    assert row["mixed"]["silhouette"] is None
+    assert "| no normalization |" in (directory / "table.md").read_text()
 
 
-def test_bad_arguments(tmp_path):
-    config = {"network": "vgg11", "norm": "bn", "batches": "mixed", "seed": 0}
-    with pytest.raises(ValueError, match="`config` must have the keys"):
-        features_training.train(config | {"depth": 3}, tmp_path)
-    with pytest.raises(ValueError, match="`epochs` must be positive"):
-        features_training.train(config | {"epochs": 0}, tmp_path)
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="`epochs` must be at least 1"):
+        features_training.Training(epochs=0)
     with pytest.raises(ValueError, match="`norm` must not normalise kernels"):
-        features_training.build("vgg11", (32, 32, 3), 10, "ws+gn")
-    with pytest.raises(ValueError, match="`batches` must be one of"):
-        features_training.train(config | {"batches": "sorted"}, tmp_path)
+        features_training.Training(norm="ws+gn")
+    with pytest.raises(ValueError, match="`kind` must be of one_label, mixed"):
+        features_training.Training(kind="sorted")
+    with pytest.raises(ValueError, match="`model` must be one of"):
+        features_training.Training(network="vgg12")

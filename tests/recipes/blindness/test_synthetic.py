@@ -3,9 +3,9 @@ import json
 import keras
 import numpy as np
 import pytest
-from recipes.precision import available, precision
 
-from recipes import blindness_synthetic
+from recipes.blindness import synthetic
+from recipes.engine.precision import available, precision
 
 LIMITS = {"float32": 1e-5, "float64": 1e-12}
 
@@ -13,7 +13,7 @@ LIMITS = {"float32": 1e-5, "float64": 1e-12}
 def test_polynomial_loss_against_loops():
     rng = np.random.default_rng(0)
     coefficients, y = rng.normal(size=(4, 3, 5)), rng.normal(size=(4, 3))
-    found = blindness_synthetic.polynomial_loss(coefficients, y)
+    found = synthetic.polynomial_loss(coefficients, y)
     for i in range(4):
         terms = [
             coefficients[i, d, j] * y[i, d] ** j for d in range(3) for j in range(5)
@@ -24,7 +24,7 @@ def test_polynomial_loss_against_loops():
 @pytest.mark.parametrize("dtype", available())
 def test_orders_0_to_2_do_not_pass(dtype):
     with precision(dtype):
-        found = blindness_synthetic.deltas(draws=200, samples=50, seed=0)
+        found = synthetic.deltas(draws=200, samples=50, seed=0)
     assert found.shape == (4, 200)
     assert (found[0] == 0).all()
     assert found[:3].mean(1).max() <= LIMITS[dtype]
@@ -33,10 +33,10 @@ def test_orders_0_to_2_do_not_pass(dtype):
 
 def test_third_order_against_the_jacobian():
     """The same network and coefficients, in float64 NumPy."""
-    found = blindness_synthetic.deltas(draws=20, samples=30, seed=1)
+    found = synthetic.deltas(draws=20, samples=30, seed=1)
     keras.utils.set_random_seed(1)
     rng = np.random.default_rng(1)
-    model = blindness_synthetic.network(20)
+    model = synthetic.network(20)
     x = rng.normal(size=(30, 100))
     coefficients = rng.normal(size=(20, 5))
     inputs = keras.Model(model.input, model.get_layer("norm").input)
@@ -52,15 +52,16 @@ def test_third_order_against_the_jacobian():
 
 
 def test_epsilon_lets_the_second_order_pass():
-    found = blindness_synthetic.deltas(draws=20, samples=30, epsilon=0.1)
+    found = synthetic.deltas(draws=20, samples=30, epsilon=0.1)
     assert found[1].mean() < 1e-5 < 1e-3 < found[2].mean()
 
 
-def test_blindness_synthetic(tmp_path):
-    directory = blindness_synthetic.blindness_synthetic(5, 20, 2, tmp_path)
-    results = json.loads((directory / "results.json").read_text())
-    assert list(results) == list(available())
+def test_run(tmp_path):
+    settings = synthetic.Settings(draws=5, samples=20, seeds=2, runs_dir=str(tmp_path))
+    directory = synthetic.run(settings)
+    found = json.loads((directory / "results.json").read_text())
+    assert list(found) == list(available())
     table = (directory / "table.md").read_text()
-    assert f"| paper | {blindness_synthetic.PAPER[0]} |" in table
-    mean, std = (results["float32"][key][3] for key in ("mean", "std"))
+    assert "| paper " in table and f"{synthetic.PAPER[1]} |" in table
+    mean, std = (found["float32"][3][key] for key in ("mean", "std"))
     assert f"{mean:.2e} ± {std:.2e} |\n" in table

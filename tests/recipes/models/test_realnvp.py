@@ -2,9 +2,9 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from recipes.precision import available, precision
 
-from recipes import flow_steps as steps
+from recipes.engine.precision import available, precision
+from recipes.models import flow_steps as steps
 from recipes.models.realnvp import RealNVP
 
 BACKEND = keras.backend.backend()
