@@ -75,7 +75,7 @@ def train(settings, strategy=None, **options):
         settings,
         "",
         functools.partial(classifier.problem, strategy=strategy),
-        keep_best=True,
+        keep_best=settings.saved_models_dir is not None,
         at_end=classifier.save,
         **options,
     )
