@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from recipes import models
-from recipes.engine import classifier, recorder, results, training, workers
+from recipes.engine import (
+    classifier,
+    optimizers,
+    recorder,
+    results,
+    training,
+    workers,
+)
 from tests.recipes import tiny
 
 
@@ -122,6 +129,18 @@ def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
         model.variables, training._last["model"].variables, strict=True
     ):
         np.testing.assert_array_equal(*map(training.numpy_copy, (mine, other)))
+
+
+def test_a_network_with_another_optimizer_is_another_one(tmp_path):
+    class Other(optimizers.SGD):
+        pass
+
+    asked = settings(tmp_path, epochs=1)
+    train(asked)
+    model = training._last["model"]
+    problem = functools.partial(classifier.problem, optimizer=Other)
+    training.train(asked, "other", problem)
+    assert training._last["model"] is not model
 
 
 def test_amat_goes_with_the_norms_that_want_it(tmp_path):
