@@ -118,7 +118,7 @@ def test_classifier(tmp_path, small_network):
 def test_divergence_ends_a_run(tmp_path, small_network):
     config = IMAGES | {"steps": 8, "every": 4, "learning_rate": 1e20}
     settings = landscape.Settings(
-        **config, norms=["none"], runs_dir=str(tmp_path), workers=1
+        **config, norms=["none", "bn"], runs_dir=str(tmp_path), workers=1
     )
     directory = landscape.run(settings)
     found = landscape.train(settings.one(norm="none", seed=0))
