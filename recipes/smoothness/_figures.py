@@ -9,7 +9,6 @@ import pandas as pd
 from recipes.engine import figures
 
 LOG = {"yscale": "log"}
-THIRDS = 3
 
 
 def training(path, runs, settings, *scores):
@@ -30,8 +29,8 @@ def bands(path, runs, columns, title):
     Args:
         path: Where the PNG goes.
         runs: See above.
-        columns: List of the key of a curve, or the keys of a band's lower and upper
-            edge, the label with the unit, and a dict of settings of the axes.
+        columns: List of the key of a curve, or a list of those of a band's lower and
+            upper edge, the label with the unit, and a dict of settings of the axes.
         title: Of the picture.
     """
     others = [norm for norm in runs if norm != "none"] or list(runs)
@@ -47,15 +46,13 @@ def by_layer(path, runs, layers, columns, title):
     rows = []
     for layer in layers:
         own = [
-            (f"{layer}_{key}", "", settings | {"title": label})
-            for key, label, settings in columns
+            (f"{layer}_{key}", "", {"title": label} | of) for key, label, of in columns
         ]
-        own[0][2]["ylabel"] = layer
         rows.append((runs, own))
-    _draw(path, rows, title)
+    _draw(path, rows, title, names=layers)
 
 
-def _draw(path, rows, title, size=None):
+def _draw(path, rows, title, size=None, names=()):
     figure, axes = figures.subplots(len(rows), len(rows[0][1]), title, sharey="col")
     if size:
         figure.set_size_inches(size)
@@ -64,7 +61,9 @@ def _draw(path, rows, title, size=None):
             for norm, of_norm in runs.items():
                 for lines in of_norm:
                     _curve(axis, lines, keys, _style(norm))
-            axis.set(**{"ylabel": label} | settings)
+            axis.set(ylabel=label, **settings)
+    for axis, name in zip(axes[:, 0], names):
+        axis.set_ylabel(name)
     for axis in axes[-1]:
         axis.set_xlabel("step")
     figures.legend(figure, axes)
@@ -72,14 +71,14 @@ def _draw(path, rows, title, size=None):
 
 
 def _curve(axis, lines, keys, style):
-    edges = lines[[keys] if isinstance(keys, str) else list(keys)]
-    if edges.isna().all(axis=None):
+    steps, values = lines["step"], lines[keys]
+    if np.isnan(values).all(axis=None):
         return
-    if len(edges.columns) == 1:
-        axis.plot(lines["step"], edges, **style, lw=1)
-        return
-    axis.fill_between(lines["step"], *edges.T.to_numpy(), alpha=0.45, lw=0, **style)
-    axis.plot(lines["step"], edges, color=style["color"], lw=0.6)
+    if isinstance(keys, str):
+        axis.plot(steps, values, **style, lw=1)
+    else:
+        axis.fill_between(steps, *values.T.to_numpy(), alpha=0.45, lw=0, **style)
+        axis.plot(steps, values, color=style["color"], lw=0.6)
 
 
 def predictiveness(path, runs, title):
@@ -87,18 +86,18 @@ def predictiveness(path, runs, title):
 
     There is a panel for each third of training, with the means over its lines.
     """
-    figure, axes = figures.subplots(1, THIRDS, title, sharey=True)
+    figure, axes = figures.subplots(1, 3, title, sharey=True)
     for norm, of_norm in runs.items():
         for part, axis in enumerate(axes[0]):
             some = pd.concat(
-                lines[len(lines) * part // THIRDS : len(lines) * (part + 1) // THIRDS]
+                lines[len(lines) * part // 3 : len(lines) * (part + 1) // 3]
                 for lines in of_norm
             )
             if some.empty:
                 continue
-            distances = pd.DataFrame([*some["gradient_distances"]], dtype=float).mean()
+            distances = pd.DataFrame([*some["gradient_distances"]], dtype=float)
             lengths = some["step_lengths"].iloc[0]
-            axis.plot(lengths, distances, marker=".", **_style(norm))
+            axis.plot(lengths, distances.mean(), marker=".", **_style(norm))
             first, last = some["step"].iloc[[0, -1]]
             axis.set(title=f"steps {first} to {last}", xlabel="step length s")
     axes[0, 0].set(ylabel="|grad L(W - s g) - g|", yscale="log")
@@ -109,12 +108,8 @@ def predictiveness(path, runs, title):
 def histograms(path, runs, layers, title, shown=8):
     """Draws the histograms of activations through training, one above the other.
 
-    Args:
-        path, title: See `bands`.
-        runs: See above; the first of each norm is drawn. It has `<layer>_histogram`,
-            counts in equal bins, and `<layer>_edges`, the lowest and the highest edge.
-        layers: List of names.
-        shown: Integer, so many moments of training.
+    Of the first run of each norm, so many moments are `shown`. `<layer>_histogram` are
+    counts in equal bins, and `<layer>_edges` the lowest and the highest edge of these.
     """
     figure, axes = figures.subplots(len(layers), len(runs), title, sharey=True)
     for column, (norm, (lines, *_)) in zip(axes.T, runs.items()):

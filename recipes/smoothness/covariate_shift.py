@@ -87,11 +87,9 @@ def measure(model, batches, settings):
 
 
 def run(settings):
-    """Trains with every norm; writes the table and the figures.
+    """Trains with every norm and returns the directory of what came out.
 
-    Returns:
-        The path of the directory with table.md, results.json, shift.png (Figures 3 and
-        6) and training.png.
+    shift.png is Figures 3 and 6.
     """
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows = []

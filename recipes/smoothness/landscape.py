@@ -85,12 +85,9 @@ def measure(model, batches, settings):
 
 
 def run(settings):
-    """Trains with every norm; writes the table and the figures.
+    """Trains with every norm and returns the directory of what came out.
 
-    Returns:
-        The path of the directory with table.md, results.json, training.png (Figures 11
-        a, 12 a and 13), landscape.png (Figures 4, 9, 11 and 12) and predictiveness.png
-        (Figure 10).
+    training.png is Figures 11 a, 12 a and 13, landscape.png Figures 4, 9, 11 and 12.
     """
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows = []
@@ -106,12 +103,13 @@ def run(settings):
     text = numbers.table(rows, COLUMNS, note + results.note(settings.seeds))
     results.write(directory, text, {"rows": rows})
     runs, title = numbers.runs_of(outcomes, settings), settings.about()
-    accuracies = ["train_accuracy", "test_accuracy"] * (settings.network == "vgg")
-    path = directory / "training.png"
-    figures.training(path, runs, settings, "train_loss", *accuracies)
-    distances = ("gradient_distance_min", "gradient_distance_max")
+    scores = ["train_loss"]
+    if settings.network == "vgg":
+        scores += ["train_accuracy", "test_accuracy"]
+    figures.training(directory / "training.png", runs, settings, *scores)
+    distances = ["gradient_distance_min", "gradient_distance_max"]
     columns = [
-        (("loss_min", "loss_max"), f"loss ({settings.unit()})", figures.LOG),
+        (["loss_min", "loss_max"], f"loss ({settings.unit()})", figures.LOG),
         (distances, "|grad L(W - s g) - g|", figures.LOG),
         ("effective_beta", "effective beta", figures.LOG),
     ]

@@ -137,15 +137,15 @@ def changes(before, after):
         change = np.abs(after.mean(0) - mean)
         variance_change = np.abs(after.var(0) - variance)
         moving = variance > 0  # a channel that is constant has no unit
-        count = moving.sum()
+        relative = np.stack([change / np.sqrt(variance), variance_change / variance])
+        relative = relative[:, moving].sum(1) / moving.sum()
         found = {
             "mean": mean.mean(),
             "variance": variance.mean(),
             "mean_change": change.mean(),
             "variance_change": variance_change.mean(),
-            "relative_mean_change": (change / np.sqrt(variance))[moving].sum() / count,
-            "relative_variance_change": (variance_change / variance)[moving].sum()
-            / count,
+            "relative_mean_change": relative[0],
+            "relative_variance_change": relative[1],
         }
     # "A random activation from a given layer" (Figure 8): weights are random.
     one = before[:, 0]
@@ -174,11 +174,10 @@ def recalibrated(model, problem, settings, run):
 
 
 def run(settings):
-    """Trains with every norm; writes the table and the figures.
+    """Trains with every norm and returns the directory of what came out.
 
-    Returns:
-        The path of the directory with table.md, results.json, training.png (Figures 1
-        and 2), histograms.png (Figures 1, 2, 8 and 14) and moments.png (Figure 7).
+    training.png is Figures 1 and 2, histograms.png Figures 1, 2, 8 and 14, and
+    moments.png Figure 7.
     """
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows = []
