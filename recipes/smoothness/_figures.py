@@ -26,12 +26,8 @@ def training(path, runs, settings, *scores):
 def bands(path, runs, columns, title):
     """Draws values of each norm over the steps, beside those of no norm.
 
-    Args:
-        path: Where the PNG goes.
-        runs: See above.
-        columns: List of the key of a curve, or a list of those of a band's lower and
-            upper edge, the label with the unit, and a dict of settings of the axes.
-        title: Of the picture.
+    `columns` is a list of the key of a curve, or a list of those of a band's lower and
+    upper edge, with the label with the unit, and a dict of settings of the axes.
     """
     others = [norm for norm in runs if norm != "none"] or list(runs)
     rows = []

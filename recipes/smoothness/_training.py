@@ -178,17 +178,10 @@ def _dln(settings):
 def train(settings, kind, measure, **hooks):
     """Trains a network: see `recipes.engine.training.train`.
 
-    Args:
-        settings: A `Descent`.
-        kind: Start of the name of the run.
-        measure: Callable `measure(model, batches, settings)`, called with the weights
-            that step 0, `every`, 2 `every` ... starts from. That step is taken on
-            `batches[0]`, the next one on `batches[1]`. It returns a dict for the line
-            of metrics.jsonl, and must not change the model.
-
-    Returns:
-        An `Outcome`. Losses and accuracies are those of an interval: those of training
-        are means over its steps.
+    `measure(model, batches, settings)` is called with the weights that step 0, `every`,
+    2 `every` ... starts from. That step is taken on `batches[0]`, the next one on
+    `batches[1]`. It returns a dict for the line of metrics.jsonl, and must not change
+    the model. The losses and accuracies of training are means over an interval.
     """
 
     def before(model, problem, settings, interval):

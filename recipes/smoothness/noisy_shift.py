@@ -97,11 +97,7 @@ def activations(model, layers, values, x):
     """What linear layers give to the nonlinearity after them, in training mode.
 
     It is the output of the norm, or without one, of the linear layer itself. The model
-    stays as it is.
-
-    Args:
-        model, layers, x: A `keras.Model`, names of linear layers, and inputs.
-        values: List of arrays in place of `model.variables`.
+    stays as it is. `values` are arrays in place of `model.variables`.
 
     Returns:
         List of arrays `(positions, channels)`, and the values after the call.
@@ -122,14 +118,10 @@ def activations(model, layers, values, x):
 def changes(before, after):
     """The moments of activations, how a step changes them, and a histogram.
 
-    Args:
-        before, after: Arrays `(positions, channels)` of two successive steps.
-
-    Returns:
-        Dict of means over channels: `mean` and `variance` before the step, the absolute
-        changes of these, and the same, `relative_...`, in units of the deviation and of
-        the variance before it. `histogram`: counts of one channel in equal bins between
-        `edges`. What is not finite is `nan` or `None`.
+    `before` and `after` are arrays `(positions, channels)` of two successive steps. Of
+    the means over channels, `relative_...` are changes in units of the deviation and of
+    the variance before the step. `histogram` are counts of one channel in equal bins
+    between `edges`. What is not finite is `nan` or `None`.
     """
     with np.errstate(all="ignore"):
         before, after = before.astype("float64"), after.astype("float64")
