@@ -1,7 +1,10 @@
 """Pictures, drawn without a display."""
 
+import itertools
+
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
@@ -9,51 +12,34 @@ from recipes.engine import files
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# A norm has one colour in all pictures. Where two of one colour meet, the first here
-# has it.
-COLOUR_OF = {
-    "bn": "#D55E00",
-    "cbn": "#0072B2",
-    "mean_removal": "#009E73",
-    "l2_norm": "#CC79A7",
-    "cbn_batch": "#E69F00",
-    "cbn_fixed": "#56B4E9",
-    "none": "#000000",
-    "noisy_bn": "#CC79A7",
-    "lp1": "#0072B2",
-    "lp2": "#009E73",
-    "lpinf": "#E69F00",
-    "layer": "#009E73",
-    "group": "#56B4E9",
-    "rms": "#E69F00",
+# A norm has one colour and one name in all pictures. Where two of one colour meet, the
+# first here has it.
+_STYLE_OF = {
+    "bn": ("#D55E00", "BN"),
+    "cbn": ("#0072B2", "CBN"),
+    "mean_removal": ("#009E73", "mean removal alone"),
+    "l2_norm": ("#CC79A7", "l2 norm alone"),
+    "cbn_batch": ("#E69F00", "CBN without AMAT"),
+    "cbn_fixed": ("#56B4E9", "CBN, eta = 0.9"),
+    "none": ("#000000", "no normalization"),
+    "noisy_bn": ("#CC79A7", "NoisyBN"),
+    "lp1": ("#0072B2", "l1 norm"),
+    "lp2": ("#009E73", "l2 norm"),
+    "lpinf": ("#E69F00", "l∞ norm"),
+    "layer": ("#009E73", "LN"),
+    "group": ("#56B4E9", "GN"),
+    "rms": ("#E69F00", "RMS"),
 }
-NAME_OF = {
-    "bn": "BN",
-    "cbn": "CBN",
-    "mean_removal": "mean removal alone",
-    "l2_norm": "l2 norm alone",
-    "cbn_batch": "CBN without AMAT",
-    "cbn_fixed": "CBN, eta = 0.9",
-    "none": "no normalization",
-    "noisy_bn": "NoisyBN",
-    "lp1": "l1 norm",
-    "lp2": "l2 norm",
-    "lpinf": "l∞ norm",
-    "layer": "LN",
-    "group": "GN",
-    "rms": "RMS",
-}
+COLOUR_OF = {norm: colour for norm, (colour, _) in _STYLE_OF.items()}
+NAME_OF = {norm: name for norm, (_, name) in _STYLE_OF.items()}
 
 
 def colours(labels):
     """A dict from each label to its colour: a norm's own, or the next free one."""
-    owner_of = {}
-    for name, colour in COLOUR_OF.items():
-        if name in labels:
-            owner_of.setdefault(colour, name)
-    free = [colour for colour in COLOURS if colour not in owner_of] or list(COLOURS)
-    free = iter(free * len(labels))
+    # Of one colour, the first comes last and stays.
+    owner_of = {c: name for name, c in reversed(COLOUR_OF.items()) if name in labels}
     own = {name: colour for colour, name in owner_of.items()}
+    free = itertools.cycle([c for c in COLOURS if c not in owner_of] or COLOURS)
     return {name: own.get(name) or next(free) for name in labels}
 
 
@@ -76,19 +62,18 @@ def training_curves(path, panels, title):
 def curves(path, panels, rows, title, colour_of=None):
     """Draws values of each epoch: one column a panel, one row a value.
 
-    Each curve is the mean over the runs that reached the epoch, in a band from the
-    lowest to the highest of them.
+    Each curve is the mean over the runs that reached the epoch, in a band of all these.
 
     Args:
         path: Where the PNG goes.
         panels: Dict from the title of a panel to a dict from a label to its runs, each
-            a list of the dicts in metrics.jsonl. A label has one colour everywhere.
+            a list of the dicts in metrics.jsonl.
         rows: List of the key in metrics.jsonl, its label with the unit, and settings of
             the axes, such as `{"yscale": "log"}`.
         title: Of the picture.
         colour_of: Dict from a label to its colour; `colours` of the labels if `None`.
     """
-    colour_of = colour_of or _colours(panels)
+    colour_of = colour_of or _colours(panels.values())
 
     def draw(axis, row, name):
         key, _, settings = row
@@ -100,15 +85,11 @@ def curves(path, panels, rows, title, colour_of=None):
 
 
 def gradient_norms(path, panels, title):
-    """Draws the norm of the gradient at each epoch, one row a learning rate.
+    """Draws the norm of the gradient at each epoch.
 
-    Args:
-        path, title: See `curves`.
-        panels: Dict from a learning rate to what `curves` takes.
+    As `curves`, with one row a learning rate: `panels` is a dict from that.
     """
-    colour_of = _colours(
-        {(rate, name): of for rate in panels for name, of in panels[rate].items()}
-    )
+    colour_of = _colours(panel for row in panels.values() for panel in row.values())
 
     def draw(axis, rate, name):
         for norm, runs in panels[rate][name].items():
@@ -127,10 +108,8 @@ def distributions(path, panels, interval, ylabel, title, ylim):
         panels: Dict from the title of a row to a dict from the title of a column to a
             list with the values of all channels at each epoch.
         interval: Two numbers between which the values are expected.
-        ylabel: Of the values.
-        ylim: Two numbers, what is drawn of the axis of the values.
+        ylabel, ylim: Label and limits of the axis of the values.
     """
-    bands = ((0, 100, 0.15), (10, 90, 0.25), (25, 75, 0.4))
     colour = COLOUR_OF["cbn"]
 
     def draw(axis, row, column):
@@ -139,7 +118,7 @@ def distributions(path, panels, interval, ylabel, title, ylim):
         if not values:
             return
         x = np.arange(1, len(values) + 1)
-        for low, high, alpha in bands:
+        for low, high, alpha in ((0, 100, 0.15), (10, 90, 0.25), (25, 75, 0.4)):
             edges = np.transpose([np.percentile(v, (low, high)) for v in values])
             label = "all channels" if low == 0 else f"{low} to {high} %"
             style = {"color": colour, "alpha": alpha, "lw": 0, "label": label}
@@ -153,34 +132,26 @@ def distributions(path, panels, interval, ylabel, title, ylim):
 
 
 def against(path, panels, xlabel, ylabel, title, base, **settings):
-    """Draws the outcome of runs against a setting on a logarithmic axis.
-
-    Mean over the runs, and a bar from the lowest to the highest of them.
+    """Draws outcomes, mean and range, against a setting on a logarithmic axis.
 
     Args:
         path, title: See `curves`.
         panels: Dict from the title of a panel to a dict from a label to a dict from
             the setting, a number, to the outcomes, a list of numbers.
-        xlabel, ylabel: Of the axes.
-        base: Of the logarithm.
+        xlabel, ylabel, base: Labels of the axes, and the base of the logarithm.
         **settings: Of all axes, such as `ylim`.
     """
     figure, axes = subplots(1, len(panels), title, sharey=True)
-    colour_of = _colours(panels)
+    colour_of = _colours(panels.values())
     for axis, (name, outcomes_of) in zip(axes[0], panels.items(), strict=True):
         for label, outcomes in outcomes_of.items():
-            found = {x: values for x, values in outcomes.items() if values}
-            means = {x: np.mean(values) for x, values in found.items()}
-            low = [means[x] - min(values) for x, values in found.items()]
-            high = [max(values) - means[x] for x, values in found.items()]
+            found = pd.Series(outcomes, dtype=object).explode().dropna().astype(float)
+            found = found.groupby(level=0).agg(["mean", "min", "max"])
+            low = (found["mean"] - found["min"]).clip(lower=0)  # but for rounding
+            high = (found["max"] - found["mean"]).clip(lower=0)
             style = {"marker": "o", "ms": 4, "capsize": 2, "color": colour_of[label]}
-            axis.errorbar(
-                list(means),
-                list(means.values()),
-                (low, high),
-                **style,
-                label=_name(label),
-            )
+            style["label"] = NAME_OF.get(label, label)
+            axis.errorbar(found.index, found["mean"], (low, high), **style)
         axis.set_xscale("log", base=base)
         ticks = sorted({x for outcomes in outcomes_of.values() for x in outcomes})
         axis.xaxis.set(major_locator=FixedLocator(ticks), minor_locator=NullLocator())
@@ -197,21 +168,19 @@ def steps(path, panels, ticks, title):
 
     Args:
         path, title: See `curves`.
-        panels: Dict from the title of a panel to a dict from a label to a list of the
-            mean and the deviation for each variant, or `None` where there is none.
-            Each label has an axis of its own, for the numbers are of other data.
+        panels: Dict from the title of a panel to a dict from a label, which has an axis
+            of its own, to a list of `results.mean_and_std`, one a variant, or `None`.
         ticks: The names of the variants.
     """
     labels = list(next(iter(panels.values())))
     figure, axes = subplots(len(labels), len(panels), title, sharey=False)
     for column, (name, values_of) in zip(axes.T, panels.items(), strict=True):
-        colours_of_rows = [COLOUR_OF["cbn"], *["gray"] * len(labels)]
-        for axis, label, colour in zip(column, labels, colours_of_rows):
+        for axis, label in zip(column, labels):
             found = {i: v for i, v in enumerate(values_of[label]) if v is not None}
             means = [value["mean"] for value in found.values()]
             deviations = [value["std"] or 0.0 for value in found.values()]
-            style = {"fmt": "o", "capsize": 3, "color": colour}
-            axis.errorbar(list(found), means, deviations, **style)
+            colour = COLOUR_OF["cbn"] if label == labels[0] else "gray"
+            axis.errorbar([*found], means, deviations, fmt="o", capsize=3, color=colour)
             axis.set_xticks(range(len(ticks)), ticks)
         column[0].set_title(name)
         column[-1].set_xlabel("row")
@@ -221,8 +190,8 @@ def steps(path, panels, ticks, title):
 
 
 def _colours(panels):
-    """The colours of the labels of all panels."""
-    return colours(list(dict.fromkeys(key for of in panels.values() for key in of)))
+    """The colours of the labels of all panels, which are dicts."""
+    return colours(list(dict.fromkeys(itertools.chain(*panels))))
 
 
 def _by_epoch(path, rows, columns, draw, ylabels, title, sharey="row"):
@@ -265,21 +234,12 @@ def save(figure, path):
     files.write(path, lambda temporary: figure.savefig(temporary, dpi=120))
 
 
-def _name(label):
-    return NAME_OF.get(label, label)
-
-
 def _curve(axis, runs, key, label, colour):
-    epochs = max((len(run) for run in runs), default=0)
-    values = np.full((len(runs), epochs), np.nan)
-    for row, run in zip(values, runs, strict=True):
-        found = [line.get(key) for line in run]
-        row[: len(run)] = [np.nan if value is None else value for value in found]
-    values = values[:, ~np.isnan(values).all(0)]  # a diverged run ends with NaN
-    if not values.size:
+    lines = [{epoch: line.get(key) for epoch, line in enumerate(run)} for run in runs]
+    # A diverged run ends with NaN.
+    values = pd.DataFrame(lines, dtype=float).dropna(axis=1, how="all")
+    if values.empty:
         return
-    x = np.arange(1, values.shape[1] + 1)
-    axis.plot(x, np.nanmean(values, 0), color=colour, label=_name(label))
-    axis.fill_between(
-        x, np.nanmin(values, 0), np.nanmax(values, 0), color=colour, alpha=0.2, lw=0
-    )
+    x, name = np.arange(1, values.shape[1] + 1), NAME_OF.get(label, label)
+    axis.plot(x, values.mean(), color=colour, label=name)
+    axis.fill_between(x, values.min(), values.max(), color=colour, alpha=0.2, lw=0)

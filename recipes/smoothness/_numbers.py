@@ -1,22 +1,20 @@
 """What came out of runs: over the steps of one, and over seeds."""
 
 import numpy as np
+import pandas as pd
 
 from recipes.engine import results, training
 
 SCORES = (*training.SCORES, "recalibrated_test_accuracy")
 
 
+def lines(outcome):
+    """The lines of metrics.jsonl as a data frame, NaN in place of `None`."""
+    return pd.DataFrame(outcome.metrics).where(pd.notna, np.nan).infer_objects()
+
+
 def summary(outcomes):
-    """How the runs of one norm trained.
-
-    Args:
-        outcomes: List of `recipes.engine.training.Outcome`, one a seed.
-
-    Returns:
-        Dict of the counts `diverged` and `seeds`, and of the losses and accuracies
-        `over_seeds`.
-    """
+    """How the runs of one norm trained: two counts, and their scores `over_seeds`."""
 
     def scores(outcome):
         found = outcome.results
@@ -30,66 +28,41 @@ def summary(outcomes):
 
 
 def over_seeds(outcomes, of_run):
-    """A dict of `results.mean_and_std` over the runs that did not diverge, if any.
+    """Of each number in the dicts that `of_run` makes of outcomes: `mean_and_std`.
 
-    Args:
-        outcomes: See `summary`.
-        of_run: Function of one of them, returns a dict of numbers.
+    Runs that diverged are left out, where not all did.
     """
     trained = [each for each in outcomes if not each.results["diverged"]]
-    found = [of_run(outcome) for outcome in trained or outcomes]
-    return {
-        key: results.mean_and_std([numbers[key] for numbers in found])
-        for key in found[0]
-    }
+    found = pd.DataFrame([of_run(outcome) for outcome in trained or outcomes])
+    return {key: results.mean_and_std(found[key].dropna()) for key in found}
 
 
-def medians(layer, keys):
-    """A function of an outcome: medians of `<layer>_<key>` over steps, by key."""
+def medians(outcomes, layer, keys):
+    """The medians of `<layer>_<key>` over steps, by key, `over_seeds`."""
 
     def of_run(outcome):
-        return {key: median(over_steps(outcome, f"{layer}_{key}")) for key in keys}
+        values = lines(outcome)
+        return {key: values[f"{layer}_{key}"].median() for key in keys}
 
-    return of_run
-
-
-def over_steps(outcome, key):
-    """An array of a value at each measured step, `nan` where there is none."""
-    return floats(line[key] for line in outcome.metrics)
+    return over_seeds(outcomes, of_run)
 
 
-def median(values):
-    """The median of what is finite in an array; `None` if nothing is."""
-    values = values[np.isfinite(values)]
-    return float(np.median(values)) if values.size else None
-
-
-def largest(values):
-    """The largest of what is finite in an array; `None` if nothing is."""
-    values = values[np.isfinite(values)]
-    return float(values.max()) if values.size else None
-
-
-def floats(values):
-    """An array of numbers, `nan` in place of `None`."""
-    return np.array([np.nan if value is None else value for value in values], "float64")
-
-
-def cells(row, keys):
-    """Numbers of a row, as text."""
-    return [_cell(row.get(key)) for key in keys]
+def table(rows, columns, note):
+    """Rows as Markdown, and a note; the columns are a dict from a key to a title."""
+    keys = [key for key in columns if any(row.get(key) for row in rows)]
+    cells = [[_cell(row.get(key)) for key in keys] for row in rows]
+    return results.markdown([columns[key] for key in keys], cells) + f"\n{note}\n"
 
 
 def _cell(value):
-    if value is None:
-        return "–"
+    if isinstance(value, list):
+        return results.epochs(value)
+    if isinstance(value, str) or value is None:
+        return value or "–"
     deviation = "" if value["std"] is None else f" ± {value['std']:.2g}"
     return f"{value['mean']:.4g}{deviation}"
 
 
 def runs_of(outcomes, settings):
-    """For figures: a dict from a norm to the lines of metrics of each of its runs."""
-    return {
-        norm: [outcome.metrics for outcome in outcomes.of(norm=norm)]
-        for norm in settings.norms
-    }
+    """For figures: a dict from a norm to the `lines` of each of its runs."""
+    return {norm: list(map(lines, outcomes.of(norm=norm))) for norm in settings.norms}

@@ -19,26 +19,14 @@ from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import dln, norms
 
 USUAL = {
-    "vgg": {
-        "dataset": "digits",
-        "width": 0.125,
-        "batch_size": 128,
-        "steps": 400,
-        "every": 20,
-        "learning_rate": 0.1,
-    },
+    "vgg": {"steps": 400, "every": 20, "learning_rate": 0.1},
     # The paper's, but for `every`, which it does not give.
-    "dln": {
-        "depth": dln.DEPTH,
-        "dtype": "float64",
-        "steps": 10_000,
-        "every": 100,
-        "learning_rate": 1e-6,
-    },
+    "dln": {"steps": 10_000, "every": 100, "learning_rate": 1e-6},
 }
-OWN = {
-    "vgg": ("dataset", "train_size", "test_size", "width", "batch_size"),
-    "dln": ("depth", "dtype"),
+OWN = {  # what the other network does not have
+    "vgg": {"dataset": "digits", "width": 0.125, "batch_size": 128}
+    | dict.fromkeys(("train_size", "test_size")),
+    "dln": {"depth": dln.DEPTH, "dtype": "float64"},
 }
 
 
@@ -58,26 +46,23 @@ class Descent(Images):
     dataset: str | None = setting(None, "digits; the vgg's, as in recipes.train.")
     test_size: int | None = setting(None, "All; the first ones.", at_least=1)
     batch_size: int | None = setting(None, "128; the vgg's.", at_least=1)
-    width: float | None = setting(
-        None, "0.125; the vgg's filters. 1 is VGG-16.", above=0
-    )
+    width: float | None = setting(None, "0.125; the vgg's; 1 is VGG-16.", above=0)
     depth: int | None = setting(None, "25; the dln's layers.", at_least=1)
     dtype: str | None = setting(
         None, "float64; the dln's.", choices=("float32", "float64")
     )
 
     def usual(self):
-        return USUAL.get(self.network, {})
+        return USUAL.get(self.network, {}) | OWN.get(self.network, {})
 
     def __post_init__(self):
         super().__post_init__()
-        for network, names in OWN.items():
-            for key in names if network != self.network else ():
-                if (value := getattr(self, key)) is not None:
-                    raise ValueError(
-                        f"Argument `{key}` must be None with network={self.network!r}. "
-                        f"Received: {key}={value!r}"
-                    )
+        for key in OWN["vgg" if self.network == "dln" else "dln"]:
+            if (value := getattr(self, key)) is not None:
+                raise ValueError(
+                    f"Argument `{key}` must be None with network={self.network!r}. "
+                    f"Received: {key}={value!r}"
+                )
         if self.steps % self.every:
             raise ValueError(
                 "Argument `steps` must be a multiple of `every`. "
@@ -90,11 +75,10 @@ class Layered(Descent):
     """The settings of a training in which some layers are measured."""
 
     VARIABLE = (*Descent.VARIABLE, "layers")
-    LAYERS: ClassVar[dict]  # the usual ones of each network
+    # The usual ones of each network; here the fifth, tenth and last convolution.
+    LAYERS: ClassVar = {"vgg": ("stage3_conv1", "stage4_conv3", "stage5_conv3")}
 
-    layers: tuple[str, ...] | None = setting(
-        None, "Names of layers; three of the network if not given."
-    )
+    layers: tuple[str, ...] | None = setting(None, "Names of layers; three if None.")
 
     def usual(self):
         return super().usual() | {"layers": self.LAYERS.get(self.network)}
@@ -134,31 +118,26 @@ def problem(settings):
     else:
         images = data.enlarged(data.images(settings))
         network = functools.partial(_vgg, settings, images)
-        batch = data.Batches(
-            images.x_train, images.y_train, settings.batch_size, settings.seed
-        ).__getitem__
+        x, y = images.x_train, images.y_train
+        batch = data.Batches(x, y, settings.batch_size, settings.seed).__getitem__
         some = slice(settings.test_size)
         test = images.x_test[some], images.y_test[some]
-    every = settings.every
-    return training.Problem(
-        network,
-        lambda interval: _From(batch, interval * every),
-        every,
-        settings.steps // every,
-        test,
-    )
+
+    def batches(interval):
+        return _From(batch, interval * settings.every)
+
+    intervals = settings.steps // settings.every
+    return training.Problem(network, batches, settings.every, intervals, test)
 
 
 class _From(keras.utils.PyDataset):
     """Batches without end, from a step on."""
 
+    num_batches = None
+
     def __init__(self, batch, step):
         super().__init__()
         self._batch, self._step = batch, step
-
-    @property
-    def num_batches(self):
-        return None
 
     def __getitem__(self, i):
         return self._batch(self._step + i)
@@ -196,28 +175,19 @@ def _dln(settings):
     return model
 
 
-def train(settings, kind, measure, at_end=None):
-    """Trains a network, or goes on with that, or returns what came out before.
+def train(settings, kind, measure, **hooks):
+    """Trains a network: see `recipes.engine.training.train`.
 
-    Args:
-        settings: A `Descent`.
-        kind: Start of the name of the run.
-        measure: Callable `measure(model, batches, settings)`, called with the weights
-            that step 0, `every`, 2 `every` ... starts from. That step is taken on
-            `batches[0]`, the next one on `batches[1]`. It returns a dict for the line
-            of metrics.jsonl, and must not change the model.
-        at_end: See `recipes.engine.training.train`.
-
-    Returns:
-        A `recipes.engine.training.Outcome`. Losses and accuracies are those of an
-        interval: those of training are means over its steps.
+    `measure(model, batches, settings)` is called with the weights that step 0, `every`,
+    2 `every` ... starts from. That step is taken on `batches[0]`, the next one on
+    `batches[1]`. It returns a dict for the line of metrics.jsonl, and must not change
+    the model. The losses and accuracies of training are means over an interval.
     """
 
     def before(model, problem, settings, interval):
         start = time.perf_counter()
         measured = measure(model, problem.batches(interval), settings)
-        seconds = time.perf_counter() - start
-        step = interval * settings.every
-        return {"step": step, **measured, "seconds_of_measurement": seconds}
+        measured["seconds_of_measurement"] = time.perf_counter() - start
+        return {"step": interval * settings.every} | measured
 
-    return training.train(settings, kind, problem, before=before, at_end=at_end)
+    return training.train(settings, kind, problem, before=before, **hooks)

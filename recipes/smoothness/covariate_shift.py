@@ -52,11 +52,7 @@ from recipes.smoothness import _training as descent
 class Run(descent.Layered):
     """The settings of one training."""
 
-    # The fifth, tenth and last convolution, and every eighth linear layer.
-    LAYERS = {
-        "vgg": ("stage3_conv1", "stage4_conv3", "stage5_conv3"),
-        "dln": ("layer9", "layer17", "layer25"),
-    }
+    LAYERS = descent.Layered.LAYERS | {"dln": ("layer9", "layer17", "layer25")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,55 +77,51 @@ def measure(model, batches, settings):
         learning_rate=settings.learning_rate,
     )
     values = {}
-    for i, layer in enumerate(found.layers):
-        distance, norm = float(found.distances[i]), float(found.norms[i])
+    for layer, distance, norm, cosine in zip(
+        found.layers, found.distances, found.norms, found.cosines
+    ):
         values[f"{layer}_distance"] = distance
         values[f"{layer}_relative"] = distance / norm if norm else np.nan
-        values[f"{layer}_cosine"] = float(found.cosines[i])
+        values[f"{layer}_cosine"] = cosine
     return values
 
 
 def run(settings):
-    """Trains with every norm; writes the table and the figures.
+    """Trains with every norm and returns the directory of what came out.
 
-    Returns:
-        The path of the directory with table.md, results.json, shift.png (Figures 3 and
-        6) and training.png.
+    shift.png is Figures 3 and 6.
     """
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows = []
     for layer, norm in itertools.product(settings.layers, settings.norms):
         found = outcomes.of(norm=norm)
-        of_run = numbers.medians(layer, ("distance", "relative", "cosine"))
-        measured = numbers.over_seeds(found, of_run)
-        rows.append(
-            {"layer": layer, "norm": norm, **numbers.summary(found), **measured}
-        )
+        measured = numbers.medians(found, layer, ("distance", "relative", "cosine"))
+        row = {"layer": layer, "norm": norm}
+        rows.append(row | numbers.summary(found) | measured)
     directory = settings.directory("covariate_shift")
-    results.write(directory, table(rows, settings.seeds), {"rows": rows})
-    runs, title = numbers.runs_of(outcomes, settings), settings.about()
+    note = "Medians over the measured steps; the training loss of the last interval. "
+    text = numbers.table(rows, COLUMNS, note + results.note(settings.seeds))
+    results.write(directory, text, {"rows": rows})
+    runs = numbers.runs_of(outcomes, settings)
     columns = [
         ("distance", "|G - G'|", figures.LOG),
         ("relative", "|G - G'| / |G|", figures.LOG),
         ("cosine", "cosine of G and G'", {"ylim": (-1.05, 1.05)}),
     ]
     path = directory / "shift.png"
-    figures.by_layer(path, runs, settings.layers, columns, title)
-    panels = [("train_loss", f"training loss ({settings.unit()})", figures.LOG)]
-    figures.training(directory / "training.png", runs, panels, title)
+    figures.by_layer(path, runs, settings.layers, columns, settings.about())
+    figures.training(directory / "training.png", runs, settings, "train_loss")
     return directory
 
 
-def table(rows, seeds):
-    """The rows as Markdown, a line a layer and norm."""
-    keys = ("distance", "relative", "cosine", "train_loss")
-    header = ["layer", "norm", "distance", "distance / norm of G", "cosine"]
-    lines = [[row["layer"], row["norm"], *numbers.cells(row, keys)] for row in rows]
-    return (
-        results.markdown([*header, "training loss"], lines)
-        + "\nMedians over the measured steps; the training loss of the last interval. "
-        f"{results.note(seeds)}\n"
-    )
+COLUMNS = {
+    "layer": "layer",
+    "norm": "norm",
+    "distance": "distance",
+    "relative": "distance / norm of G",
+    "cosine": "cosine",
+    "train_loss": "training loss",
+}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ Optimization?, NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
 
 import dataclasses
-import functools
+
+import numpy as np
+import pandas as pd
 
 from keras_norms import diagnostics
 from recipes.engine import command, results, training
@@ -44,7 +46,6 @@ from recipes.smoothness import _training as descent
 
 # In units of the learning rate (Appendix A.2.2).
 STEP_RANGES = {"vgg": (1 / 2, 4.0), "dln": (1 / 100, 30.0)}
-POINTS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,15 +67,14 @@ def measure(model, batches, settings):
         *batches[0],
         learning_rate=settings.learning_rate,
         step_range=STEP_RANGES[settings.network],
-        points=POINTS,
+        points=8,
     )
-    low, high = found.loss_range
     nearest, farthest = found.gradient_distance
     return {
         "loss": found.loss,
         "gradient_norm": found.gradient_norm,
-        "loss_min": low,
-        "loss_max": high,
+        "loss_min": found.loss_range[0],
+        "loss_max": found.loss_range[1],
         "gradient_distance_min": nearest,
         "gradient_distance_max": farthest,
         "effective_beta": found.effective_beta,
@@ -85,68 +85,59 @@ def measure(model, batches, settings):
 
 
 def run(settings):
-    """Trains with every norm; writes the table and the figures.
+    """Trains with every norm and returns the directory of what came out.
 
-    Returns:
-        The path of the directory with table.md, results.json, training.png (Figures 11
-        a, 12 a and 13), landscape.png (Figures 4, 9, 11 and 12) and predictiveness.png
-        (Figure 10).
+    training.png is Figures 11 a, 12 a and 13, landscape.png Figures 4, 9, 11 and 12.
     """
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows = []
     for norm in settings.norms:
         found = outcomes.of(norm=norm)
         measured = numbers.over_seeds(found, of_run)
-        rows.append({"norm": norm, **numbers.summary(found), **measured})
+        rows.append({"norm": norm} | numbers.summary(found) | measured)
     directory = settings.directory("landscape")
-    results.write(directory, table(rows, settings.seeds), {"rows": rows})
-    draw(directory, numbers.runs_of(outcomes, settings), settings)
-    return directory
-
-
-def draw(directory, runs, settings):
-    """Draws the three figures."""
-    title, unit = settings.about(), settings.unit()
-    panels = [("train_loss", f"training loss ({unit})", figures.LOG)]
+    note = (
+        "Loss and accuracies of the last interval; medians over the measured steps; "
+        "the highest loss and beta of all steps. "
+    )
+    text = numbers.table(rows, COLUMNS, note + results.note(settings.seeds))
+    results.write(directory, text, {"rows": rows})
+    runs, title = numbers.runs_of(outcomes, settings), settings.about()
+    scores = ["train_loss"]
     if settings.network == "vgg":
-        panels.append(("train_accuracy", "training accuracy", {"ylim": (0, 1)}))
-        panels.append(("test_accuracy", "test accuracy", {"ylim": (0, 1)}))
-    figures.training(directory / "training.png", runs, panels, title)
-    distances = ("gradient_distance_min", "gradient_distance_max")
+        scores += ["train_accuracy", "test_accuracy"]
+    figures.training(directory / "training.png", runs, settings, *scores)
+    distances = ["gradient_distance_min", "gradient_distance_max"]
     columns = [
-        (("loss_min", "loss_max"), f"loss ({unit})", figures.LOG),
+        (["loss_min", "loss_max"], f"loss ({settings.unit()})", figures.LOG),
         (distances, "|grad L(W - s g) - g|", figures.LOG),
         ("effective_beta", "effective beta", figures.LOG),
     ]
     figures.bands(directory / "landscape.png", runs, columns, title)
     figures.predictiveness(directory / "predictiveness.png", runs, title)
+    return directory
 
 
 def of_run(outcome):
-    """What a `recipes.engine.training.Outcome` was like.
-
-    Returns:
-        Dict with the medians over the measured steps `loss_range` (highest less lowest
-        loss), `gradient_distance` (the largest along the scan), `relative_distance`
-        (the same over the norm of the gradient) and `effective_beta`; over all steps,
-        the highest loss `largest_loss_max` and the `largest_effective_beta`; and the
-        number of points that were `not_finite`.
-    """
-    values = functools.partial(numbers.over_steps, outcome)
-    highest, farthest = values("loss_max"), values("gradient_distance_max")
-    beta = values("effective_beta")
+    """What a run was like: medians over its steps, the highest of all, and a count."""
+    lines = numbers.lines(outcome)
+    farthest = lines["gradient_distance_max"]
+    medians = {
+        "loss_range": lines["loss_max"] - lines["loss_min"],
+        "gradient_distance": farthest,
+        "relative_distance": farthest / lines["gradient_norm"].replace(0, np.nan),
+        "effective_beta": lines["effective_beta"],
+    }
     return {
-        "loss_range": numbers.median(highest - values("loss_min")),
-        "gradient_distance": numbers.median(farthest),
-        "relative_distance": numbers.median(farthest / values("gradient_norm")),
-        "effective_beta": numbers.median(beta),
-        "largest_loss_max": numbers.largest(highest),
-        "largest_effective_beta": numbers.largest(beta),
-        "not_finite": int(values("not_finite").sum()),
+        **pd.DataFrame(medians).median(),
+        "largest_loss_max": lines["loss_max"].max(),
+        "largest_effective_beta": lines["effective_beta"].max(),
+        "not_finite": lines["not_finite"].sum(),
     }
 
 
 COLUMNS = {
+    "norm": "norm",
     "train_loss": "training loss",
     "train_accuracy": "training accuracy",
     "test_accuracy": "test accuracy",
@@ -158,17 +149,6 @@ COLUMNS = {
     "largest_effective_beta": "largest beta",
     "not_finite": "points not finite",
 }
-
-
-def table(rows, seeds):
-    """The rows as Markdown, a line a norm."""
-    keys = [key for key in COLUMNS if any(row.get(key) for row in rows)]
-    lines = [[row["norm"], *numbers.cells(row, keys)] for row in rows]
-    return (
-        results.markdown(["norm", *(COLUMNS[key] for key in keys)], lines)
-        + "\nLoss and accuracies of the last interval; medians over the measured "
-        f"steps; the highest loss and beta of all steps. {results.note(seeds)}\n"
-    )
 
 
 if __name__ == "__main__":

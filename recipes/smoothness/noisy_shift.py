@@ -47,8 +47,7 @@ from recipes.smoothness import _figures as figures
 from recipes.smoothness import _numbers as numbers
 from recipes.smoothness import _training as descent
 
-BINS = 60
-CHANNEL = 0  # "a random activation from a given layer" (Figure 8): weights are random
+ACCURACIES = ("train_accuracy", "test_accuracy")
 TARGET_ACCURACY = 0.9
 RECALIBRATION_STEPS = 10
 
@@ -57,11 +56,8 @@ RECALIBRATION_STEPS = 10
 class Run(descent.Layered):
     """The settings of one training."""
 
-    # The fifth, tenth and last convolution, and every eighth linear layer with a norm.
-    LAYERS = {
-        "vgg": ("stage3_conv1", "stage4_conv3", "stage5_conv3"),
-        "dln": ("layer8", "layer16", "layer24"),
-    }
+    # Every eighth linear layer with a norm.
+    LAYERS = descent.Layered.LAYERS | {"dln": ("layer8", "layer16", "layer24")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,13 +97,7 @@ def activations(model, layers, values, x):
     """What linear layers give to the nonlinearity after them, in training mode.
 
     It is the output of the norm, or without one, of the linear layer itself. The model
-    stays as it is.
-
-    Args:
-        model: A `keras.Model`, as `recipes.smoothness._training.problem` makes it.
-        layers: List of the names of linear layers.
-        values: List of arrays in place of `model.variables`.
-        x: Inputs of the model.
+    stays as it is. `values` are arrays in place of `model.variables`.
 
     Returns:
         List of arrays `(positions, channels)`, and the values after the call.
@@ -121,24 +111,17 @@ def activations(model, layers, values, x):
         found = probe(ops.convert_to_tensor(x), training=True)
     moved = [scope.get_current_value(variable) for variable in model.variables]
     found = [ops.convert_to_numpy(value) for value in found[: len(layers)]]
-    return (
-        [value.reshape(-1, value.shape[-1]) for value in found],
-        [ops.convert_to_numpy(value) for value in moved],
-    )
+    found = [value.reshape(-1, value.shape[-1]) for value in found]
+    return found, [ops.convert_to_numpy(value) for value in moved]
 
 
 def changes(before, after):
     """The moments of activations, how a step changes them, and a histogram.
 
-    Args:
-        before, after: Arrays `(positions, channels)` of two successive steps.
-
-    Returns:
-        Dict of the means over channels of: `mean` and `variance` before the step, the
-        absolute changes `mean_change` and `variance_change`, and the same in units of
-        the deviation and of the variance before the step, `relative_mean_change` and
-        `relative_variance_change`. `histogram`: counts of channel `CHANNEL` in `BINS`
-        equal bins between `edges`. What is not finite is `nan` or `None`.
+    `before` and `after` are arrays `(positions, channels)` of two successive steps. Of
+    the means over channels, `relative_...` are changes in units of the deviation and of
+    the variance before the step. `histogram` are counts of one channel in equal bins
+    between `edges`. What is not finite is `nan` or `None`.
     """
     with np.errstate(all="ignore"):
         before, after = before.astype("float64"), after.astype("float64")
@@ -146,38 +129,30 @@ def changes(before, after):
         change = np.abs(after.mean(0) - mean)
         variance_change = np.abs(after.var(0) - variance)
         moving = variance > 0  # a channel that is constant has no unit
+        relative = np.stack([change / np.sqrt(variance), variance_change / variance])
+        relative = relative[:, moving].sum(1) / moving.sum()
         found = {
             "mean": mean.mean(),
             "variance": variance.mean(),
             "mean_change": change.mean(),
             "variance_change": variance_change.mean(),
-            "relative_mean_change": _mean((change / np.sqrt(variance))[moving]),
-            "relative_variance_change": _mean((variance_change / variance)[moving]),
+            "relative_mean_change": relative[0],
+            "relative_variance_change": relative[1],
         }
-    one = before[:, CHANNEL]
-    found = {key: float(value) for key, value in found.items()}
+    # "A random activation from a given layer" (Figure 8): weights are random.
+    one = before[:, 0]
     if not np.isfinite(one).all():
         return found | {"histogram": None, "edges": None}
-    counts, edges = np.histogram(one, BINS)
-    return found | {
-        "histogram": counts.tolist(),
-        "edges": [float(edges[0]), float(edges[-1])],
-    }
-
-
-def _mean(values):
-    return values.mean() if values.size else np.nan
+    counts, edges = np.histogram(one, bins=60)
+    return found | {"histogram": counts.tolist(), "edges": edges[[0, -1]].tolist()}
 
 
 def recalibrated(model, problem, settings, run):
     """Tests a network with NoisyBN whose moving statistics are those without noise.
 
     Inference has no noise, but the moving statistics of a layer are those of what it
-    was given in training, which is noisy wherever there is a NoisyBN before it.
-
-    Returns:
-        Dict with `recalibrated_test_accuracy`, empty if the network has no such layer
-        or there are no test images.
+    was given in training, which is noisy wherever there is a NoisyBN before it. Returns
+    an empty dict if the network has no such layer, or if there are no test images.
     """
     if settings.norm != "noisy_bn" or problem.test is None:
         return {}
@@ -191,49 +166,46 @@ def recalibrated(model, problem, settings, run):
 
 
 def run(settings):
-    """Trains with every norm; writes the table and the figures.
+    """Trains with every norm and returns the directory of what came out.
 
-    Returns:
-        The path of the directory with table.md, results.json, training.png (Figures 1
-        and 2), histograms.png (Figures 1, 2, 8 and 14) and moments.png (Figure 7).
+    training.png is Figures 1 and 2, histograms.png Figures 1, 2, 8 and 14, and
+    moments.png Figure 7.
     """
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows = []
     for norm in settings.norms:
         found = outcomes.of(norm=norm)
-        of_layers = {
-            layer: numbers.over_seeds(found, numbers.medians(layer, KEYS))
-            for layer in settings.layers
+        layers = {
+            layer: numbers.medians(found, layer, MEDIANS) for layer in settings.layers
         }
         steps = [first_step(outcome.metrics) for outcome in found]
-        row = {"norm": norm, "step_of_target": steps, "layers": of_layers}
+        row = {"norm": norm, "step_of_target": steps, "layers": layers}
         rows.append(numbers.summary(found) | row)
     directory = settings.directory("noisy_shift")
     results.write(directory, table(rows, settings.seeds), {"rows": rows})
-    draw(directory, numbers.runs_of(outcomes, settings), settings)
-    return directory
-
-
-def draw(directory, runs, settings):
-    """Draws the three figures."""
-    title, layers = settings.about(), settings.layers
-    panels = [
-        ("train_accuracy", "training accuracy", {"ylim": (0, 1)}),
-        ("test_accuracy", "test accuracy", {"ylim": (0, 1)}),
-    ]
-    if settings.network == "dln":
-        panels = [("train_loss", f"training loss ({settings.unit()})", figures.LOG)]
-    figures.training(directory / "training.png", runs, panels, title)
-    figures.histograms(directory / "histograms.png", runs, layers, title)
+    runs, title = numbers.runs_of(outcomes, settings), settings.about()
+    scores = ACCURACIES if settings.network == "vgg" else ["train_loss"]
+    figures.training(directory / "training.png", runs, settings, *scores)
+    figures.histograms(directory / "histograms.png", runs, settings.layers, title)
     columns = [
         ("mean_change", "change of the mean", figures.LOG),
         ("variance_change", "change of the variance", figures.LOG),
         ("relative_mean_change", "of the mean / deviation", figures.LOG),
     ]
-    figures.by_layer(directory / "moments.png", runs, layers, columns, title)
+    path = directory / "moments.png"
+    figures.by_layer(path, runs, settings.layers, columns, title)
+    return directory
 
 
-KEYS = {
+def first_step(lines):
+    """The first measured step of an interval that reached the target, or `None`."""
+    for line in lines:
+        if (line.get("train_accuracy") or 0) >= TARGET_ACCURACY:
+            return line["step"]
+    return None
+
+
+MEDIANS = {
     "mean_change": "change of the mean",
     "variance_change": "change of the variance",
     "relative_mean_change": "the first / deviation",
@@ -241,41 +213,23 @@ KEYS = {
 }
 
 
-def first_step(lines):
-    """The first measured step of an interval that reached the target, or `None`."""
-    found = (
-        line["step"]
-        for line in lines
-        if (line.get("train_accuracy") or 0) >= TARGET_ACCURACY
-    )
-    return next(found, None)
-
-
 def table(rows, seeds):
     """The rows as two Markdown tables."""
-    scores = ("train_loss", "train_accuracy", "test_accuracy")
-    scores += ("recalibrated_test_accuracy",)
-    scores = [key for key in scores if any(row.get(key) for row in rows)]
-    header = ["norm", *(key.replace("_", " ") for key in scores)]
-    first = [[row["norm"], *numbers.cells(row, scores)] for row in rows]
+    columns = ["norm", "train_loss", *ACCURACIES, "recalibrated_test_accuracy"]
     note = "Loss and accuracies of the last interval"
-    if "train_accuracy" in scores:
-        header.append("step of target")
-        for row, line in zip(rows, first):
-            line.append(results.epochs(row["step_of_target"]))
+    if "train_accuracy" in rows[0]:
+        columns.append("step_of_target")
         note += f"; the target is a training accuracy of {TARGET_ACCURACY:.0%}"
-    second = [
-        [layer, row["norm"], *numbers.cells(row["layers"][layer], KEYS)]
+    titles = {key: key.replace("_", " ") for key in columns}
+    first = numbers.table(rows, titles, f"{note}.\n")
+    of_layers = [
+        {"layer": layer, "norm": row["norm"]} | row["layers"][layer]
         for layer in rows[0]["layers"]
         for row in rows
     ]
-    return (
-        results.markdown(header, first)
-        + f"\n{note}.\n\n"
-        + results.markdown(["layer", "norm", *KEYS.values()], second)
-        + "\nMeans over channels, medians over the measured steps. "
-        f"{results.note(seeds)}\n"
-    )
+    titles = {"layer": "layer", "norm": "norm"} | MEDIANS
+    note = "Means over channels, medians over the measured steps. "
+    return first + numbers.table(of_layers, titles, note + results.note(seeds))
 
 
 if __name__ == "__main__":

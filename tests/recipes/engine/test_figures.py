@@ -23,7 +23,7 @@ def test_shades_have_an_order():
 def test_nothing_to_draw(tmp_path, runs):
     rows = [("v", "values", {})]
     figures.curves(tmp_path / "x.png", {"a": {"bn": runs}}, rows, "title")
-    outcomes = {"a": {"bn": {1.0: [], 2.0: [3.0]}}}
+    outcomes = {"a": {"bn": {1.0: [], 2.0: [0.1] * 3}}}
     figures.against(tmp_path / "y.png", outcomes, "x", "y", "title", base=2)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "y.png").read_bytes().startswith(b"\x89PNG")

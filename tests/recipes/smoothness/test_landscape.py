@@ -118,13 +118,13 @@ def test_classifier(tmp_path, small_network):
 def test_divergence_ends_a_run(tmp_path, small_network):
     config = IMAGES | {"steps": 8, "every": 4, "learning_rate": 1e20}
     settings = landscape.Settings(
-        **config, norms=["none"], runs_dir=str(tmp_path), workers=1
+        **config, norms=["none", "bn"], runs_dir=str(tmp_path), workers=1
     )
     directory = landscape.run(settings)
     found = landscape.train(settings.one(norm="none", seed=0))
     assert found.results["diverged"] and len(found.metrics) == 1
-    (row,) = json.loads((directory / "results.json").read_text())["rows"]
-    assert row["diverged"] == 1 and row["train_loss"] is None
+    rows = json.loads((directory / "results.json").read_text())["rows"]
+    assert [(row["diverged"], row["train_loss"]) for row in rows] == 2 * [(1, None)]
 
 
 def test_width(small_network):
