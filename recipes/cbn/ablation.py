@@ -7,13 +7,12 @@ The small run and the paper's (one of its four tables), for a GPU:
         --model=resnet20 --seeds=10
 
 The parts are the place (before the linear layer), decoupling (the shift before the
-norm), a tuned rho, and AMAT. The paper does not say which rho it chose; with
-`recipes.cbn.rho` one finds it for each activation, for `--rho_before` (rows 2 and 5)
-and `--rho_after` (rows 6 and 7). If these are not given, they are those of digits.
+norm), a tuned rho, and AMAT. The paper does not say which rho it chose; `--rho_before`
+(rows 2 and 5) and `--rho_after` (rows 6 and 7) are those that `recipes.cbn.rho` found.
 
-The small run (ResNet-8 on digits, 102 trainings) took 13 minutes on 2 cores of an Intel
-Xeon that other work shared. Test accuracy in %, mean of three seeds, and in brackets
-the paper's, ResNet-20 on CIFAR-10:
+Test accuracy in %, mean of three seeds, ResNet-8 on digits (102 trainings, 13 minutes
+on 2 shared cores of an Intel Xeon); in brackets the paper's, ResNet-20 on CIFAR-10. The
+mean over activations goes up with each part, most of it with rho:
 
     row        sigmoid        tanh        relu        selu       swish
     1 (BN)  97.5 [79.0] 98.3 [87.6] 98.1 [91.1] 97.8 [89.7] 98.4 [91.2]
@@ -24,39 +23,31 @@ the paper's, ResNet-20 on CIFAR-10:
     6       98.3 [79.8] 98.3 [87.6] 98.0 [91.5] 98.1 [90.1] 98.5 [91.3]
     7       98.3 [80.3] 98.3 [87.8] 98.0 [91.7] 98.0 [90.3] 98.5 [91.5]
 
-The mean over activations goes up with each part, most of it with rho.
-
 Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and
 Beyond, TPAMI 2023, Section 6.2, Tables 1-4. https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
+import collections
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
+import pandas as pd
 
 from recipes.cbn._paper_tables import TABLES
 from recipes.engine import classifier, command, data, figures, results, training
 from recipes.engine.settings import setting
 
-
-class Row(NamedTuple):
-    """A row of the tables: its number there, and what it is here."""
-
-    number: int
-    parts: tuple  # before, decoupled, tuned rho, AMAT
-    norm: str
-
-
-# In the order in which parts are added.
+# The rows of the tables in the order in which parts are added: number, parts, norm.
+Row = collections.namedtuple("Row", "number before decoupled tuned amat norm")
 ROWS = (
-    Row(1, (False, False, False, False), "bn"),
-    Row(3, (True, False, False, False), "bn_before"),
-    Row(4, (True, True, False, False), "cbn_batch"),
-    Row(5, (True, True, True, False), "cbn_batch"),
-    Row(2, (True, True, True, True), "cbn"),
-    Row(6, (False, False, True, False), "bn_rho"),
-    Row(7, (False, False, True, True), "bn_rho_amat"),
+    Row(1, False, False, False, False, "bn"),
+    Row(3, True, False, False, False, "bn_before"),
+    Row(4, True, True, False, False, "cbn_batch"),
+    Row(5, True, True, True, False, "cbn_batch"),
+    Row(2, True, True, True, True, "cbn"),
+    Row(6, False, False, True, False, "bn_rho"),
+    Row(7, False, False, True, True, "bn_rho_amat"),
 )
 # What a part adds: the number of the row with it, and of the one without.
 GAINS = {
@@ -77,8 +68,7 @@ RHO_AFTER = {"sigmoid": 0.5, "tanh": 1.0, "relu": 0.5, "selu": 0.5, "swish": 2.0
 class Settings(classifier.Grid):
     """The seven rows with every activation."""
 
-    # A row has its own.
-    norms: ClassVar = tuple(row.norm for row in ROWS)
+    norms: ClassVar = tuple(row.norm for row in ROWS)  # a row has its own, and its rho
     rhos: ClassVar = ()
 
     model: str = "resnet8"
@@ -107,81 +97,65 @@ class Settings(classifier.Grid):
 
     def rho_of(self, row, activation):
         """The rho of a `Row`."""
-        before, _, tuned, _ = row.parts
-        if not tuned:
+        if not row.tuned:
             return 1.0
-        rhos = self.rho_before if before else self.rho_after
+        rhos = self.rho_before if row.before else self.rho_after
         return rhos[self.activations.index(activation)]
 
     def paper(self):
         """The paper's table of the same data set and network, or else its first."""
-        number = {
-            ("cifar10", "vgg16"): 2,
-            ("cifar100", "resnet20"): 3,
-            ("cifar100", "vgg16"): 4,
-        }.get((data.stem(self.dataset), self.model), 1)
-        return TABLES[number]
+        others = {"cifar10 vgg16": 2, "cifar100 resnet20": 3, "cifar100 vgg16": 4}
+        return TABLES[others.get(f"{data.stem(self.dataset)} {self.model}", 1)]
 
 
 def run(settings):
-    """Trains the seven rows with every activation; writes the table and the figure.
-
-    Returns:
-        The path of the directory with table.md, results.json and accuracy.png.
-    """
+    """Trains all; returns the path of a directory with the table and the figure."""
     cells = {
-        (activation, row.number): {
-            "activation": activation,
-            "norm": row.norm,
-            "rho": settings.rho_of(row, activation),
-        }
-        for activation in settings.activations
+        (a, row.number): dict(activation=a, norm=row.norm, rho=settings.rho_of(row, a))
+        for a in settings.activations
         for row in ROWS
     }
     runs = [run for cell in cells.values() for run in settings.runs(**cell)]
     outcomes = training.train_all(classifier.train, runs, settings.workers)
     found = {key: outcomes.of(**cell) for key, cell in cells.items()}
     rows = [
-        {"row": key[1], **cell, **results.summarise(found[key], 0.9)}
-        for key, cell in cells.items()
+        {"row": number, **cells[a, number], **results.summarise(of, 0.9)}
+        for (a, number), of in found.items()
     ]
     directory = settings.directory("cbn_ablation")
     results.write(directory, table(found, settings), {"rows": rows})
-    _draw(directory / "accuracy.png", found, settings)
+    title, paper = settings.paper()
+    numbers, panels = [row.number for row in ROWS], {}
+    for a in settings.activations:
+        ours = [results.mean_and_std(results.accuracies(found[a, n])) for n in numbers]
+        theirs = [_of_paper(paper[a], n) if a in paper else None for n in numbers]
+        panels[a] = {"test accuracy (%)": ours, "the paper's (%)": theirs}
+    title = f"Above: {settings.about()}. Below: the paper's {title}"
+    figures.steps(directory / "accuracy.png", panels, list(map(str, numbers)), title)
     return directory
 
 
 def table(outcomes, settings):
-    """The numbers as Markdown, the paper's beside them.
-
-    Args:
-        outcomes: Dict from an activation and the number of a row to a list of
-            `recipes.engine.training.Outcome`, one a seed.
-        settings: A `Settings`.
-    """
+    """The numbers as Markdown, of a dict from activation and number to outcomes."""
     activations = settings.activations
     title, paper = settings.paper()
     known = [activation for activation in activations if activation in paper]
     ours, theirs, gains = [], [], []
     for row in ROWS:
-        before, decoupled, _, amat = ("✓" if part else "" for part in row.parts)
+        parts = row.before, row.decoupled, row.amat
+        before, decoupled, amat = ("✓" if part else "" for part in parts)
         rhos = [f"{settings.rho_of(row, a):g}" for a in activations]
         rhos = ", ".join(rhos if len(set(rhos)) > 1 else rhos[:1])
         accuracies = [results.percent(outcomes[a, row.number]) for a in activations]
         ours.append([row.number, before, decoupled, rhos, amat, *accuracies])
         numbers = [_of_paper(paper[a], row.number) for a in known]
         theirs.append([row.number, *(results.spread(number, 2) for number in numbers)])
-    for name, (with_part, without) in GAINS.items():
-        points = [
-            _difference(_points(outcomes[a, with_part]), _points(outcomes[a, without]))
-            for a in activations
-        ]
-        of_paper = [
-            _difference(_of_paper(paper[a], with_part), _of_paper(paper[a], without))
-            for a in known
-        ]
-        means = [_mean(points), _mean(of_paper)]
-        gains.append([name, *map(_signed, [*points, *means])])
+    means = {key: _mean(results.accuracies(found)) for key, found in outcomes.items()}
+    for name, (high, low) in GAINS.items():
+        points = [means[a, high] - means[a, low] for a in activations]
+        of_paper = [paper[a][high - 1][0] - paper[a][low - 1][0] for a in known]
+        values = [*points, _mean(points), _mean(of_paper)]
+        gains.append([name, *map(_signed, values)])
     header = ["row", "before", "decoupled", "rho", "AMAT", *activations]
     added = ["part", *activations, "mean", "the paper's mean"]
     return (
@@ -192,48 +166,19 @@ def table(outcomes, settings):
     )
 
 
-def _points(outcomes):
-    """Test accuracy over seeds, %: a dict of `mean` and `std`, or `None`."""
-    return results.mean_and_std(results.accuracies(outcomes))
-
-
 def _of_paper(rows, number):
-    """The same of a row of the paper's, which always has a mean."""
+    """A row of the paper's as `recipes.engine.results.mean_and_std` has it."""
     mean, std = rows[number - 1]
     return {"mean": mean, "std": None if np.isnan(std) else std}
 
 
-def _difference(with_part, without):
-    if with_part is None or without is None:
-        return None
-    return with_part["mean"] - without["mean"]
-
-
-def _mean(differences):
-    value = results.mean_and_std(differences)
-    return value and value["mean"]
+def _mean(values):
+    return pd.Series(values, dtype=float).mean()  # of what is not NaN
 
 
 def _signed(difference):
     # Adding 0 makes 0 of -0.
-    return "–" if difference is None else f"{round(difference, 2) + 0:+.2f}"
-
-
-def _draw(path, outcomes, settings):
-    title, paper = settings.paper()
-    numbers = [row.number for row in ROWS]
-    panels = {
-        activation: {
-            "test accuracy (%)": [_points(outcomes[activation, n]) for n in numbers],
-            "the paper's (%)": [
-                _of_paper(paper[activation], n) if activation in paper else None
-                for n in numbers
-            ],
-        }
-        for activation in settings.activations
-    }
-    title = f"Above: {settings.about()}. Below: the paper's {title}"
-    figures.steps(path, panels, list(map(str, numbers)), title)
+    return "–" if np.isnan(difference) else f"{round(difference, 2) + 0:+.2f}"
 
 
 if __name__ == "__main__":
