@@ -1,8 +1,4 @@
-"""Network slimming (Liu et al.): a penalty on gamma, and removal by gamma alone.
-
-Reference: Liu et al., Learning Efficient Convolutional Networks through Network
-Slimming, ICCV 2017. https://arxiv.org/abs/1708.06519
-"""
+"""Network slimming (Liu et al., see pruning.py): a penalty on gamma, and removal."""
 
 import keras
 import numpy as np
@@ -16,12 +12,7 @@ from recipes.engine import optimizers
 
 @keras.saving.register_keras_serializable(package="keras_norms_recipes")
 class SlimmingSGD(optimizers.SGD):
-    """SGD with an L1 penalty on every gamma (Liu et al., Eq. 1).
-
-    Args:
-        gamma_l1: Float, the weight of the sum of |gamma|.
-        *args, **kwargs: Of `optimizers.SGD`.
-    """
+    """SGD of the loss and `gamma_l1` times the sum of |gamma| (Liu et al., Eq. 1)."""
 
     def __init__(self, *args, gamma_l1=0.0, **kwargs):
         super().__init__(*args, **kwargs)
@@ -40,36 +31,26 @@ class SlimmingSGD(optimizers.SGD):
 
 
 def compiled(model, optimizer="sgd"):
-    model.compile(
-        optimizer,
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
     return model
 
 
 def own_norms(model):
-    """The norms of channels that one layer makes alone and that could go.
+    """The |gamma|, over the input's deviation, of norms whose channels one layer makes.
 
-    Returns:
-        Dict from the name of a norm to its |gamma|, in units of its input's deviation.
+    A dict by name; norms of channels that cannot go are not in it.
     """
-    graph = Graph(model)
-    channels = Channels(graph)
+    channels = Channels(Graph(model))
     makers = [channels.roots(labels.ids) for labels in channels.makers.values()]
     roots, counts = np.unique(np.concatenate(makers), return_counts=True)
-    alone = roots[counts == 1]
-    alone = alone[~channels.is_fixed(alone)]
+    alone = roots[(counts == 1) & ~channels.is_fixed(roots)]
     found = {}
     for unit, (labels, _) in channels.passers.items():
-        layer = unit.layer
-        if getattr(layer, "gamma", None) is None:
-            continue
-        if np.all(np.isin(channels.roots(labels.ids), alone)):
-            gamma = np.abs(ops.convert_to_numpy(layer.gamma))
-            if isinstance(layer, CBN):
-                gamma = gamma / ops.convert_to_numpy(layer.rho)
-            found[layer.name] = gamma
+        layer, gamma = unit.layer, getattr(unit.layer, "gamma", None)
+        if gamma is not None and np.isin(channels.roots(labels.ids), alone).all():
+            rho = layer.rho if isinstance(layer, CBN) else 1
+            found[layer.name] = np.abs(ops.convert_to_numpy(gamma / rho))
     return found
 
 
@@ -77,9 +58,6 @@ def without_smallest(model, share, images):
     """The network without the given share of channels of the smallest |gamma|.
 
     As Liu et al.: over all layers, each of which keeps one channel, and without beta.
-
-    Returns:
-        A `keras_norms.surgery.Pruned`.
     """
     gammas = own_norms(model)
     limit = np.quantile(np.concatenate(list(gammas.values())), share)
@@ -89,18 +67,17 @@ def without_smallest(model, share, images):
         layer = model.get_layer(name)
         for variable in (layer.gamma, layer.beta):
             if variable is not None:
-                values = ops.convert_to_numpy(variable)
-                variable.assign(np.where(dead, 0, values))
+                variable.assign(ops.convert_to_numpy(variable) * ~dead)
     return prune(model, images, gamma=0.0, similarity=None)
 
 
 def copy(model):
     """A model that shares no weights with the one that it is a copy of."""
-    twin = keras.models.clone_model(model, call_function=_call)
+
+    def call(layer, *args, mask=None, **kwargs):
+        # Of images there are no masks, which most layers would not take.
+        return layer(*args, **kwargs)
+
+    twin = keras.models.clone_model(model, call_function=call)
     twin.set_weights(model.get_weights())
     return compiled(twin)
-
-
-def _call(layer, *args, mask=None, **kwargs):
-    # Of images there are no masks, which most layers would not take.
-    return layer(*args, **kwargs)

@@ -10,16 +10,12 @@ The small run, one on CIFAR-10 images, and the paper's, for a GPU:
         --model=resnet101 --epochs=200 --batch_size=128 --learning_rate=1e-3 \
         --weight_decays=0,5e-4 --noise=0.05 --epsilon=0.0078431373 --test_size=10000
 
-Claim (Tables 1 and 2, BN, GN, LN and WN): under Gaussian noise and under the BIM attack
-all of them lose accuracy, and with weight decay they lose less of it, for the growing
-norm of the weights amplifies the attack. Here CBN, WS and CWN are attacked as well.
-
-The network is one of pixels from 0 to 1; noise and radii are in these units, and the
-paper does not give them. After the last epoch the first test images are attacked.
-
-The small run (ResNet-8 on digits, 14 trainings) takes 4.6 minutes of one core of an
-Intel Xeon. Clean accuracy, and what noise and BIM (l_inf) take of it, without and with
-weight decay; the paper's, for CIFAR-10:
+Claim (BN, GN, LN and WN; here CBN, WS and CWN as well): under Gaussian noise and the
+BIM attack all of them lose accuracy, and with weight decay they lose less of it, for
+the growing norm of the weights amplifies the attack. Pixels go from 0 to 1; noise and
+radii are in these units, and the paper does not give them. The small run (ResNet-8 on
+digits, 14 trainings) takes 4.6 minutes of one core of an Intel Xeon. Clean accuracy,
+and what noise and BIM (l_inf) take of it; the paper's is of CIFAR-10:
 
                   without decay          with decay       paper's: without    with
     BN         99.4   3.6   38.1     99.4   3.3   35.8      15.6  43.1     15.6  33.8
@@ -39,6 +35,7 @@ AAAI 2020, Section 3.2, Tables 1 and 2. https://doi.org/10.1609/aaai.v34i04.6046
 """
 
 import dataclasses
+import itertools
 
 import keras
 import numpy as np
@@ -48,7 +45,7 @@ from keras_norms import diagnostics
 from recipes.engine import classifier, command, figures, results, training
 from recipes.engine.settings import setting
 from recipes.models import norms as norm_names
-from recipes.spheres.weight_growth import NORMS, name_of
+from recipes.spheres.weight_growth import NORMS, label_of, name_of
 
 FACTORS = (0.5, 1, 2)  # of epsilon, for the figure
 SHOWN = ("clean", "noise", "noise_difference", "attacked", "attack_difference")
@@ -98,20 +95,12 @@ def train(settings):
 def measure(model, problem, settings, run):
     """What noise and attacks take of a network; see `recipes.engine.training.train`."""
     network, x, y = pixels(model, problem.images, settings.test_size)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def attacked(norm, epsilon):
-        return diagnostics.robustness(
-            network,
-            x,
-            y,
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            noise=settings.noise,
-            epsilon=epsilon,
-            norm=norm,
-            steps=settings.steps,
-            seed=settings.seed,
-            verbose=0,
-        )._asdict()
+        options = {key: getattr(settings, key) for key in ("noise", "steps", "seed")}
+        options |= {"norm": norm, "epsilon": epsilon, "verbose": 0}
+        return diagnostics.robustness(network, x, y, loss, **options)._asdict()
 
     kernels = [v for v in model.trainable_variables if len(v.shape) == 4]
     squares = [np.square(ops.convert_to_numpy(v)).sum() for v in kernels]
@@ -123,20 +112,15 @@ def measure(model, problem, settings, run):
 
 
 def pixels(model, images, test_size=None):
-    """A network as one of pixels between 0 and 1, and test images in these.
-
-    Args:
-        model: A network of standardised images.
-        images: The `ImageData`. The images must attain both ends of the range.
-        test_size: Number of test images, all if `None`.
+    """A network of standardised images as one of pixels between 0 and 1.
 
     Returns:
-        A `keras.Model` that shares the weights, images and labels.
+        A `keras.Model` that shares the weights; test images, in such pixels if all
+        images attain both ends of the range, and their labels.
     """
-    low, high = (
-        reduce([part(x, (0, 1, 2)) for x in (images.x_train, images.x_test)], 0)
-        for part, reduce in ((np.min, np.min), (np.max, np.max))
-    )
+    every = images.x_train, images.x_test
+    low = np.minimum(*(x.min((0, 1, 2)) for x in every))
+    high = np.maximum(*(x.max((0, 1, 2)) for x in every))
     span = np.maximum(high - low, 1e-7)
     inputs = keras.Input(images.x_train.shape[1:])
     standard = keras.layers.Rescaling(span.tolist(), low.tolist())(inputs)
@@ -146,65 +130,38 @@ def pixels(model, images, test_size=None):
 
 
 def run(settings):
-    """Trains with every norm and weight decay, and attacks.
-
-    Returns:
-        The path of the directory with table.md, results.json and epsilon.png.
-    """
+    """Trains and attacks all, and returns the directory with the table and figure."""
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows, panels = [], {}
-    for norm in settings.norms:
-        for decay in settings.weight_decays:
-            found = [
-                outcome.results
-                for outcome in outcomes.of(norm=norm, weight_decay=decay)
-            ]
-            alive = [each for each in found if not each["diverged"]]
-            rows.append(
-                {
-                    "norm": norm,
-                    "weight_decay": decay,
-                    "diverged": len(found) - len(alive),
-                    **summary(alive),
-                    "runs": alive,
-                }
-            )
-            label = f"decay {decay:g}" if decay else "no decay"
-            panels.setdefault(label, {})[norm] = {
-                factor * settings.epsilon: [
-                    100 * each["inf"][place]["attacked"] for each in alive
-                ]
-                for place, factor in enumerate(FACTORS)
-            }
+    for norm, decay in itertools.product(settings.norms, settings.weight_decays):
+        found = outcomes.of(norm=norm, weight_decay=decay)
+        alive = [each.results for each in found if not each.results["diverged"]]
+        row = {"norm": norm, "weight_decay": decay, "diverged": len(found) - len(alive)}
+        rows.append({**row, **summary(alive), "runs": alive})
+        panels.setdefault(label_of(decay), {})[norm] = {
+            factor * settings.epsilon: [100 * r["inf"][i]["attacked"] for r in alive]
+            for i, factor in enumerate(FACTORS)
+        }
     directory = settings.directory("robustness")
     attack = {key: getattr(settings, key) for key in settings.ATTACK}
     results.write(directory, table(rows, settings), {"attack": attack, "rows": rows})
-    figures.against(
-        directory / "epsilon.png",
-        panels,
-        "epsilon, of the range of pixels",
-        "accuracy under BIM, l∞ (%)",
-        settings.about(),
-        base=2,
-    )
+    labels = "epsilon, of the range of pixels", "accuracy under BIM, l∞ (%)"
+    path = directory / "epsilon.png"
+    figures.against(path, panels, *labels, settings.about(), base=2)
     return directory
 
 
 def summary(found):
     """Over seeds: `inf` and `2`, dicts of `mean_and_std`, and that of `weight_norm`."""
-    if not found:
-        return {"inf": None, "2": None, "weight_norm": None}
-    one = FACTORS.index(1)
-    chosen = {"inf": [each["inf"][one] for each in found]}
-    chosen["2"] = [each["2"] for each in found]
+
+    def over_seeds(lines):
+        keys = lines[0] if lines else ()
+        values = {key: [line[key] for line in lines] for key in keys}
+        return {key: results.mean_and_std(v) for key, v in values.items()} or None
+
     return {
-        **{
-            norm: {
-                key: results.mean_and_std([each[key] for each in measured])
-                for key in measured[0]
-            }
-            for norm, measured in chosen.items()
-        },
+        "inf": over_seeds([each["inf"][FACTORS.index(1)] for each in found]),
+        "2": over_seeds([each["2"] for each in found]),
         "weight_norm": results.mean_and_std([each["weight_norm"] for each in found]),
     }
 
@@ -215,21 +172,16 @@ def table(rows, settings):
     header += ["difference", "paper: clean", "noise", "BIM l∞", "BIM l2", "norm"]
     lines = []
     for row in rows:
-        name = name_of(row["norm"])
-        if row["diverged"]:
-            name += f" ({row['diverged']} diverged)"
-        paper = PAPER.get(row["norm"], (("–",) * 3,) * 2)[row["weight_decay"] > 0]
+        lost = f" ({row['diverged']} diverged)" if row["diverged"] else ""
+        start = [name_of(row["norm"]) + lost, f"{row['weight_decay']:g}"]
         inf, two = row["inf"] or {}, row["2"] or {}
-        lines.append(
-            [
-                name,
-                f"{row['weight_decay']:g}",
-                *(results.spread(inf.get(key), 3) for key in SHOWN),
-                *paper,
-                results.spread(two.get("attacked"), 3),
-                results.spread(row["weight_norm"], 1),
-            ]
+        own = [results.spread(inf.get(key), 3) for key in SHOWN]
+        paper = PAPER.get(row["norm"], (("–",) * 3,) * 2)[row["weight_decay"] > 0]
+        end = (
+            results.spread(two.get("attacked"), 3),
+            results.spread(row["weight_norm"], 1),
         )
+        lines.append([*start, *own, *paper, *end])
     return (
         f"{results.markdown(header, lines)}\n"
         f"Accuracy on test images. {results.note(settings.seeds)} The paper's is that "

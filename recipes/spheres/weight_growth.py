@@ -8,20 +8,15 @@ The small run, and the paper's, for a GPU:
         --weight_decays=0,5e-4
 
 Claims:
-
 * Lemma 3: if the loss does not depend on the scale of a kernel W, a step D of gradient
   descent makes |W|^2 larger by |D|^2, so that norms keep growing; with weight decay
   they stabilise or fall (Figure 3, BN, GN, LN and WN; here CBN, WS and CWN as well).
 * gamma^2 and beta of a BN come near variance sigma^2 and mean mu of what it reads, and
   their distance stays small (Figure 2).
 
-Plain gradient descent at one rate, each network with and without weight decay; shown is
-the first convolution of the first residual block. "Growth" is that of |W|^2 over all
-steps; the last column is its ratio to the sum of |D|^2 for each convolution, where 1 is
-Lemma 3.
-
-The small run (ResNet-8 on digits, 14 trainings) takes 4.5 minutes of one core of an
-Intel Xeon:
+Plain gradient descent at one rate, with and without weight decay. The small run
+(ResNet-8 on digits, 14 trainings) takes 4.5 minutes of one core of an Intel Xeon. Of
+the first convolution of the first residual block, and, in the last column, of all:
 
              norm: start   end, no decay   decay    growth / squared steps
     BN           5.72          5.78         3.01       1.000 to 1.002
@@ -37,27 +32,26 @@ every kernel is scale-invariant. Norms grow until the loss is small (at rate 1, 
 39 %). The distances of Figure 2 are stable without decay, not small: 0.21 and 0.30.
 
 Reference: Sun et al., New Interpretations of Normalization Methods in Deep Learning,
-AAAI 2020, Lemma 3, Section 3.1, Figures 2 and 3.
-https://doi.org/10.1609/aaai.v34i04.6046
+AAAI 2020, Section 3.1. https://doi.org/10.1609/aaai.v34i04.6046
 """
 
 import dataclasses
+import itertools
 
 import keras
 import numpy as np
+import pandas as pd
 
 from keras_norms import diagnostics
 from recipes.engine import classifier, command, figures, results, training
 from recipes.engine.settings import setting
 from recipes.models import norms as norm_names
-from recipes.spheres import _growth
 
 NORMS = ("bn", "group", "layer", "wn", "cbn", "ws+gn", "cwn")
 # The first convolution of the first residual block, and the BN after it.
 LAYERS = {"resnet101": ("conv2_block1_1_conv", "conv2_block1_1_bn")}
 OTHERS = ("stage1_block0_conv1", "stage1_block0_conv1_norm")
 DISTANCES = {"variance": "|gamma² - sigma²|", "mean": "|beta - mu|"}
-STATISTICS_BATCH = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,18 +78,14 @@ def problem(settings):
 
 def train(settings):
     """Trains one network, and follows its kernels and the BN after the layer shown."""
-    callbacks = [lambda problem, settings: _Growth()]
+    followed = [lambda problem, settings: _Growth()]
     if settings.norm == "bn":
-        callbacks.append(_statistics)
-    return training.train(settings, "weight_growth", problem, callbacks=callbacks)
+        followed.append(_Statistics)
+    return training.train(settings, "weight_growth", problem, callbacks=followed)
 
 
 class _Growth(diagnostics.WeightGrowth):
-    """Sums what the steps of an epoch do to the square of each norm.
-
-    The logs of the epoch get, for each kernel, its norm at the end, the sum of
-    `|W + D|^2 - |W|^2` over the steps D, and that of `|D|^2`.
-    """
+    """Logs of each epoch and kernel |W|, and sums of |W + D|^2 - |W|^2 and |D|^2."""
 
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)
@@ -116,7 +106,11 @@ class _Growth(diagnostics.WeightGrowth):
 
 
 class _Statistics(diagnostics.BatchStatistics):
-    """Puts the distances of all channels of one layer into the logs of an epoch."""
+    """Logs of each epoch the distances of all channels of one layer, on 128 images."""
+
+    def __init__(self, problem, settings):
+        _, norm = LAYERS.get(settings.model, OTHERS)
+        super().__init__(problem.images.x_train[:128], [norm])
 
     def before_step(self):
         pass
@@ -129,70 +123,123 @@ class _Statistics(diagnostics.BatchStatistics):
             logs[f"{distance}_distance"] = values.tolist()
 
 
-def _statistics(problem, settings):
-    _, norm = LAYERS.get(settings.model, OTHERS)
-    return _Statistics(problem.images.x_train[:STATISTICS_BATCH], [norm])
-
-
 def run(settings):
-    """Trains with every norm and weight decay; writes the table and the figures.
+    """Trains all, and returns the directory with the table and the figures.
 
-    Returns:
-        The path of the directory with table.md, results.json, growth.png (Figure 3) and
-        with BN variance.png and mean.png (Figure 2).
+    These are growth.png (Figure 3) and, with BN, variance.png and mean.png (Figure 2).
     """
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     layer, _ = LAYERS.get(settings.model, OTHERS)
-    labels = {
-        decay: f"decay {decay:g}" if decay else "no decay"
-        for decay in settings.weight_decays
-    }
     rows, panels, distances = [], {}, {name: {} for name in DISTANCES}
-    for norm in settings.norms:
+    for norm, decay in itertools.product(settings.norms, settings.weight_decays):
+        found, label = outcomes.of(norm=norm, weight_decay=decay), label_of(decay)
+        rows.append({"norm": norm, "weight_decay": decay, **summary(found, layer)})
+        curves = [outcome.metrics for outcome in found]
         panel = panels.setdefault(name_of(norm), {})
-        for decay in settings.weight_decays:
-            found = outcomes.of(norm=norm, weight_decay=decay)
-            curves = [outcome.metrics for outcome in found]
-            summary = _growth.summary(found, layer)
-            rows.append({"norm": norm, "weight_decay": decay, **summary})
-            label = labels[decay]
-            panel[label] = [_growth.measured(curve, layer, decay) for curve in curves]
-            if not decay:
-                panel["Lemma 3"] = [_growth.predicted(curve, layer) for curve in curves]
-            if norm == "bn":
-                for name in DISTANCES:
-                    distances[name][label] = _growth.pooled(curves, f"{name}_distance")
+        panel[label] = [measured(curve, layer, decay) for curve in curves]
+        if not decay:
+            panel["Lemma 3"] = [predicted(curve, layer) for curve in curves]
+        if norm == "bn":
+            for name, of_bn in distances.items():
+                of_bn[label] = pooled(curves, f"{name}_distance")
     directory = settings.directory("weight_growth")
-    found = {
-        "layer": layer,
-        "rows": rows,
-        "distances": _growth.distance_rows(distances),
-    }
+    found = {"layer": layer, "rows": rows, "distances": distance_rows(distances)}
     results.write(directory, table(found, settings.seeds), found)
+    shown = [("norm", f"norm of\n{layer}", {}), ("gain", "less that of epoch 0", {})]
+    shown.append(("test_accuracy", "test accuracy", {}))
+    colour_of = figures.colours([label_of(decay) for decay in settings.weight_decays])
+    colour_of["Lemma 3"] = "#000000"
     title = settings.about()
-    figures.curves(
-        directory / "growth.png",
-        panels,
-        [
-            ("norm", f"norm of\n{layer}", {}),
-            ("gain", "less that of epoch 0", {}),
-            ("test_accuracy", "test accuracy", {}),
-        ],
-        title,
-        figures.colours(list(labels.values())) | {"Lemma 3": "#000000"},
-    )
+    figures.curves(directory / "growth.png", panels, shown, title, colour_of)
     for name, columns in distances.items():
-        values = [v for epochs in columns.values() for epoch in epochs for v in epoch]
         if columns:
-            figures.distributions(
-                directory / f"{name}.png",
-                {"all channels": columns},
-                (),
-                DISTANCES[name],
-                f"BN after {layer}\n{title}",
-                (0, 1.05 * max(values, default=1)),
-            )
+            every = [max(epoch) for values in columns.values() for epoch in values]
+            ylim = (0, 1.05 * max(every, default=1))
+            path, panel = directory / f"{name}.png", {"all channels": columns}
+            about, of_bn = f"BN after {layer}\n{title}", DISTANCES[name]
+            figures.distributions(path, panel, (), of_bn, about, ylim)
     return directory
+
+
+def epochs(curve, layer):
+    """What the lines of a run say of a kernel, up to where it diverged: a DataFrame.
+
+    On all its lines are the norm at the `start`, and the `ratio` of the growth of
+    |W|^2 to the squared steps since then.
+    """
+    keys = ("norm", "growth", "squared steps")
+    names = {f"{layer} {key}": key for key in keys}
+    lines = pd.DataFrame(curve, columns=["test_accuracy", *names], dtype=float)
+    lines = lines.rename(columns=names).dropna(subset="norm")
+    before = np.sqrt(lines["norm"] ** 2 - lines["growth"])
+    lines["start"] = next(iter(before), np.nan)
+    lines["ratio"] = lines["growth"].cumsum() / lines["squared steps"].cumsum()
+    return lines
+
+
+def measured(curve, layer, decay):
+    """The lines of a run for the figure, without decay with the `gain` of the norm."""
+    lines = epochs(curve, layer)
+    if not decay:
+        lines["gain"] = lines["norm"] - lines["start"]
+    return lines.to_dict("records")
+
+
+def predicted(curve, layer):
+    """The same by Lemma 3, whose norm is the root of `|W_0|^2 + sum |D|^2`."""
+    lines = epochs(curve, layer)
+    norm = np.sqrt(lines["start"] ** 2 + lines["squared steps"].cumsum())
+    gain = norm - lines["start"]
+    return pd.DataFrame({"norm": norm, "gain": gain}).to_dict("records")
+
+
+def convolutions(line):
+    """The names of the kernels in a line of metrics, without that of the logits."""
+    names = [key.removesuffix(" growth") for key in line if key.endswith(" growth")]
+    return [name for name in names if name not in ("logits", "predictions")]
+
+
+def summary(outcomes, layer):
+    """Of the runs that did not diverge; `lowest` and `highest` of all convolutions."""
+    curves = [each.metrics for each in outcomes if not each.results["diverged"]]
+    last = [epochs(curve, layer).iloc[-1].rename({"norm": "end"}) for curve in curves]
+    ratios = [
+        float(epochs(curve, name)["ratio"].iloc[-1])
+        for curve in curves
+        for name in convolutions(curve[0])
+    ]
+    numbers = {
+        key: results.mean_and_std([line[key] for line in last])
+        for key in ("test_accuracy", "start", "end", "ratio")
+    }
+    numbers["lowest"] = min(ratios, default=None)
+    numbers["highest"] = max(ratios, default=None)
+    return {"diverged": len(outcomes) - len(curves), **numbers}
+
+
+def pooled(curves, key):
+    """The values of all seeds and channels: a list an epoch."""
+    lines = [line for curve in curves for line in curve]
+    values = pd.DataFrame(lines, columns=["epoch", key]).explode(key).dropna()
+    return values.groupby("epoch")[key].apply(list).tolist()
+
+
+def distance_rows(distances):
+    """Median over channels and seeds after the first, the middle and the last epoch."""
+    rows = []
+    for name, columns in distances.items():
+        for label, values in columns.items():
+            shown = {"first": 0, "middle": len(values) // 2, "last": -1}
+            if values:
+                row = {key: float(np.median(values[i])) for key, i in shown.items()}
+                row |= {"last_largest": max(values[-1])}
+                rows.append({"distance": name, "decay": label, **row})
+    return rows
+
+
+def label_of(decay):
+    """A weight decay as figures call it."""
+    return f"decay {decay:g}" if decay else "no decay"
 
 
 def name_of(norm):
@@ -206,23 +253,15 @@ def table(found, seeds):
     header += ["at the end", "growth / squared steps", "of all convolutions"]
     lines = []
     for row in found["rows"]:
-        identity = ["–", "–"]
+        ratios = ["–", "–"]
         if not row["weight_decay"] and row["ratio"]:  # decay is not part of Lemma 3
-            identity = [
-                results.spread(row["ratio"], 4),
-                f"{row['lowest']:.4f} to {row['highest']:.4f}",
-            ]
+            extremes = f"{row['lowest']:.4f} to {row['highest']:.4f}"
+            ratios = [results.spread(row["ratio"], 4), extremes]
         lost = f" ({row['diverged']} diverged)" if row["diverged"] else ""
-        lines.append(
-            [
-                name_of(row["norm"]),
-                f"{row['weight_decay']:g}",
-                results.spread(row["test_accuracy"], 2, 100) + lost,
-                results.spread(row["start"], 3),
-                results.spread(row["end"], 3),
-                *identity,
-            ]
-        )
+        accuracy = results.spread(row["test_accuracy"], 2, 100) + lost
+        norms = [results.spread(row[key], 3) for key in ("start", "end")]
+        decay = f"{row['weight_decay']:g}"
+        lines.append([name_of(row["norm"]), decay, accuracy, *norms, *ratios])
     text = (
         f"The kernel of {found['layer']}\n\n{results.markdown(header, lines)}\n"
         f"{results.note(seeds)} The last two columns are the growth of |W|² over all "
@@ -232,17 +271,13 @@ def table(found, seeds):
         return text
     header = ["distance", "weight decay", "epoch 1", "middle", "last epoch"]
     header.append("its largest channel")
-    lines = [
-        [
-            DISTANCES[row["distance"]].replace("|", ""),
-            row["decay"],
-            *(f"{row[k]:.4f}" for k in ("first", "middle", "last", "last_largest")),
-        ]
-        for row in found["distances"]
-    ]
+    lines = pd.DataFrame(found["distances"])
+    lines["distance"] = lines["distance"].map(DISTANCES).str.replace("|", "")
+    numbers = ["first", "middle", "last", "last_largest"]
+    lines[numbers] = lines[numbers].map("{:.4f}".format)
     return (
         f"{text}\nThe BN after it, median over channels and seeds\n\n"
-        f"{results.markdown(header, lines)}"
+        f"{results.markdown(header, lines.to_numpy())}"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from recipes import models
 from recipes.engine import recorder, training
 from recipes.engine.classifier import Training
-from recipes.spheres import _growth, weight_growth
+from recipes.spheres import weight_growth
 from recipes.spheres.weight_growth import Settings
 from tests.recipes import tiny
 
@@ -89,14 +89,14 @@ def test_lines_of_a_new_a_used_and_a_resumed_network(tmp_path, monkeypatch):
     growth = [line["conv growth"] for line in curve]
     np.testing.assert_allclose(np.diff(squares), growth[1:], rtol=1e-4)
     start = np.sqrt(squares[0] - growth[0])
-    assert _growth.start(curve, "conv") == pytest.approx(start)
-    last = _growth.predicted(curve, "conv")[-1]
+    assert weight_growth.epochs(curve, "conv")["start"][0] == pytest.approx(start)
+    last = weight_growth.predicted(curve, "conv")[-1]
     assert last["norm"] == pytest.approx(kernels[-1], rel=1e-5)
-    measured = _growth.measured(curve, "conv", 0.0)[-1]
+    measured = weight_growth.measured(curve, "conv", 0.0)[-1]
     assert measured["gain"] == pytest.approx(kernels[-1] - start, rel=1e-5)
     assert measured["gain"] == pytest.approx(last["gain"], rel=1e-2)
-    assert "gain" not in _growth.measured(curve, "conv", 0.1)[-1]
-    assert _growth.convolutions(curve[0]) == ["stem", "conv"]
+    assert "gain" not in weight_growth.measured(curve, "conv", 0.1)[-1]
+    assert weight_growth.convolutions(curve[0]) == ["stem", "conv"]
     for line in curve:
         assert len(line["variance_distance"]) == len(line["mean_distance"]) == 4
 
@@ -114,15 +114,16 @@ def test_lines_of_a_new_a_used_and_a_resumed_network(tmp_path, monkeypatch):
 def test_what_diverged():
     metrics = [{"test_accuracy": 0.1, "variance_distance": [None]}]
     diverged = training.Outcome(Training(), {"diverged": True}, metrics)
-    row = {"norm": "bn", "weight_decay": 0.0, **_growth.summary([diverged], "conv")}
+    row = {"norm": "bn", "weight_decay": 0.0}
+    row |= weight_growth.summary([diverged], "conv")
     results = {"layer": "conv", "rows": [row], "distances": []}
     text = weight_growth.table(results, 1)
     (line,) = [line for line in text.splitlines() if line.startswith("| BN")]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == ["BN", "0", "– (1 diverged)", *["–"] * 4]
-    assert _growth.predicted(metrics, "conv") == []
-    assert _growth.measured(metrics, "conv", 0) == []
-    assert _growth.pooled([metrics], "variance_distance") == []
+    assert weight_growth.predicted(metrics, "conv") == []
+    assert weight_growth.measured(metrics, "conv", 0) == []
+    assert weight_growth.pooled([metrics], "variance_distance") == []
 
 
 def test_cbn_is_told_the_rate():
