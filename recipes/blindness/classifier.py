@@ -10,21 +10,16 @@ The small run, on scikit-learn's 8x8 digits, and those of the paper, for a GPU:
         --width=1 --batches=20
 
 Claim (Zhou et al., Tables 2 to 4), x the input and y the output of one BN layer between
-Dense layers, in VGG-11 before the second of them from the top, in AlexNet-k and
-LeNet-k before the k-th:
+Dense layers, in VGG-11 before the second of them from the top, in AlexNet-k and LeNet-k
+before the k-th: first-order and diagonal second-order terms of the loss leave the
+gradient in x alone, off-diagonal ones do not (Table 2, here for every network); of the
+off-diagonal loss of feature d, the part L_linear_d that goes with linearly correlated
+features has no gradient in x_d (Table 3), but makes a large part of that in y_d (4).
 
-* a first-order and a diagonal second-order term added to the loss leave the gradient in
-  x alone, an off-diagonal one does not (Table 2, here for every network);
-* of the off-diagonal second-order loss of feature d, the part L_linear_d that goes with
-  linearly correlated features has no gradient in x_d (Table 3);
-* it makes a large part of the gradient in y_d (Table 4).
-
-Networks train in float32 with Adam; BN has epsilon 1e-20, as in the paper. The trained
-networks are measured in float32 and, on TensorFlow, in float64.
-
-The small run took 8 minutes on 2 cores of an Intel Xeon that other work shared; alone
-on a core, a LeNet or AlexNet takes 15 seconds, VGG-11 a minute (TensorFlow). Batches of
-mixed labels, float64, in brackets float32:
+Training is in float32; networks are then measured in float32 and, on TensorFlow, in
+float64. The small run took 8 minutes on 2 cores of an Intel Xeon that other work
+shared; alone on a core, a LeNet or AlexNet takes 15 seconds, VGG-11 a minute
+(TensorFlow). Batches of mixed labels, float64, in brackets float32:
 
                    Table 2                             3       4, linear    the paper
               first      diagonal         off-diagonal
@@ -37,11 +32,10 @@ mixed labels, float64, in brackets float32:
     lenet3    2e-16 (1e-7)  4e-16 (4e-7)   2.9   2e-15 (2e-6)  0.41 ± 0.17  0.77 ± 0.27
 
 Tables 2 and 3 hold up to rounding, which VGG-11 has much of: its loss is small next to
-the terms. The linear part of Table 4 is considerable, but not the larger one here.
+the terms. The linear part of Table 4 is considerable, but not the larger one.
 
 Reference: Zhou, Shen, Chen, Tang and Zhang, Batch Normalization Is Blind to the First
-and Second Derivatives of the Loss, 2022, Tables 2-4 and Appendix I.1.
-https://arxiv.org/abs/2205.15146
+and Second Derivatives of the Loss, 2022. https://arxiv.org/abs/2205.15146
 """
 
 import collections
@@ -70,7 +64,7 @@ PAPER = {  # Table 4
     "lenet2": ("0.68 ± 0.29", "0.61 ± 0.29"),
     "lenet3": ("0.77 ± 0.27", "0.51 ± 0.27"),
 }
-SECOND = ("linear_at_input", "non_at_input", "linear", "non")
+NUMBERS = (*TERMS, "shared")  # of Table 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +78,7 @@ class Training(Images):
     epochs: int = setting(15, "Of training.", at_least=1)
     batch_size: int = setting(128, "Of training and measuring.", at_least=1)
     learning_rate: float = setting(1e-3, "Of Adam.", above=0)
-    hidden: int = setting(
-        256, "Size of the hidden Dense layers of VGG-11; the paper's has 4096.", above=0
-    )
+    hidden: int = setting(256, "Units of VGG-11's layers; the paper: 4096.", above=0)
     width: float = setting(1 / 16, "Factor of AlexNet's channels.", above=0)
     batches: int = setting(3, "How many are measured.", at_least=1)
     seed: int = setting(0, "Of weights and batches.", at_least=0)
@@ -105,7 +97,7 @@ class Settings(Training, Sweep):
 def build(settings, images, run_eagerly=False):
     """The network of a `Training`, in the precision that Keras is set to."""
     name, shape = settings.network, (images.x_train.shape[1:], images.num_classes)
-    norm = layers.BatchNormalization(epsilon=1e-20, name="norm")
+    norm = layers.BatchNormalization(epsilon=1e-20, name="norm")  # as the paper
     if name == "vgg11":
         hidden = (settings.hidden,) * 2
         model = vgg(11, *shape, norms.get("none"), "relu", hidden, norm, place=2)
@@ -122,8 +114,7 @@ def build(settings, images, run_eagerly=False):
     return model
 
 
-def batches(images, settings, seed, first_epoch=0):
-    """The training batches from an epoch on."""
+def _batches(images, settings, seed, first_epoch=0):
     x, y = images.x_train, images.y_train
     return data.Batches(x, y, settings.batch_size, seed, first_epoch=first_epoch)
 
@@ -131,24 +122,18 @@ def batches(images, settings, seed, first_epoch=0):
 def problem(settings):
     """The `recipes.engine.training.Problem` of a `Training`."""
     images = data.images(settings)
-    of_epoch = functools.partial(batches, images, settings, settings.seed)
-    return training.Problem(
-        functools.partial(build, settings, images),
-        of_epoch,
-        of_epoch().steps,
-        settings.epochs,
-        images=images,
-    )
+    batches = functools.partial(_batches, images, settings, settings.seed)
+    network, epochs = functools.partial(build, settings, images), settings.epochs
+    return training.Problem(network, batches, batches().steps, epochs, images=images)
 
 
 def train(settings):
     """Trains a network, and measures it in every precision."""
-    return training.train(
-        settings, "blindness_classifier", problem, at_end=in_every_precision
-    )
+    hooks = {"at_end": _in_every_precision}
+    return training.train(settings, "blindness_classifier", problem, **hooks)
 
 
-def in_every_precision(model, problem, settings, run):
+def _in_every_precision(model, problem, settings, run):
     """Dict from each dtype to the mean, deviation and count of what `measure` finds."""
     found = {}
     for dtype in available():
@@ -165,37 +150,31 @@ def in_every_precision(model, problem, settings, run):
 
 
 def measure(model, images, settings):
-    """Tables 2 to 4 of a trained network, over some training batches.
+    """Tables 2 to 4 of a trained network, over some training batches: a dict of lists.
 
-    Returns:
-        Dict of lists: `first` and the other terms, each a change for mixed batches;
-        `<term>, one label`; `shared`, `shared, one label`; and the numbers of
-        `SECOND`, of every feature that varies.
+    They are `NUMBERS` of mixed batches, `<number>, one label`, and those of Tables 3
+    and 4 for every feature that varies.
     """
     values = collections.defaultdict(list)
-    of_epoch = batches(images, settings, settings.seed + 1)
+    batches = _batches(images, settings, settings.seed + 1)
     for index in range(settings.batches):
-        x, y = of_epoch[index]
+        x, y = batches[index]
         found = blindness(model, x, y, layers=["norm"], seed=index)
         for batch, label in enumerate(found.batches):
             end = "" if label == "mixed" else f", {label}"
-            for term, change in zip(TERMS, found.changes[0, batch]):
-                values[f"{term}{end}"].append(float(change))
-            values[f"shared{end}"].append(float(found.shared[0, batch]))
+            numbers = np.append(found.changes[0, batch], found.shared[0, batch])
+            for key, number in zip(NUMBERS, numbers.tolist(), strict=True):
+                values[f"{key}{end}"].append(number)
         if settings.network != "vgg11":  # the others have 20 features, as in the paper
             parts = second_order(model, x, y, layer="norm")
             varies = np.isfinite(parts.linear)
-            for key in SECOND:
+            for key in ("linear_at_input", "non_at_input", "linear", "non"):
                 values[key] += getattr(parts, key)[varies].tolist()
     return dict(values)
 
 
 def run(settings):
-    """Trains and measures every network.
-
-    Returns:
-        The path of the directory with table.md and results.json.
-    """
+    """Trains and measures all; returns the directory with table.md and results.json."""
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     lines = [
         {"network": run.network, "seed": run.seed, **outcome.results}
@@ -208,34 +187,26 @@ def run(settings):
 
 def table(lines):
     """The results as Markdown: Table 2, and Tables 3 and 4."""
-    second = ["network", "train accuracy", "precision", "batch", *TERMS, "shared"]
-    rows = [
-        ["paper, VGG-11", "", "", "mixed", "1.37e-08", "2.72e-08", "1019.49", "", ""]
-    ]
+    second = ["network", "train accuracy", "precision", "batch", *NUMBERS]
+    paper = ["1.37e-08", "2.72e-08", "1019.49", "", ""]
+    rows = [["paper, VGG-11", "", "", "mixed", *paper]]
     third = ["network", "precision", "norm of dL_linear/dx", "of dL_non/dx"]
     third += ["linear / all", "paper", "non / all", "paper", "features"]
-    others = []
+    others, cell = [], functools.partial(results.spread, digits=1, kind="e")
     for line in lines:
         name = line["network"] + (f", seed {line['seed']}" if line["seed"] else "")
         accuracy = "diverged" if line["diverged"] else f"{line['train_accuracy']:.1%}"
         for dtype in [key for key in ("float32", "float64") if key in line] or ["–"]:
             values = line.get(dtype, {})
             for batch, end in (("mixed", ""), ("one label", ", one label")):
-                cells = [_cell(values, f"{key}{end}") for key in (*TERMS, "shared")]
+                cells = [cell(values.get(f"{key}{end}")) for key in NUMBERS]
                 rows.append([name, accuracy, dtype, batch, *cells])
             if "linear" in values:
-                at_input = [_cell(values, key) for key in SECOND[:2]]
-                shares = [_cell(values, key, ".2f") for key in SECOND[2:]]
-                paper = PAPER[line["network"]]
-                pairs = [cell for pair in zip(shares, paper) for cell in pair]
-                count = values["linear"]["count"]
-                others.append([name, dtype, *at_input, *pairs, count])
+                cells = [cell(values[f"{key}_at_input"]) for key in ("linear", "non")]
+                for key, number in zip(("linear", "non"), PAPER[line["network"]]):
+                    cells += [results.spread(values[key], 2), number]
+                others.append([name, dtype, *cells, values["linear"]["count"]])
     return f"{results.markdown(second, rows)}\n{results.markdown(third, others)}"
-
-
-def _cell(values, key, form=".1e"):
-    parts = [values.get(key, {}).get(part) for part in ("mean", "std")]
-    return " ± ".join(f"{part:{form}}" for part in parts if part is not None) or "–"
 
 
 if __name__ == "__main__":

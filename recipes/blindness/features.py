@@ -1,7 +1,7 @@
 """Features of classifiers that were trained on batches of one label, by norm.
 
-The small run, VGG-11 on scikit-learn's 8x8 digits; two networks, which was the small
-run before; another network; and the paper's networks and data, for a GPU:
+The small run, VGG-11 on scikit-learn's 8x8 digits; two networks; another one; and the
+paper's networks and data, for a GPU:
 
     python -m recipes.blindness.features
     python -m recipes.blindness.features --networks=vgg11,resnet18
@@ -11,23 +11,18 @@ run before; another network; and the paper's networks and data, for a GPU:
         --epochs=100 --batch_size=128
 
 Claim (Section 4, Experiment 2, Figure 2): where all images of a batch have one label,
-so that one formula of the loss holds for all of them, networks with BN learn features
-that are much less clustered by label than those with LN or without a norm. With mixed
-labels, BN's are well clustered. VGGs have a single norm, before the second Dense layer
-from the top; ResNets and DenseNets are normalised everywhere. LN takes one mean and one
-variance of a whole sample, `layer` of `recipes.models.norms`.
+networks with BN learn features that are much less clustered by label than those with LN
+or without a norm; with mixed labels, BN's are well clustered. VGGs have a single norm,
+before the second Dense layer from the top; ResNets and DenseNets have it everywhere.
 
-The features are those of test images that the last layer reads, at inference. The paper
-shows t-SNE pictures alone; here silhouette scores (1: one cluster for each label, 0:
-none) measure the features and the picture. So that it is seen whether the features or
-BN's moving statistics are at fault, BN is measured once more with fresh statistics, of
-mixed batches. The paper gives no settings of the training: here it is Adam, at a fixed
-rate, on images as they are.
+Silhouettes (1: one cluster for each label, 0: none) measure what the last layer reads
+of test images, at inference, and the paper's t-SNE pictures; once more with fresh
+statistics of mixed batches, in case BN's moving ones are at fault. Training is Adam at
+a fixed rate on images as they are; the paper does not say what its is.
 
 The small run has 16 trainings of about 20 seconds on one core of an Intel Xeon, by CPU
 time; those of ResNet-18 took 1 to 4 minutes. Silhouettes of the features, mean ±
-deviation (of two numbers, n and not n - 1) over seeds 0 and 1 (CBN in ResNet-18: seed
-0), TensorFlow:
+deviation (n, not n - 1) of seeds 0 and 1 (CBN in ResNet-18: seed 0), TensorFlow:
 
                         VGG-11                         ResNet-18
               one label        mixed          one label        mixed
@@ -37,33 +32,65 @@ deviation (of two numbers, n and not n - 1) over seeds 0 and 1 (CBN in ResNet-18
     CBN    -0.01 ± 0.04    0.26 ± 0.07     -0.03           0.07
 
 The claim holds, and BN with fresh statistics is no better. VGG-16, ResNet-34 and both
-DenseNets, with one seed, show the same. The full run has not been
-made; for a reduced one of CIFAR-10 see docs/results/blindness_features.md.
+DenseNets, with one seed, show the same. The full run has not been made; for a reduced
+one of CIFAR-10 see docs/results/blindness_features.md.
 
 Reference: Zhou, Shen, Chen, Tang and Zhang, Batch Normalization Is Blind to the First
-and Second Derivatives of the Loss, 2022, Section 4 and Figure 2.
-https://arxiv.org/abs/2205.15146
+and Second Derivatives of the Loss, 2022. https://arxiv.org/abs/2205.15146
 """
 
 import dataclasses
+import functools
+import itertools
 import pathlib
 
-import matplotlib
+import keras
 import numpy as np
 
+from keras_norms import recalibrate
+from keras_norms.surgery.affine import NORMS as WITH_STATISTICS
 from recipes import models
-from recipes.blindness import _features_training as features_training
-from recipes.blindness._features_training import KINDS, Training
-from recipes.engine import command, data, figures, results, training
-from recipes.engine.settings import Sweep, setting
+from recipes.engine import command, data, figures, files, results, training
+from recipes.engine.settings import Images, Sweep, setting
+from recipes.models import norms
+from recipes.models.vgg import vgg
 
-COLUMNS = (
-    ("silhouette", "test", "silhouette"),
-    ("of the picture", "test", "silhouette_of_picture"),
-    ("recalibrated", "recalibrated", "silhouette"),
-    ("training images", "train", "silhouette"),
-    ("test accuracy (%)", "test", "accuracy"),
-)
+KINDS = ("one_label", "mixed")
+DEPTH = {"vgg11": 11, "vgg16": 16}
+COLUMNS = {
+    "silhouette": ("test", "silhouette"),
+    "of the picture": ("test", "silhouette_of_picture"),
+    "recalibrated": ("recalibrated", "silhouette"),
+    "training images": ("train", "silhouette"),
+    "test accuracy (%)": ("test", "accuracy"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(Images):
+    """The settings of one network."""
+
+    NAMED = ("dataset", "network", "norm", "kind", "seed")
+    VARIABLE = ("kind", "seed", "epochs", "learning_rate", "train_size", "test_size")
+
+    network: str = setting("vgg11", models.NAMES)
+    norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
+    kind: str = setting("one_label", "The labels of a batch.", choices=KINDS)
+    test_size: int = setting(1000, "Measure so many images only.", at_least=1)
+    width: float = setting(0.125, "Factor of all channels.", above=0)
+    epochs: int = setting(20, "Of training.", at_least=1)
+    batch_size: int = setting(32, "Of training.", at_least=1)
+    learning_rate: float = setting(1e-4, "Of Adam.", above=0)
+    seed: int = setting(0, "Of weights and batches.", at_least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        models.check(self.network, "relu")
+        if self.network in DEPTH and norms.get(self.norm).wrapper is not None:
+            raise ValueError(
+                "Argument `norm` must not normalise kernels where the network has one "
+                f"norm. Received: norm={self.norm!r} with network={self.network!r}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,27 +105,169 @@ class Settings(Training, Sweep):
     seeds: int = 2
 
 
-def run(settings):
-    """Trains and measures every network.
+class OneLabel(data.Batches):
+    """Batches of images that have the same label, otherwise as `data.Batches`.
 
-    Returns:
-        The path of the directory with table.md, results.json and <network>.png.
+    An epoch is one permutation of the images of each label, less the remainders that do
+    not fill a batch, and the batches of all labels in one random order.
     """
-    outcomes = training.train_all(
-        features_training.train, settings.runs(), settings.workers
+
+    def __init__(self, x, y, batch_size, seed, first_epoch=0):
+        super().__init__(x, y, batch_size, seed, first_epoch=first_epoch)
+        self._places = [np.flatnonzero(y == label) for label in np.unique(y)]
+        if (fewest := min(map(len, self._places))) < batch_size:
+            raise ValueError(
+                f"Argument `batch_size` must be at most {fewest}, the training images "
+                f"of the rarest label. Received: batch_size={batch_size}"
+            )
+        self.steps = sum(len(places) // batch_size for places in self._places)
+
+    def __getitem__(self, i):
+        epoch, step = self.first_epoch + i // self.steps, i % self.steps
+        rng = np.random.default_rng((self.seed, epoch))
+        batches = []
+        for places in self._places:
+            whole = len(places) // self.batch_size * self.batch_size
+            batches.extend(rng.permutation(places)[:whole].reshape(-1, self.batch_size))
+        chosen = batches[rng.permutation(self.steps)[step]]
+        return self.x[chosen], self.y[chosen]
+
+
+def build(network, image_shape, num_classes, norm, width=1.0):
+    """A `keras.Model` whose last layer makes the logits.
+
+    VGG-11 and VGG-16 have two hidden Dense layers and one norm, before the second of
+    all Dense layers from the top; other networks are normalised everywhere. `width` is
+    a factor of all channels and sizes.
+    """
+    kind, shape = norms.get(norm), (image_shape, num_classes)
+    if network in DEPTH:
+        size = max(1, round(width * 4096))
+        layer = kind.layer(size, name="norm") if kind.layer else None
+        plain, hidden = norms.get("none"), (size, size)
+        model = vgg(DEPTH[network], *shape, plain, "relu", hidden, layer, place=2)
+    else:
+        model = models.build(network, *shape, kind, "relu")
+    return models.scaled(model, width) if width != 1 else model
+
+
+def problem(settings):
+    """The `recipes.engine.training.Problem` of a `Training`."""
+    images = data.enlarged(data.images(settings))
+    some, rate = slice(settings.test_size), settings.learning_rate
+    kind = OneLabel if settings.kind == "one_label" else data.Batches
+    x, y, size = images.x_train, images.y_train, settings.batch_size
+
+    def batches(first_epoch=0):
+        return kind(x, y, size, settings.seed, first_epoch=first_epoch)
+
+    return training.Problem(
+        network=functools.partial(_network, settings, images),
+        batches=batches,
+        steps=batches().steps,
+        epochs=settings.epochs,
+        test=(images.x_test[some], images.y_test[some]),
+        schedule=keras.optimizers.schedules.PiecewiseConstantDecay([], [rate]),
+        amat=norms.get(settings.norm).amat,
+        images=images,
     )
-    rows = [
-        {
-            "network": network,
-            "norm": norm,
-            **{
-                kind: summary(outcomes.of(network=network, norm=norm, kind=kind))
-                for kind in settings.kinds
-            },
-        }
-        for network in settings.networks
-        for norm in settings.norms
-    ]
+
+
+def _network(settings, images):
+    shape = images.x_train.shape[1:], images.num_classes
+    model = build(settings.network, *shape, settings.norm, settings.width)
+    model.compile(
+        keras.optimizers.Adam(settings.learning_rate),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def split(model):
+    """A model of all layers but the last, and the last, a Dense layer of logits."""
+    last = model.layers[-1]
+    return keras.Model(model.inputs, last.input), last
+
+
+def silhouette(points, labels):
+    """How well points are clustered by their labels (Rousseeuw, 1987).
+
+    The mean over points of (b - a) / max(a, b), with a the mean distance to those of
+    its label and b that to those of the nearest other label. `None` where values are
+    not finite, or all the same, or there is a single label.
+    """
+    from sklearn.metrics import silhouette_score
+
+    several = len(np.unique(labels)) > 1
+    # t-SNE, too, ends with an error of the whole process where no variance is left.
+    if not (several and np.isfinite(points).all() and np.var(points, axis=0).any()):
+        return None
+    return float(silhouette_score(points, labels))
+
+
+def scores(parts, x, y, path=None, seed=0):
+    """The accuracy of a classifier at inference, and how well its features cluster.
+
+    `parts` is what `split` returns. `constant` is the share of features that are so
+    over the samples. With the path of an .npz file, their picture by t-SNE (van der
+    Maaten and Hinton, 2008) goes there, `points` and `labels`, and is measured too.
+    """
+    from sklearn.manifold import TSNE
+
+    below, last = parts
+    points = below.predict(x, batch_size=100, verbose=0)
+    logits = keras.ops.convert_to_numpy(last(points))
+    found = {
+        "accuracy": float(np.mean(logits.argmax(-1) == y)),
+        "silhouette": silhouette(points, y),
+        "constant": float(np.mean(np.ptp(points, axis=0) == 0)),
+    }
+    if path is not None:
+        found["silhouette_of_picture"] = None
+        if found["silhouette"] is not None:
+            perplexity = min(30.0, (len(points) - 1) / 3)
+            flat = TSNE(perplexity=perplexity, random_state=seed).fit_transform(points)
+            files.write(path, lambda file: np.savez(file, points=flat, labels=y))
+            found["silhouette_of_picture"] = silhouette(flat, y)
+    return found
+
+
+def train(settings):
+    """Trains a network and measures it; see `measure` for the results."""
+    return training.train(settings, "features", problem, at_end=measure)
+
+
+def measure(model, problem, settings, run):
+    """What `scores` finds, of training images and of as many test images.
+
+    `recalibrated` is of the latter with statistics of mixed training batches, `None`
+    where there are no statistics.
+    """
+    some = slice(settings.test_size)
+    seen, labels = problem.images.x_train[some], problem.images.y_train[some]
+    parts, picture = split(model), run.directory / "picture.npz"
+    found = {
+        "train": scores(parts, seen, labels),
+        "test": scores(parts, *problem.test, picture, settings.seed),
+        "recalibrated": None,
+    }
+    if any(isinstance(layer, WITH_STATISTICS) for layer in model.layers):
+        weights = model.get_weights()
+        recalibrate(model, seen, batch_size=settings.batch_size, verbose=0)
+        found["recalibrated"] = scores(parts, *problem.test)
+        model.set_weights(weights)
+    return found
+
+
+def run(settings):
+    """Trains and measures all; returns the directory with what came out."""
+    outcomes = training.train_all(train, settings.runs(), settings.workers)
+    rows = []
+    for network, norm in itertools.product(settings.networks, settings.norms):
+        case = {"network": network, "norm": norm}
+        found = {kind: outcomes.of(**case, kind=kind) for kind in settings.kinds}
+        rows.append(case | {kind: summary(each) for kind, each in found.items()})
     directory = settings.directory("blindness_features")
     results.write(directory, table(rows, settings), {"rows": rows})
     for network in settings.networks:
@@ -109,7 +278,7 @@ def run(settings):
 def summary(outcomes):
     """Dict from the name of each of `COLUMNS` to what several seeds have in common."""
     found = {}
-    for name, part, key in COLUMNS:
+    for name, (part, key) in COLUMNS.items():
         values = [(each.results.get(part) or {}).get(key) for each in outcomes]
         count = sum(value is not None for value in values)
         number = results.mean_and_std(values)
@@ -119,75 +288,48 @@ def summary(outcomes):
 
 def table(rows, settings):
     """The rows as Markdown, with a column for each kind of batches."""
-    header = ["network", "norm"]
-    header += [
-        f"{name}, {kind.replace('_', ' ')}"
-        for name, *_ in COLUMNS
-        for kind in settings.kinds
-    ]
-    cells = [
-        [
-            row["network"],
-            figures.NAME_OF.get(row["norm"], row["norm"]),
-            *(
-                _cell(row[kind][name], settings.seeds, "%" in name)
-                for name, *_ in COLUMNS
-                for kind in settings.kinds
-            ),
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        norm = figures.NAME_OF.get(row["norm"], row["norm"])
+        line = {"network": row["network"], "norm": norm}
+        for name, kind in itertools.product(COLUMNS, settings.kinds):
+            number = row[kind][name]
+            digits, factor = (1, 100) if "%" in name else (3, 1)
+            text = results.spread(number, digits, factor)
+            if number and number["count"] < settings.seeds:
+                text += f" ({number['count']} of {settings.seeds})"
+            line[f"{name}, {kind.replace('_', ' ')}"] = text
+        lines.append(line)
+    text = results.markdown(lines[0], [line.values() for line in lines])
     return (
-        f"{results.markdown(header, cells)}\n{results.note(settings.seeds)} "
+        f"{text}\n{results.note(settings.seeds)} "
         "Silhouettes of what the last layer reads of test images, at inference, and of "
         "its t-SNE picture; recalibrated: with statistics of mixed training batches.\n"
     )
 
 
-def _cell(number, seeds, percent):
-    text = results.spread(number, *((1, 100) if percent else (3,)))
-    if number is None or number["count"] == seeds:
-        return text
-    return f"{text} ({number['count']} of {seeds})"
-
-
 def draw(path, outcomes, network, settings):
     """Draws Figure 2 for one network, with the first seed."""
-    panels = {}
-    for kind in settings.kinds:
-        panel = panels[kind.replace("_", " ")] = {}
-        for norm in settings.norms:
-            outcome, *_ = outcomes.of(network=network, norm=norm, kind=kind)
-            name = figures.NAME_OF.get(norm, norm)
-            picture = pathlib.Path(settings.runs_dir, outcome.results["name"])
-            found, score = None, "–"
-            if (picture / "picture.npz").exists():
-                with np.load(picture / "picture.npz") as file:
-                    found = file["points"], file["labels"]
-                score = f"{outcome.results['test']['silhouette']:.2f}"
-            panel[f"{name}\nsilhouette {score}"] = found
     title = f"{data.stem(settings.dataset)}, {network}"
     title += "" if settings.width == 1 else f" of {settings.width:g} width"
-    _clusters(path, panels, title)
-
-
-def _clusters(path, panels, title):
-    figure, axes = figures.subplots(
-        len(panels), len(next(iter(panels.values()))), title, sharey=False
-    )
-    colourmap = matplotlib.colormaps["tab10"]
-    for row, (name, panel) in zip(axes, panels.items()):
-        row[0].set_ylabel(name)
-        for axis, (text, found) in zip(row, panel.items()):
-            axis.set_title(text, fontsize="small")
+    shape = len(settings.kinds), len(settings.norms)
+    figure, axes = figures.subplots(*shape, title, sharey=False)
+    for row, kind in zip(axes, settings.kinds):
+        row[0].set_ylabel(kind.replace("_", " "))
+        for axis, norm in zip(row, settings.norms):
+            found = outcomes.of(network=network, norm=norm, kind=kind)[0].results
+            picture = pathlib.Path(settings.runs_dir, found["name"], "picture.npz")
+            score = "–"
+            if picture.exists():
+                score = f"{found['test']['silhouette']:.2f}"
+                with np.load(picture) as file:
+                    points, labels = file["points"], file["labels"]
+                for label in np.unique(labels):
+                    style = {"s": 6, "lw": 0, "color": f"C{label % 10}"}
+                    axis.scatter(*points[labels == label].T, **style, label=str(label))
+            name = figures.NAME_OF.get(norm, norm)
+            axis.set_title(f"{name}\nsilhouette {score}", fontsize="small")
             axis.set(xticks=[], yticks=[])
-            if found is None:
-                continue
-            points, labels = found
-            for label in np.unique(labels):
-                x, y = points[labels == label].T
-                colour = colourmap(label % colourmap.N)
-                axis.scatter(x, y, s=6, lw=0, color=colour, label=str(label))
     figures.legend(figure, axes)
     figures.save(figure, path)
 

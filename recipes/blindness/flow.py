@@ -12,42 +12,78 @@ size with deeper networks, for a GPU:
 
 Claim (Zhou et al., Figures 1 and 3): trained on two digits, RealNVP with LN gives real
 images a much higher likelihood than `alpha x1 + (1 - alpha) x2` of an x1 of one digit
-and an x2 of the other; with BN it does not tell them apart, for -log p is one formula
-for all samples. The paper has curves only, and its text names neither the digits nor
-the settings; BN and LN here stand in the networks and between couplings, see
-`recipes.models.flow_steps` for what LN between couplings is.
+and an x2 of the other; with BN it does not tell them apart. The paper names neither the
+digits nor the settings; norms here stand in the networks and between couplings, see
+`recipes.models.flow_steps`.
 
-The small run, 50 epochs (`--epochs=100` is what it was before), takes 5 minutes of one
-core of an Intel Xeon in all, estimated from one training of each norm.
-
-The second command, digits 0 and 1, took 12 minutes of one core of an Intel Xeon that
-other work shared (TensorFlow; the last has not been run). Log-likelihoods of test
-images in nats, mean and deviation of 2 seeds:
+The small run, 50 epochs, takes 5 minutes of one core of an Intel Xeon, estimated from
+one training of each norm; the second took 12 minutes of one that other work shared
+(TensorFlow); the last has not been run. Log-likelihoods of test images of the second in
+nats, digits 0 and 1, mean and deviation of 2 seeds:
 
             real     halfway             gap            AUROC     bits/dim
     BN    -289.3      -485.2      195.9 ± 3.3    0.964 ± 0.003       2.083
     LN    -390.5      -672.9     282.4 ± 17.5    0.975 ± 0.008       2.822
 
 BN does tell them apart, so that the claim does not hold as it stands. Its gap is the
-smaller one, and its likelihood is flat between the digits, where that of LN falls to
-the middle; but BN is the better flow after these 992 steps. With `--nobetween`, norms
+smaller one, but BN is the better flow after these 992 steps. With `--nobetween`, norms
 in the networks alone, both have the same gap (205.8 and 205.9, seed 0).
 
 Reference: Zhou, Shen, Chen, Tang and Zhang, Batch Normalization Is Blind to the First
-and Second Derivatives of the Loss, 2022, Figures 1 and 3.
-https://arxiv.org/abs/2205.15146
+and Second Derivatives of the Loss, 2022. https://arxiv.org/abs/2205.15146
 """
 
 import dataclasses
+import functools
 import itertools
 
-from recipes.blindness import _flow_training as flow_training
-from recipes.blindness._flow_training import ARCHITECTURES, Training
-from recipes.engine import command, data, figures, results, training
-from recipes.engine.settings import Sweep, setting
+import keras
+import numpy as np
+from keras import ops
 
-NATS = ("real", "between", "gap", "batch_gap")
-OTHERS = ("auroc", "batch_auroc", "bits_per_dim", "train_bits_per_dim")
+from recipes.blindness._flow_pairs import Pair
+from recipes.engine import command, data, figures, optimizers, results, training
+from recipes.engine.settings import Images, Sweep, setting
+from recipes.models import norms
+from recipes.models.realnvp import RealNVP
+
+ALPHAS = [i / 10 for i in range(11)]
+BATCH_SIZE = 500  # of evaluation
+# Figure 3: what there is half as much of; the paper has no numbers.
+ARCHITECTURES = {"full": None, "shallow": "couplings", "narrow": "width"}
+DIGITS = {  # of what is in the table, in this order
+    **dict.fromkeys(("real", "between", "gap", "batch_gap"), 1),
+    **dict.fromkeys(("auroc", "batch_auroc", "bits_per_dim", "train_bits_per_dim"), 3),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(Images):
+    """The settings of one flow."""
+
+    NAMED = ("dataset", "classes", "norm", "seed")
+    VARIABLE = ("classes", "seed", "epochs", "learning_rate", "train_size", "pairs")
+
+    classes: str = setting("0+1", "Two labels.")
+    architecture: str = setting("full", "As Figure 3.", choices=ARCHITECTURES)
+    norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
+    seed: int = setting(0, "Of weights, batches, noise.", at_least=0)
+    between: bool = setting(True, "Norms between couplings too, not only inside.")
+    size: int | None = setting(None, "8; of others 14. Images are averaged to it.")
+    scales: int = setting(2, "Of the flow.", at_least=1)
+    couplings: int = setting(3, "Couplings with one kind of mask.", at_least=1)
+    width: int | None = setting(None, "32; of others 16. Channels of s, t.", at_least=1)
+    blocks: int = setting(1, "Residual blocks in them.", at_least=1)
+    epochs: int | None = setting(None, "50; of others 16.", at_least=1)
+    batch_size: int = setting(64, "Of training.", at_least=1)
+    learning_rate: float = setting(1e-3, "Of Adam, at first.", above=0)
+    train_size: int | None = setting(None, "Images of a pair, if not all.", at_least=2)
+    pairs: int | None = setting(None, "Interpolate so many pairs only.", at_least=1)
+
+    def usual(self):
+        if self.dataset == "digits":
+            return {"size": 8, "width": 32, "epochs": 50}
+        return {"size": 14, "width": 16, "epochs": 16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +94,7 @@ class Settings(Training, Sweep):
 
     norms: tuple[str, ...] = setting(("bn", "layer"), "Names in recipes.models.norms.")
     classes: tuple[str, ...] = setting(("0+1",), "Pairs of labels, such as 0+1,3+8.")
-    architectures: tuple[str, ...] = setting(
-        ("full",), "Of the flow.", choices=tuple(ARCHITECTURES)
-    )
+    architectures: tuple[str, ...] = setting(("full",), "Sizes.", choices=ARCHITECTURES)
 
     def runs(self):
         """The settings of all runs."""
@@ -68,17 +102,133 @@ class Settings(Training, Sweep):
         return [run for classes in self.classes for run in runs(classes=classes)]
 
 
-def run(settings):
-    """Trains and measures every flow.
+class _Nats(keras.callbacks.Callback):
+    """Logs likelihoods in nats an image; those of training with batch statistics."""
 
-    Returns:
-        The path of the directory with table.md, results.json, interpolation.png
-        (Figures 1 and 3) and training.png.
-    """
-    outcomes = training.train_all(
-        flow_training.train, settings.runs(), settings.workers
+    def __init__(self, problem, settings):
+        super().__init__()
+        self.pair = problem.images
+
+    def on_epoch_end(self, epoch, logs=None):
+        for part, loss in (("train", logs["loss"]), ("test", logs["val_loss"])):
+            nats = -loss * np.prod(self.pair.image_shape) - self.pair.log_volume
+            logs[f"{part}_log_likelihood"] = float(nats)
+
+
+def problem(settings):
+    """The `recipes.engine.training.Problem` of a `Training`."""
+    where = {"data_dir": settings.data_dir, "download": settings.download}
+    part = settings.classes, settings.size, settings.train_size
+    pair = Pair(settings.dataset, *part, **where)
+    batches = functools.partial(pair.batches, settings.batch_size, settings.seed)
+    steps, rate = batches().steps, settings.learning_rate
+    return training.Problem(
+        network=functools.partial(_network, settings, pair.image_shape),
+        batches=batches,
+        steps=steps,
+        epochs=settings.epochs,
+        test=(pair.dequantised(pair.x_test), pair.y_test),
+        schedule=optimizers.piecewise_schedule(rate, steps * settings.epochs),
+        amat=norms.get(settings.norm).amat,
+        images=pair,
     )
-    rows, panels = [], {}
+
+
+def _network(settings, image_shape):
+    names = ("scales", "couplings", "width", "blocks")
+    sizes = {name: getattr(settings, name) for name in names}
+    if halved := ARCHITECTURES[settings.architecture]:
+        sizes[halved] = max(1, sizes[halved] // 2)
+    of = image_shape, settings.norm, settings.between
+    model = RealNVP(*of, **sizes, name="realnvp")
+    model.compile(
+        keras.optimizers.Adam(settings.learning_rate, global_clipnorm=1.0),
+        # Nats a pixel: the largest norm of the gradient is then one for all sizes.
+        lambda _, log_likelihood: -log_likelihood / model.dimensions,
+    )
+    return model
+
+
+def train(settings):
+    """Trains a flow on two classes and measures it; see `measure` for the results."""
+    hooks = {"at_end": _measured, "callbacks": [_Nats]}
+    return training.train(settings, "flow", problem, **hooks)
+
+
+def _measured(model, problem, settings, run):
+    bits = _bits(run.metrics[-1]["train_log_likelihood"], model.dimensions)
+    return measure(model, problem.images, settings.pairs) | {"train_bits_per_dim": bits}
+
+
+def _bits(nats, dimensions):
+    return float(-nats / dimensions / np.log(2))
+
+
+def measure(model, pair, pairs=None):
+    """Likelihoods of real and interpolated test images under a flow at inference.
+
+    At most `pairs` pairs are interpolated; all where None. The dict has `mean` and
+    `std`, over pairs, of the log-likelihood at each `alpha`; that of `real` images
+    (alpha 0 and 1) and those `between` (1/2); `gap` and `auroc`, how far these are
+    `apart`; `batch_gap` and `batch_auroc`, the same in training mode, where the 500
+    real ones are one batch, and the 250 between another; `test_log_likelihood` and
+    `bits_per_dim` of all test images; and `round_trip`, the largest
+    |inverse(transform(x)) - x| of 500 of them.
+    """
+
+    def log_likelihood(x):
+        x = pair.dequantised(x)
+        found = model.predict(x, batch_size=BATCH_SIZE, verbose=0)
+        return found.astype("float64") - pair.log_volume
+
+    def in_training(x):
+        return ops.convert_to_numpy(model(pair.dequantised(x), training=True))
+
+    interpolated = pair.interpolated(ALPHAS, pairs)
+    of_alpha = [log_likelihood(x) for x in interpolated]
+    real, between = _real_and_between(of_alpha)
+    gap, auroc = apart(real, between)
+    test = float(log_likelihood(pair.x_test).mean())
+    x = pair.dequantised(pair.x_test[:BATCH_SIZE])
+    back = ops.convert_to_numpy(model.inverse(model.transform(x)[0]))
+    weights = model.get_weights()
+    batches = _real_and_between(interpolated[:, : BATCH_SIZE // 2])
+    batch_gap, batch_auroc = apart(*map(in_training, batches))
+    model.set_weights(weights)  # the moving statistics have gone on
+    return {
+        "alpha": ALPHAS,
+        "mean": [float(values.mean()) for values in of_alpha],
+        "std": [float(values.std(ddof=1)) for values in of_alpha],
+        "real": float(real.mean()),
+        "between": float(between.mean()),
+        "gap": gap,
+        "auroc": auroc,
+        "batch_gap": batch_gap,
+        "batch_auroc": batch_auroc,
+        "test_log_likelihood": test,
+        "bits_per_dim": _bits(test, model.dimensions),
+        "round_trip": float(np.abs(back - x).max()),
+    }
+
+
+def _real_and_between(of_alpha):
+    """What belongs to alpha 0 and 1, and to 1/2."""
+    return np.concatenate([of_alpha[0], of_alpha[-1]]), of_alpha[len(ALPHAS) // 2]
+
+
+def apart(real, between):
+    """The difference of means, and the AUROC: how often a real one has the higher."""
+    from sklearn.metrics import roc_auc_score
+
+    is_real = np.repeat([1, 0], [len(real), len(between)])
+    auroc = roc_auc_score(is_real, np.concatenate([real, between]))
+    return float(np.mean(real) - np.mean(between)), float(auroc)
+
+
+def run(settings):
+    """Trains and measures every flow; returns the directory with what came out."""
+    outcomes = training.train_all(train, settings.runs(), settings.workers)
+    rows, panels, lines = [], {}, {}
     for classes, architecture, norm in itertools.product(
         settings.classes, settings.architectures, settings.norms
     ):
@@ -87,15 +237,12 @@ def run(settings):
         rows.append(case | summary(found))
         title = classes.replace("+", " and ")
         title += "" if len(settings.architectures) == 1 else f", {architecture}"
-        panels.setdefault(title, {})[norm] = found
+        panels.setdefault(title, {})[norm] = _alive(found)
+        lines.setdefault(title, {})[norm] = [each.metrics for each in found]
     directory = settings.directory("blindness_flow")
     results.write(directory, table(rows, settings), {"rows": rows})
     title = f"{data.stem(settings.dataset)}, RealNVP"
     interpolation(directory / "interpolation.png", panels, title)
-    lines = {
-        panel: {norm: [each.metrics for each in found] for norm, found in part.items()}
-        for panel, part in panels.items()
-    }
     curves = [
         (f"{part}_log_likelihood", f"{name} log-likelihood\n(nats)", {})
         for part, name in (("train", "training"), ("test", "test"))
@@ -104,25 +251,19 @@ def run(settings):
     return directory
 
 
+def _alive(outcomes):
+    """The results of the runs that did not diverge."""
+    return [each.results for each in outcomes if not each.results["diverged"]]
+
+
 def summary(outcomes):
-    """What several seeds have in common.
-
-    Args:
-        outcomes: List of `recipes.engine.training.Outcome`.
-
-    Returns:
-        Dict of `seeds`, `diverged` (how many), `round_trip` (the largest) and, for each
-        of `NATS` and `OTHERS`, the `results.mean_and_std`.
-    """
-    alive = [each.results for each in outcomes if not each.results["diverged"]]
+    """What the `Outcome` of several seeds have in common; `round_trip`: the largest."""
+    alive = _alive(outcomes)
     return {
         "seeds": len(outcomes),
         "diverged": len(outcomes) - len(alive),
         "round_trip": max((each["round_trip"] for each in alive), default=None),
-        **{
-            key: results.mean_and_std([each[key] for each in alive])
-            for key in (*NATS, *OTHERS)
-        },
+        **{key: results.mean_and_std([each[key] for each in alive]) for key in DIGITS},
     }
 
 
@@ -136,8 +277,7 @@ def table(rows, settings):
             row["classes"].replace("+", " and "),
             row["architecture"],
             figures.NAME_OF.get(row["norm"], row["norm"]),
-            *(results.spread(row[key], 1) for key in NATS),
-            *(results.spread(row[key], 3) for key in OTHERS),
+            *(results.spread(row[key], digits) for key, digits in DIGITS.items()),
             "–" if row["round_trip"] is None else f"{row['round_trip']:.0e}",
             f"{row['diverged']} of {row['seeds']}",
         ]
@@ -149,36 +289,23 @@ def table(rows, settings):
 def interpolation(path, panels, title):
     """Draws the log-likelihood of `alpha x1 + (1 - alpha) x2`, as the paper's Figure 1.
 
-    A line is the mean over the images of one seed, a band around it a deviation.
-
-    Args:
-        path: Where the PNG goes.
-        panels: Dict from the title of a panel to a dict from a norm to a list of
-            `recipes.engine.training.Outcome`, one a seed.
-        title: Of the picture.
+    A line is the mean over the images of one seed, a band around it a deviation; panels
+    are dicts from a norm to the results of several seeds.
     """
     figure, axes = figures.subplots(1, len(panels), title, sharey=False)
-    norms = list(dict.fromkeys(norm for part in panels.values() for norm in part))
-    colour_of = figures.colours(norms)
     for axis, (name, part) in zip(axes[0], panels.items()):
-        for norm, outcomes in part.items():
-            for outcome in outcomes:
-                if not outcome.results["diverged"]:
-                    _line(axis, outcome.results, colour_of[norm], norm)
+        colour_of = figures.colours(list(part))
+        for norm, found in part.items():
+            colour, label = colour_of[norm], figures.NAME_OF.get(norm, norm)
+            for each in found:
+                mean, std = np.array([each["mean"], each["std"]], float)
+                axis.plot(ALPHAS, mean, color=colour, label=label, marker=".")
+                band = mean - std, mean + std
+                axis.fill_between(ALPHAS, *band, color=colour, alpha=0.12, lw=0)
         axis.set(title=name, xlabel="alpha")
     axes[0, 0].set_ylabel("log-likelihood (nats)")
     figures.legend(figure, axes)
     figures.save(figure, path)
-
-
-def _line(axis, found, colour, norm):
-    label = figures.NAME_OF.get(norm, norm)
-    axis.plot(found["alpha"], found["mean"], color=colour, label=label, marker=".")
-    low, high = (
-        [mean + side * (std or 0) for mean, std in zip(found["mean"], found["std"])]
-        for side in (-1, 1)
-    )
-    axis.fill_between(found["alpha"], low, high, color=colour, alpha=0.12, lw=0)
 
 
 if __name__ == "__main__":

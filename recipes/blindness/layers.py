@@ -3,14 +3,11 @@
     python -m recipes.blindness.layers
 
 Batch normalization is blind to the first order and to the diagonal of the second (Zhou
-et al., Theorems 1 and 2). Here the same terms are put on the output of each
-normalisation, in a network
-
-    Dense(32, relu) - norm - Dense(10)
-
-on a batch of 128 digits of all labels, and on those of one label in it. The numbers
-are shares: how much of the term arrives at the norm's input, relative to how much of
-the loss itself does; 0 is blind. Layers are in training mode, but for "BN, inference".
+et al., Theorems 1 and 2). Here the same terms are put on the output of each norm, in a
+network Dense(32, relu) - norm - Dense(10), on a batch of 128 digits of all labels, and
+on those of one label in it. The numbers are shares: how much of the term arrives at the
+norm's input, relative to how much of the loss itself does; 0 is blind. Layers are in
+training mode, but for "BN, inference".
 
 Mean of 3 seeds, mixed labels, float32 (a minute of one core of an Intel Xeon that other
 work shared; TensorFlow); docs/results/blindness.md has all of it:
@@ -29,11 +26,11 @@ and Second Derivatives of the Loss, 2022. https://arxiv.org/abs/2205.15146
 """
 
 import dataclasses
-import functools
 import itertools
 
 import keras
 import numpy as np
+import pandas as pd
 from keras import layers
 from matplotlib.figure import Figure
 
@@ -45,7 +42,6 @@ from recipes.engine.settings import setting
 
 WIDTH, CLASSES = 32, 10
 EPSILON = 1e-20  # as small as the paper's, for with a larger one some diagonal passes
-AMAT_RATE = 0.05  # eta = 0.5
 
 
 def _cbn(beta=0.0, moving=False):
@@ -55,23 +51,19 @@ def _cbn(beta=0.0, moving=False):
         layer.build((None, WIDTH))
         layer.moving_mean.assign(np.full(WIDTH, 0.3))
         layer.average_weight.assign(1.0)
-        layer.set_learning_rate(AMAT_RATE)
+        layer.set_learning_rate(0.05)  # eta = 0.5
     return layer
-
-
-def _bn():
-    return layers.BatchNormalization(epsilon=EPSILON)
 
 
 # Name -> what makes the layer.
 NORMS = {
     "none": lambda: layers.Activation("linear"),
-    "BN": _bn,
+    "BN": lambda: layers.BatchNormalization(epsilon=EPSILON),
     "BN, epsilon 1e-3": lambda: layers.BatchNormalization(),
-    "BN, inference": _bn,
+    "BN, inference": lambda: layers.BatchNormalization(epsilon=EPSILON),
     "CBN": _cbn,
-    "CBN, beta 0.5": functools.partial(_cbn, beta=0.5),
-    "CBN, AMAT (eta 0.5)": functools.partial(_cbn, moving=True),
+    "CBN, beta 0.5": lambda: _cbn(beta=0.5),
+    "CBN, AMAT (eta 0.5)": lambda: _cbn(moving=True),
     "NoisyBN": lambda: NoisyBN(epsilon=EPSILON, seed=0),
     "LpNorm 1": lambda: LpNorm(1, epsilon=EPSILON),
     "LpNorm 2": lambda: LpNorm(2, epsilon=EPSILON),
@@ -98,12 +90,10 @@ class Settings(settings.Settings):
 def network(norm, image_shape, seed):
     """The network above; the same seed, the same weights."""
     keras.utils.set_random_seed(seed)
-    inputs = layers.Input(image_shape)
-    x = layers.Dense(WIDTH, activation="relu", kernel_initializer="he_normal")(
-        layers.Flatten()(inputs)
-    )
-    x = norm(x)
-    model = keras.Model(inputs, layers.Dense(CLASSES)(x))
+    model = keras.Sequential([layers.Input(image_shape), layers.Flatten()])
+    model.add(layers.Dense(WIDTH, "relu", kernel_initializer="he_normal"))
+    model.add(norm)
+    model.add(layers.Dense(CLASSES))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     # To compile would take longer than the few gradients.
     model.compile("sgd", loss, run_eagerly=True)
@@ -111,30 +101,18 @@ def network(norm, image_shape, seed):
 
 
 def probe(name, x, y, seeds):
-    """The `Blindness` of one norm for each seed.
-
-    Args:
-        name: Key of `NORMS`.
-        x, y: The batch.
-        seeds: Integer, of weights and terms, from 0 on.
-    """
+    """The `Blindness` of one norm for each seed."""
     found = []
     for seed in range(seeds):
         norm = NORMS[name]()
         model = network(norm, x.shape[1:], seed)
-        training = "inference" not in name
-        found.append(
-            blindness(model, x, y, layers=[norm], seed=seed, training=training)
-        )
+        how = {"layers": [norm], "seed": seed, "training": "inference" not in name}
+        found.append(blindness(model, x, y, **how))
     return found
 
 
 def run(settings):
-    """Probes every norm.
-
-    Returns:
-        The path of the directory with table.md, results.json and shares.png.
-    """
+    """Probes every norm; returns the directory with what came out."""
     images = data.load("digits")
     x, y = (part[: settings.samples] for part in (images.x_train, images.y_train))
     rows = []
@@ -155,32 +133,26 @@ def run(settings):
 
 def table(rows):
     """The rows as Markdown, a line a norm."""
-    header = ["norm", *TERMS, "shared"]
-    text = ""
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        for batch in dict.fromkeys(row["batch"] for row in rows):
-            lines = [
-                [
-                    row["norm"],
-                    *(f"{row['shares'][term]:.1e}" for term in TERMS),
-                    f"{row['shared']:.2f}",
-                ]
-                for row in rows
-                if (row["dtype"], row["batch"]) == (dtype, batch)
-            ]
-            text += f"{dtype}, {batch}\n\n{results.markdown(header, lines)}\n"
+    frame = pd.DataFrame([row | row["shares"] for row in rows])
+    frame[[*TERMS]] = frame[[*TERMS]].map("{:.1e}".format)
+    frame["shared"] = frame["shared"].map("{:.2f}".format)
+    header, text = ["norm", *TERMS, "shared"], ""
+    for (dtype, batch), part in frame.groupby(["dtype", "batch"], sort=False):
+        lines = results.markdown(header, part[header].values)
+        text += f"{dtype}, {batch}\n\n{lines}\n"
     return text
 
 
 def draw(path, rows):
     """Draws the shares in float32, of mixed labels."""
     rows = [r for r in rows if r["dtype"] == "float32" and r["batch"] == "mixed"]
-    shares = np.array([[max(r["shares"][t], 1e-9) for t in TERMS] for r in rows])
+    shares = pd.DataFrame([r["shares"] for r in rows], [r["norm"] for r in rows])
     figure = Figure(figsize=(6, 0.3 * len(rows) + 1.2), layout="constrained")
     axes = figure.subplots()
-    picture = axes.imshow(np.log10(shares), vmin=-8, vmax=0.5, aspect="auto")
+    colours = np.log10(shares.clip(lower=1e-9))
+    picture = axes.imshow(colours, vmin=-8, vmax=0.5, aspect="auto")
     axes.set_xticks(range(len(TERMS)), [term.replace("_", "-") for term in TERMS])
-    axes.set_yticks(range(len(rows)), [row["norm"] for row in rows])
+    axes.set_yticks(range(len(shares)), shares.index)
     axes.set_title("Share of a term that arrives at the input (float32)")
     figure.colorbar(picture, label="log10")
     figures.save(figure, path)

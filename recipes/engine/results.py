@@ -31,12 +31,12 @@ def mean_and_std(values):
     return {"mean": float(values.mean()), "std": std}
 
 
-def spread(value, digits, factor=1):
-    """A dict of `mean_and_std`, or `None`, as text."""
-    if value is None:
+def spread(value, digits, factor=1, kind="f"):
+    """A dict of `mean_and_std`, or `None`, as text; `kind` as in a format, f or e."""
+    if value is None or value["mean"] is None:
         return "–"
     parts = [value["mean"]] + [value["std"]] * (value["std"] is not None)
-    return " ± ".join(f"{factor * part:.{digits}f}" for part in parts)
+    return " ± ".join(f"{factor * part:.{digits}{kind}}" for part in parts)
 
 
 def accuracies(outcomes):

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 
 from keras_norms import CBN
-from recipes.blindness import _features_measured as features_measured
-from recipes.blindness import _features_training as features_training
 from recipes.blindness import features
 from recipes.engine import training
 from recipes.models import norms
@@ -41,7 +39,7 @@ def test_batches_of_one_label():
     rng = np.random.default_rng(0)
     y = rng.permutation(np.repeat([0, 1, 2], [7, 12, 9])).astype("int32")
     x = np.arange(len(y), dtype="float32").reshape(-1, 1, 1, 1)
-    batches = features_training.OneLabel(x, y, batch_size=3, seed=1)
+    batches = features.OneLabel(x, y, batch_size=3, seed=1)
     assert batches.steps == 2 + 4 + 3
     orders = []
     for epoch in range(2):
@@ -56,19 +54,19 @@ def test_batches_of_one_label():
     # A function of the seed and the number alone, also from a later epoch on.
     batches.first_epoch = 1
     assert batches[0][0].ravel().tolist() == orders[1][:3]
-    other = features_training.OneLabel(x, y, batch_size=3, seed=2)
+    other = features.OneLabel(x, y, batch_size=3, seed=2)
     assert other[0][0].ravel().tolist() != orders[0][:3]
 
 
 def test_too_few_images_of_a_label():
     y = np.array([0, 0, 0, 1, 1])
     with pytest.raises(ValueError, match="at most 2, the training images"):
-        features_training.OneLabel(np.zeros((5, 1, 1, 1)), y, 3, seed=0)
+        features.OneLabel(np.zeros((5, 1, 1, 1)), y, 3, seed=0)
 
 
 @pytest.mark.parametrize("norm", ["none", "layer", "cbn"])
 def test_vgg_has_one_norm_before_the_second_dense_layer_from_the_top(norm):
-    model = features_training.build("vgg11", (32, 32, 3), 10, norm, 1 / 64)
+    model = features.build("vgg11", (32, 32, 3), 10, norm, 1 / 64)
     kinds = (
         keras.layers.Dense,
         keras.layers.BatchNormalization,
@@ -89,14 +87,14 @@ def test_vgg_has_one_norm_before_the_second_dense_layer_from_the_top(norm):
 
 
 def test_residual_networks_are_normalised_everywhere():
-    model = features_training.build("resnet8", (8, 8, 1), 10, "layer", 1 / 4)
+    model = features.build("resnet8", (8, 8, 1), 10, "layer", 1 / 4)
     found = [
         layer
         for layer in model.layers
         if isinstance(layer, keras.layers.GroupNormalization)
     ]
     assert len(found) == 9 and {layer.groups for layer in found} == {1}
-    below, last = features_measured.split(model)
+    below, last = features.split(model)
     assert below.output_shape == (None, 16) and last.name == "logits"
 
 
@@ -114,13 +112,13 @@ def test_silhouette():
     points = rng.normal(size=(40, 5)).astype("float32")
     labels = rng.integers(0, 4, 40)
     labels[0] = 4  # alone
-    found = features_measured.silhouette(points, labels)
+    found = features.silhouette(points, labels)
     assert found == pytest.approx(silhouette(points, labels), abs=1e-5)
     apart = points + 100 * labels[:, None]
-    assert features_measured.silhouette(apart, labels) > 0.9
+    assert features.silhouette(apart, labels) > 0.9
     for nothing in (np.zeros((40, 5)), np.where(points > 2, np.nan, points)):
-        assert features_measured.silhouette(nothing, labels) is None
-    assert features_measured.silhouette(points, np.zeros(40)) is None
+        assert features.silhouette(nothing, labels) is None
+    assert features.silhouette(points, np.zeros(40)) is None
 
 
 def test_measure(tmp_path):
@@ -135,7 +133,7 @@ def test_measure(tmp_path):
     points = x @ kernel + bias
     logits = points @ np.array(model.layers[1].get_weights()[0], "float64")
     path = tmp_path / "picture.npz"
-    found = features_measured.measure(features_measured.split(model), x, y, path)
+    found = features.scores(features.split(model), x, y, path)
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == y).mean())
     assert found["silhouette"] == pytest.approx(silhouette(points, y), abs=1e-4)
     assert found["constant"] == 0.5
@@ -151,7 +149,7 @@ def small_network(monkeypatch):
         norm = norms.get(norm)
         return tiny.build(network, image_shape, num_classes, norm, "relu")
 
-    monkeypatch.setattr(features_training, "build", build)
+    monkeypatch.setattr(features, "build", build)
     training._last.clear()
 
 
@@ -170,7 +168,7 @@ def test_run(tmp_path, small_network):
     rows = json.loads((directory / "results.json").read_text())["rows"]
     assert [row["norm"] for row in rows] == ["none", "cbn"]
     for row in rows:
-        for kind in features_training.KINDS:
+        for kind in features.KINDS:
             assert (row[kind]["recalibrated"] is None) == (row["norm"] == "none")
             assert -1 <= row[kind]["silhouette"]["mean"] <= 1
             run = tmp_path / f"features-digits-vgg11-{row['norm']}-{kind}-seed0"
@@ -189,14 +187,12 @@ def test_run(tmp_path, small_network):
 def test_goes_on_where_it_was(tmp_path, small_network):
     def settings(place):
         own = SMALL | {"epochs": 2, "learning_rate": 0.01, "seed": 3}
-        return features_training.Training(**own, runs_dir=str(tmp_path / place))
+        return features.Training(**own, runs_dir=str(tmp_path / place))
 
-    whole = features_training.train(settings("whole"))
-    half = training.train(
-        settings("parts"), "features", features_training.problem, until=1
-    )
+    whole = features.train(settings("whole"))
+    half = training.train(settings("parts"), "features", features.problem, until=1)
     assert half.results["epochs"] == 1
-    parts = features_training.train(settings("parts"))
+    parts = features.train(settings("parts"))
     for key in ("train_loss", "test_accuracy"):
         assert parts.results[key] == pytest.approx(whole.results[key], rel=1e-4)
     assert parts.results["test"]["silhouette"] == pytest.approx(
@@ -209,14 +205,14 @@ def test_measuring_leaves_the_network_as_it_is(tmp_path, small_network):
 
     def measure(model, problem, settings, run):
         before.extend(model.get_weights())
-        found = features_training.measure(model, problem, settings, run)
+        found = features.measure(model, problem, settings, run)
         assert found["recalibrated"] is not None
         for weight, same in zip(model.get_weights(), before, strict=True):
             np.testing.assert_array_equal(weight, same)
         return found
 
-    settings = features_training.Training(**SMALL, runs_dir=str(tmp_path))
-    training.train(settings, "", features_training.problem, at_end=measure)
+    settings = features.Training(**SMALL, runs_dir=str(tmp_path))
+    training.train(settings, "", features.problem, at_end=measure)
     assert before
 
 
@@ -230,10 +226,10 @@ def test_a_run_that_diverges(tmp_path, small_network):
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match="`epochs` must be at least 1"):
-        features_training.Training(epochs=0)
+        features.Training(epochs=0)
     with pytest.raises(ValueError, match="`norm` must not normalise kernels"):
-        features_training.Training(norm="ws+gn")
+        features.Training(norm="ws+gn")
     with pytest.raises(ValueError, match="`kind` must be of one_label, mixed"):
-        features_training.Training(kind="sorted")
+        features.Training(kind="sorted")
     with pytest.raises(ValueError, match="`model` must be one of"):
-        features_training.Training(network="vgg12")
+        features.Training(network="vgg12")

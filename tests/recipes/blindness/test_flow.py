@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from recipes.blindness import _flow_training as flow_training
 from recipes.blindness import flow
 from recipes.blindness._flow_pairs import Pair
 from recipes.engine import recorder, training
@@ -16,7 +15,7 @@ TINY |= {"train_size": 64, "batch_size": 32}
 
 def settings(runs_dir, **others):
     own = {"epochs": 3, "learning_rate": 1e-2, "runs_dir": str(runs_dir)}
-    return flow_training.Training(**TINY | own | others)
+    return flow.Training(**TINY | own | others)
 
 
 def test_pixels_are_those_of_the_data_set():
@@ -74,7 +73,7 @@ def test_bits_of_a_uniform_density():
             return z
 
     pair = Pair("digits", "3+8", 8)
-    found = flow_training.measure(Uniform(), pair)
+    found = flow.measure(Uniform(), pair)
     assert found["bits_per_dim"] == pytest.approx(np.log2(17))
     assert found["mean"] == pytest.approx([-64 * np.log(17)] * 11)
     assert found["gap"] == pytest.approx(0, abs=1e-9)
@@ -82,13 +81,13 @@ def test_bits_of_a_uniform_density():
 
 
 def test_apart():
-    assert flow_training.apart(np.array([3, 1.0]), np.array([2.0])) == (0, 0.5)
-    assert flow_training.apart(np.array([3, 1.0]), np.array([0, 2.0])) == (1, 0.75)
+    assert flow.apart(np.array([3, 1.0]), np.array([2.0])) == (0, 0.5)
+    assert flow.apart(np.array([3, 1.0]), np.array([0, 2.0])) == (1, 0.75)
 
 
 @pytest.mark.parametrize("norm", ["layer", "bn"])
 def test_training_learns(norm, tmp_path):
-    _, found, lines = flow_training.train(settings(tmp_path, norm=norm))
+    _, found, lines = flow.train(settings(tmp_path, norm=norm))
     assert [line["epoch"] for line in lines] == [1, 2, 3]
     for part in ("train", "test"):
         values = [line[f"{part}_log_likelihood"] for line in lines]
@@ -106,19 +105,19 @@ def test_training_learns(norm, tmp_path):
 
 
 def test_a_training_goes_on(tmp_path, monkeypatch):
-    _, found, lines = flow_training.train(settings(tmp_path / "whole"))
+    _, found, lines = flow.train(settings(tmp_path / "whole"))
 
-    class Dies(flow_training._Nats):
+    class Dies(flow._Nats):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 2:
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(recorder, "CHECKPOINT_SECONDS", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(flow_training, "_Nats", Dies)
+        patch.setattr(flow, "_Nats", Dies)
         with pytest.raises(KeyboardInterrupt):
-            flow_training.train(settings(tmp_path / "parts"))
-    _, again, others = flow_training.train(settings(tmp_path / "parts"))
+            flow.train(settings(tmp_path / "parts"))
+    _, again, others = flow.train(settings(tmp_path / "parts"))
     assert len(others) == 3
     for line, other in zip(lines, others):
         del line["seconds_per_step"], other["seconds_per_step"]
@@ -128,9 +127,9 @@ def test_a_training_goes_on(tmp_path, monkeypatch):
 
 def test_measuring_leaves_the_flow_as_it_is():
     pair = Pair("digits", "0+1", 4)
-    model = flow_training.problem(settings("runs")).network()
+    model = flow.problem(settings("runs")).network()
     before = model.get_weights()
-    flow_training.measure(model, pair, pairs=4)
+    flow.measure(model, pair, pairs=4)
     for weight, same in zip(model.get_weights(), before):
         np.testing.assert_array_equal(weight, same)
 
@@ -179,7 +178,7 @@ def test_runs():
 @pytest.mark.parametrize("architecture, couplings", [("full", 2), ("shallow", 1)])
 def test_architectures(architecture, couplings):
     of = settings("runs", architecture=architecture, couplings=2, between=False)
-    model = flow_training.problem(of).network()
+    model = flow.problem(of).network()
     assert len(model.steps) == 1 + couplings + 1  # a logit, and one coupling more
 
 
