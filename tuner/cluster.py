@@ -33,26 +33,21 @@ def role():
     Raises:
         ValueError: If only some of the environment variables are set.
     """
-    names = ("TUNER_ID", "ORACLE_IP", "ORACLE_PORT")
-    found = {name: os.environ.get(f"KERASTUNER_{name}") for name in names}
-    if found["ORACLE_IP"] is None and found["ORACLE_PORT"] is None:
+    names = [f"KERASTUNER_{key}" for key in ("TUNER_ID", "ORACLE_IP", "ORACLE_PORT")]
+    if all(os.environ.get(name) is None for name in names[1:]):
         return None
-    if missing := [f"KERASTUNER_{name}" for name in names if not found[name]]:
+    if missing := [name for name in names if not os.environ.get(name)]:
         raise ValueError(
-            "A cluster needs the environment variables "
-            f"{', '.join(f'KERASTUNER_{name}' for name in names)}. "
+            f"A cluster needs the environment variables {', '.join(names)}. "
             f"Missing: {', '.join(missing)}"
         )
-    return "chief" if "chief" in found["TUNER_ID"] else "worker"
+    return "chief" if "chief" in os.environ[names[0]] else "worker"
 
 
 def serve(oracle, address=None, port=None, watch=lambda: None):
-    """Answers workers until the search is complete. Of the chief.
+    """Answers workers until the search is complete, and calls `watch` meanwhile.
 
-    Args:
-        oracle: One of `tuner.oracles`.
-        address, port: Where; as the environment variables say if `None`.
-        watch: Function that is called again and again meanwhile.
+    The address and the port are what the environment variables say if `None`.
     """
     import grpc
     from keras_tuner.src import protos
@@ -93,22 +88,19 @@ def warn_unless_loopback(address):
 
 
 def run(oracle, count, function, *arguments):
-    """Is the chief of workers on this machine, which call a function.
+    """Is the chief of so many workers on this machine, which call a function.
 
     They end with this process. A worker that dies is started again, and goes on with
-    its trial.
-
-    Args:
-        oracle: One of `tuner.oracles`.
-        count: Integer, number of workers.
-        function: Of a module, so that another process can import it.
-        *arguments: Of the function, which can be pickled.
+    its trial. The function is one of a module, so that other processes can import it.
 
     Raises:
         RuntimeError: If workers fail too often.
     """
-    port = str(_free_port())
-    players = [None] * count
+    with socket.socket() as found:
+        found.bind((LOOPBACK, 0))
+        port = str(found.getsockname()[1])  # which is free
+    devices = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    players = []
     failures = 0
 
     def start(number):
@@ -116,8 +108,9 @@ def run(oracle, count, function, *arguments):
             "KERASTUNER_TUNER_ID": f"worker{number}",
             "KERASTUNER_ORACLE_IP": LOOPBACK,
             "KERASTUNER_ORACLE_PORT": port,
-            **_devices(number),
         }
+        if len(devices) > 1:
+            variables["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=_play, args=(function, arguments))
         with workers.environment(workers.ENVIRONMENT | variables):
@@ -126,12 +119,12 @@ def run(oracle, count, function, *arguments):
 
     def watch():
         nonlocal failures
+        players.extend(start(number) for number in range(len(players), count))
         for number, player in enumerate(players):
-            if player is not None and player.exitcode:
+            if player.exitcode:
                 failures += 1
                 if failures > RESTARTS:
                     raise RuntimeError(f"Workers failed {failures} times, see above")
-            if player is None or player.exitcode:
                 players[number] = start(number)
 
     try:
@@ -139,24 +132,10 @@ def run(oracle, count, function, *arguments):
         for player in players:
             player.join(GOODBYE_SECONDS)
     finally:
-        for player in filter(None, players):
+        for player in players:
             player.terminate()
-
-
-def _devices(number):
-    """One of the GPUs that CUDA_VISIBLE_DEVICES lists, for a worker."""
-    devices = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-    if len(devices) < 2:
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]}
 
 
 def _play(function, arguments):
     workers.end_with_parent()
     function(*arguments)
-
-
-def _free_port():
-    with socket.socket() as found:
-        found.bind((LOOPBACK, 0))
-        return found.getsockname()[1]

@@ -12,16 +12,12 @@ so far. KerasTuner leaves it out, so that it would be suggested again.
 import contextlib
 import functools
 import pathlib
+import warnings
 
 import keras_tuner
 import numpy as np
 from keras_tuner.engine.trial import Trial
-from keras_tuner.oracles import (
-    BayesianOptimizationOracle,
-    GridSearchOracle,
-    HyperbandOracle,
-    RandomSearchOracle,
-)
+from sklearn.exceptions import ConvergenceWarning
 
 from recipes.engine import files
 
@@ -30,13 +26,9 @@ ENDED = ("COMPLETED", "FAILED")
 
 
 class Durable:
-    """Mixin in front of a `keras_tuner.Oracle`.
+    """Mixin in front of a `keras_tuner.Oracle`."""
 
-    Attributes:
-        on_end: `None`, or a function of each trial that ended.
-    """
-
-    on_end = None
+    on_end = None  # or a function of each trial that ended
 
     def __init__(self, **kwargs):
         super().__init__(
@@ -49,7 +41,10 @@ class Durable:
     def populate_space(self, trial_id):
         response = super().populate_space(trial_id)
         if values := response.get("values"):
-            response["values"] = {key: _rounded(value) for key, value in values.items()}
+            response["values"] = {
+                key: float(f"{value:.4g}") if isinstance(value, float) else value
+                for key, value in values.items()
+            }
         return response
 
     @keras_tuner.synchronized
@@ -125,33 +120,30 @@ class Durable:
                 self.end_order.append(key)
 
 
-class RandomSearch(Durable, RandomSearchOracle):
+class RandomSearch(Durable, keras_tuner.oracles.RandomSearchOracle):
     """Independent trials."""
 
 
-class GridSearch(Durable, GridSearchOracle):
+class GridSearch(Durable, keras_tuner.oracles.GridSearchOracle):
     """Every combination, the last hyperparameter first."""
 
     def reload(self):
         super().reload()
-
-        def compare(a, b):
-            return self._compare(
-                *(self.trials[k].hyperparameters.values for k in (a, b))
-            )
-
-        for key in sorted(self.trials, key=functools.cmp_to_key(compare)):
+        place = functools.cmp_to_key(self._compare)
+        values = {key: each.hyperparameters.values for key, each in self.trials.items()}
+        for key in sorted(values, key=lambda key: place(values[key])):
             self._ordered_ids.insert(key)
         self._populate_next = list(self.start_order)
 
 
-class BayesianOptimization(Durable, BayesianOptimizationOracle):
+class BayesianOptimization(Durable, keras_tuner.oracles.BayesianOptimizationOracle):
     """Upper confidence bounds of a Gaussian process."""
 
     def populate_space(self, trial_id):
         # So that a search that was interrupted asks for what it would have asked for.
         self._random_state = np.random.RandomState([self.seed, len(self.trials)])
-        return super().populate_space(trial_id)
+        with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
+            return super().populate_space(trial_id)
 
     def _vectorize_trials(self):
         x, y = super()._vectorize_trials()
@@ -167,20 +159,15 @@ class BayesianOptimization(Durable, BayesianOptimizationOracle):
         return x, y
 
 
-class Hyperband(Durable, HyperbandOracle):
+class Hyperband(Durable, keras_tuner.oracles.HyperbandOracle):
     """Successive halving, from trials of few epochs to those of many."""
 
     def populate_space(self, trial_id):
-        with self._failed_as_worst():
-            return super().populate_space(trial_id)
-
-    @contextlib.contextmanager
-    def _failed_as_worst(self):
         failed = [trial for trial in self.trials.values() if trial.status == "FAILED"]
         for trial in failed:
             trial.status, trial.score = "COMPLETED", -np.inf
         try:
-            yield
+            return super().populate_space(trial_id)
         finally:
             for trial in failed:
                 trial.status, trial.score = "FAILED", None
@@ -195,17 +182,14 @@ ALGORITHMS = {
 
 
 def make(algorithm, hyperparameters, trials, epochs, seed):
-    """Makes an oracle.
+    """Makes an oracle: a `Durable` one of KerasTuner's.
 
     Args:
         algorithm: A name in `ALGORITHMS`.
         hyperparameters: The `keras_tuner.HyperParameters` of the space.
-        trials: Integer, how many at most; `None` for all of a grid or of Hyperband.
-        epochs: Integer, of a whole training; Hyperband divides it.
+        trials: How many at most; `None` for all of a grid or of Hyperband.
+        epochs: Of a whole training; Hyperband divides it.
         seed: Positive integer.
-
-    Returns:
-        A `keras_tuner.Oracle` with the attribute `on_end` of `Durable`.
     """
     kwargs = {"hyperparameters": hyperparameters, "seed": seed}
     kwargs |= {"tune_new_entries": False, "allow_new_entries": False}
@@ -236,7 +220,3 @@ def _reading(path):
         yield
     except Exception as error:
         raise files.damaged(path, f"{type(error).__name__}: {error}") from None
-
-
-def _rounded(value):
-    return float(f"{value:.4g}") if isinstance(value, float) else value

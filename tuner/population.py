@@ -50,29 +50,22 @@ class Tuner(trials.Tuner):
         with contextlib.ExitStack() as stack:
             for slot in self._slots:
                 stack.enter_context(slot.held)
-            self._search()
-
-    def _search(self):
-        saved = time.monotonic()
-        while True:
-            entered = self._enter()
-            if entered:
-                self._prepare(entered)
-            else:
-                self._shrink()
-            running = [slot for slot in self._slots if slot.trial is not None]
-            if not running:
-                if all(slot.closed for slot in self._slots):
+            saved = time.monotonic()
+            while True:
+                if entered := self._enter():
+                    self._prepare(entered)
+                else:
+                    self._shrink()
+                if running := [slot for slot in self._slots if slot.trial is not None]:
+                    self._train(running)
+                elif all(slot.closed for slot in self._slots):
                     return
-                time.sleep(0 if entered else IDLE_SECONDS)
-                continue
-            scores = self._population.train() | self._population.evaluate()
-            self._log(running, scores)
-            self._decide(running)
-            if time.monotonic() - saved >= together.CHECKPOINT_SECONDS:
-                for slot in self._slots:
-                    self._save(slot)
-                saved = time.monotonic()
+                else:
+                    time.sleep(0 if entered else IDLE_SECONDS)
+                if time.monotonic() - saved >= together.CHECKPOINT_SECONDS:
+                    for slot in self._slots:
+                        self._save(slot)
+                    saved = time.monotonic()
 
     def _enter(self):
         """Asks the oracle for trials, and returns the slots that got one."""
@@ -97,17 +90,18 @@ class Tuner(trials.Tuner):
 
     def _prepare(self, entered):
         """Puts what `_enter` returned into the population."""
-        first = self._population is None
-        if first:
-            self._population = self._make(entered)
+        if first := self._population is None:
+            # A place that is empty as yet has some network too.
+            slots = [slot if slot.trial else entered[0] for slot in self._slots]
+            runs = [settings for slot in slots for settings in slot.settings]
+            self._population = together.of(runs)
         for slot in entered:
             rows = self._rows(slot)
-            if not first:
-                for row, settings in zip(rows, slot.settings, strict=True):
+            for row, settings in zip(rows, slot.settings, strict=True):
+                if not first:
                     own = {key: getattr(settings, key) for key in population.OWN}
                     self._population.replace(row, own)
-            arrays = slot.runs[0].load()
-            if arrays is not None:
+            if (arrays := slot.runs[0].load()) is not None:
                 self._population.restore(arrays, rows)
             epochs = int(self._population.epochs[rows[0]])
             for run in slot.runs:
@@ -115,11 +109,6 @@ class Tuner(trials.Tuner):
                     run.keep(epochs)
             if epochs >= slot.until:
                 self._end(slot)  # the search was killed just then
-
-    def _make(self, entered):
-        # A place that is empty as yet has some network too.
-        slots = [slot if slot.trial else entered[0] for slot in self._slots]
-        return together.of([settings for slot in slots for settings in slot.settings])
 
     def _shrink(self):
         """Leaves out empty places, once half of them are and no trial will come."""
@@ -137,13 +126,13 @@ class Tuner(trials.Tuner):
         first = self._slots.index(slot) * self.seeds
         return list(range(first, first + self.seeds))
 
-    def _log(self, running, scores):
+    def _train(self, running):
+        """Trains all an epoch, and ends the trials whose last one it was."""
+        scores = self._population.train() | self._population.evaluate()
         for slot in running:
             for run, row in zip(slot.runs, self._rows(slot), strict=True):
                 if run.results is None:  # a seed of a search that was killed has some
                     together.log(run, self._population, row, scores)
-
-    def _decide(self, running):
         diverged = self._population.diverged
         waiting = []
         for slot in running:
@@ -152,21 +141,19 @@ class Tuner(trials.Tuner):
             if diverged[rows].any() or epoch >= slot.until:
                 self._end(slot)
             elif str(epoch) in self._rungs:
-                waiting.append((slot, self._rungs[str(epoch)]))
+                waiting.append((slot, slot.trial.trial_id, self._rungs[str(epoch)]))
         # All that come to a rung at the same time are there before any is judged.
-        new = [pair for pair in waiting if pair[0].trial.trial_id not in pair[1]]
-        for slot, rung in new:
-            rung[slot.trial.trial_id] = [_score(slot), None]
-        for slot, rung in new:
-            entry = rung[slot.trial.trial_id]
-            scores = [score for score, _ in rung.values()]
-            entry[1] = stays(
-                list(rung).index(slot.trial.trial_id), scores, self._halving
-            )
-        if new:
+        for slot, key, rung in waiting:
+            if key not in rung:
+                rung[key] = [trials.metrics(slot.results())["accuracy"], None]
+        for _, key, rung in waiting:
+            if rung[key][1] is None:
+                scores = [score for score, _ in rung.values()]
+                rung[key][1] = stays(list(rung).index(key), scores, self._halving)
+        if waiting:
             files.write_json(self._rungs_path, self._rungs)
-        for slot, rung in waiting:
-            if not rung[slot.trial.trial_id][1]:
+        for slot, key, rung in waiting:
+            if not rung[key][1]:
                 self._end(slot)
 
     def _save(self, slot):
@@ -183,9 +170,7 @@ class Tuner(trials.Tuner):
             self._save(slot)  # Hyperband may go on with it, in any process
         else:
             # The first, which has the checkpoint, at the end.
-            for run, settings in reversed(
-                [*zip(slot.runs, slot.settings, strict=True)]
-            ):
+            for run, settings in zip(slot.runs[::-1], slot.settings[::-1], strict=True):
                 if run.results is None:
                     together.finish(run, settings, None)
         slot.held.close()
@@ -203,38 +188,25 @@ class Tuner(trials.Tuner):
 class _Slot:
     """Places for the seeds of one trial.
 
-    Attributes:
-        number: Integer, which with the tuner's id makes the id that the oracle knows.
-        closed: Whether the oracle has no trial for it any more.
-        trial: The `keras_tuner` trial in it, or `None`; with it `settings`, those of
-            each seed, `runs`, where they are recorded, and `until`, an epoch.
-        held: A `contextlib.ExitStack` of these runs.
+    Where there is a `trial`, there are `settings`, those of each seed, `runs`, where
+    they are recorded, and `until`, an epoch.
     """
 
     def __init__(self, number):
-        self.number = number
-        self.closed = False
+        self.number = number  # with the tuner's id, the id that the oracle knows
+        self.closed = False  # the oracle has no trial for it any more
         self.trial = None
-        self.held = contextlib.ExitStack()
+        self.held = contextlib.ExitStack()  # of its runs
 
     def results(self):
         return [run.results or training.results_of(run, True) for run in self.runs]
 
 
-def _score(slot):
-    return trials.metrics(slot.results())["accuracy"]
-
-
 def rung_epochs(epochs, halving, count):
     """The epochs at which trials are compared: `epochs` divided by powers of `halving`.
 
-    Args:
-        epochs: Integer, of a whole training.
-        halving: Integer, 1 for none.
-        count: Integer, of the trials at once, which are not divided further than to 1.
-
-    Returns:
-        List of integers, at least 1 and less than `epochs`.
+    The trials at once, of which there are `count`, are not divided further than to 1.
+    With a `halving` of 1 there is no such epoch.
     """
     found, factor = set(), halving
     while 1 < factor <= min(count, epochs):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
@@ -16,11 +17,6 @@ COLOUR = figures.COLOUR_OF["cbn"]
 
 def results(oracle, settings, seeds):
     """The outcome of a search so far.
-
-    Args:
-        oracle: One of `tuner.oracles`.
-        settings: The `recipes.engine.classifier.Saved` that all trials share.
-        seeds: Integer, of each trial.
 
     Returns:
         Dict of `trials`, a list in the order of their start, each a dict of `trial`,
@@ -46,10 +42,9 @@ def _row(trial, seeds):
     values = trial.hyperparameters.values
     accuracies, epochs = None, None
     if trial.status == "COMPLETED":
-        keys = [f"accuracy_{seed}" for seed in range(seeds)]
-        accuracies = [trial.metrics.get_last_value(key) for key in keys]
-        accuracies = [float(value) for value in accuracies]
-        epochs = int(trial.metrics.get_last_value("epochs"))
+        last = trial.metrics.get_last_value
+        accuracies = [float(last(f"accuracy_{seed}")) for seed in range(seeds)]
+        epochs = int(last("epochs"))
     return {
         "trial": trial.trial_id,
         "status": trial.status,
@@ -65,42 +60,30 @@ def command(settings, values):
     changes = trials.changes(values) | {"validation_size": None}
     settings = dataclasses.replace(settings, **changes)
     usual = classifier.Training(dataset=settings.dataset)
-    given = [
-        (key, value)
-        for key, value in settings.config().items()
-        if key in settings.NAMED or value != getattr(usual, key)
-    ] + [("data_dir", settings.data_dir)]
+    given = settings.config() | {"data_dir": settings.data_dir}
     flags = [
         f"--{key}={value:g}" if isinstance(value, float) else f"--{key}={value}"
-        for key, value in given
-        if key not in ("backend", "seed") and value is not None
+        for key, value in given.items()
+        if (key in settings.NAMED or value != getattr(usual, key))
+        and key not in ("backend", "seed")
+        and value is not None
     ]
-    prefix = f"KERAS_BACKEND={settings.backend} "
-    prefix = "" if settings.backend == "tensorflow" else prefix
+    backend = settings.backend
+    prefix = "" if backend == "tensorflow" else f"KERAS_BACKEND={backend} "
     return f"{prefix}python -m recipes.train {' '.join(flags)}"
 
 
 def table(found, names):
-    """Returns the trials as Markdown, the best ones first.
-
-    Args:
-        found: What `results` returned.
-        names: List of the hyperparameters.
-    """
+    """What `results` returned as Markdown, the best trials first."""
 
     def order(row):
         score = row["accuracy"]
         return (-row["epochs"], -score["mean"]) if score else (0, 0)
 
-    lines = [
-        [
-            row["trial"],
-            *(f"{row['values'][name]:.4g}" for name in names),
-            _percent(row),
-            row["epochs"] or "",
-        ]
-        for row in sorted(found["trials"], key=order)
-    ]
+    lines = []
+    for row in sorted(found["trials"], key=order):
+        values = [f"{row['values'][name]:.4g}" for name in names]
+        lines.append([row["trial"], *values, _percent(row), row["epochs"] or ""])
     header = ["trial", *names, f"{found['measured_on']} accuracy, %", "epochs"]
     return tables.markdown(header, lines)
 
@@ -121,13 +104,7 @@ def progress(row, done, total, best):
 
 
 def write(directory, found, settings, names):
-    """Writes tuner_results.json, table.md and the pictures.
-
-    Args:
-        directory: `pathlib.Path` of the search.
-        found: What `results` returned.
-        settings: The `recipes.engine.classifier.Saved` that all trials share.
-        names: List of the hyperparameters.
+    """Writes what `results` returned: tuner_results.json, table.md and the pictures.
 
     Returns:
         The text of the end: the table, and the best setting as a command.
@@ -135,24 +112,31 @@ def write(directory, found, settings, names):
     best = found["best"]
     line = command(settings, best["values"]) if best else None
     shared = {key: value for key, value in settings.config().items() if key != "seed"}
-    files.write_json(
-        directory / "tuner_results.json",
-        {"settings": shared, "hyperparameters": names, "command": line, **found},
-    )
+    outcome = {"settings": shared, "hyperparameters": names, "command": line, **found}
+    files.write_json(directory / "tuner_results.json", outcome)
     text = table(found, names)
     files.write(directory / "table.md", lambda path: path.write_text(text))
     if best:
         title = f"{stem(settings.dataset)}, {settings.model}, "
         title += f"{settings.norm}, {settings.activation}"
         ylabel = f"{found['measured_on']} accuracy (%)"
-        rows = [row for row in found["trials"] if row["accuracy"]]
+        rows = _frame(found)
         _over(directory / "accuracy.png", rows, names, ylabel, title)
         _parallel(directory / "parallel.png", rows, names, ylabel, title)
-        _best_so_far(directory / "best_so_far.png", found["trials"], ylabel, title)
+        _best_so_far(directory / "best_so_far.png", rows, ylabel, title)
         text += f"\nBest setting:\n\n    {line}\n"
     text += f"\nEverything is in {directory}\n"
     files.write(directory / "report.txt", lambda path: path.write_text(text))
     return text
+
+
+def _frame(found):
+    """The trials, numbered from 1, with columns of their values and scores in %."""
+    rows = pd.DataFrame([row | row["values"] for row in found["trials"]])
+    rows.index += 1
+    scores = rows["accuracies"].dropna()
+    scores = 100 * pd.DataFrame(scores.tolist(), index=scores.index)
+    return rows.join(scores.agg(["mean", "min", "max"], axis=1))
 
 
 def _figure(columns, width, title):
@@ -164,106 +148,77 @@ def _figure(columns, width, title):
     return figure, axes
 
 
-def _mean(row):
-    return 100 * row["accuracy"]["mean"]
-
-
 def _log(name):
     return spaces.RANGES["rho" if name.startswith("rho_") else name].log
 
 
 def _over(path, rows, names, ylabel, title):
     """Accuracy over each hyperparameter, and over the first two of them at once."""
+    rows = rows.dropna(subset="mean")
     pair = names[:2] if len(names) > 1 else []
     figure, axes = _figure(len(names) + bool(pair), 3.4, title)
-    means = [_mean(row) for row in rows]
-    spans = [
-        [mean - 100 * min(row["accuracies"]) for mean, row in zip(means, rows)],
-        [100 * max(row["accuracies"]) - mean for mean, row in zip(means, rows)],
-    ]
-    epochs = max(row["epochs"] for row in rows)
+    spans = [rows["mean"] - rows["min"], rows["max"] - rows["mean"]]
+    whole = rows["epochs"] == rows["epochs"].max()
+    kinds = [(rows[whole], COLOUR, "all epochs")]
+    kinds += [(rows[~whole], "white", "ended early")] * (not whole.all())
     for axis, name in zip(axes, names):
-        x = [row["values"][name] for row in rows]
-        axis.errorbar(x, means, spans, fmt="none", ecolor=COLOUR, capsize=2, alpha=0.5)
-        for whole in (True, False):
-            chosen = [
-                i for i, row in enumerate(rows) if (row["epochs"] == epochs) == whole
-            ]
-            axis.plot(
-                [x[i] for i in chosen],
-                [means[i] for i in chosen],
-                "o",
-                ms=5,
-                color=COLOUR,
-                mfc=COLOUR if whole else "white",
-                label="all epochs" if whole else "ended early",
-            )
+        style = {"fmt": "none", "ecolor": COLOUR, "capsize": 2, "alpha": 0.5}
+        axis.errorbar(rows[name], rows["mean"], spans, **style)
+        for some, inside, label in kinds:
+            style = {"ms": 5, "color": COLOUR, "mfc": inside, "label": label}
+            axis.plot(some[name], some["mean"], "o", **style)
         axis.set(xlabel=name, ylabel=ylabel)
         _scale(axis, name)
-    if min(row["epochs"] for row in rows) < epochs:
+    if len(kinds) > 1:
         axes[0].legend()
     if pair:
-        axis = axes[-1]
-        x, y = ([row["values"][name] for row in rows] for name in pair)
-        points = axis.scatter(x, y, c=means, cmap="viridis", s=60, edgecolors="black")
-        figure.colorbar(points, ax=axis, label=ylabel)
-        axis.set(xlabel=pair[0], ylabel=pair[1])
-        _scale(axis, pair[0])
+        style = {"cmap": "viridis", "s": 60, "edgecolors": "black"}
+        points = axes[-1].scatter(*pair, c="mean", data=rows, **style)
+        figure.colorbar(points, ax=axes[-1], label=ylabel)
+        axes[-1].set(xlabel=pair[0], ylabel=pair[1])
+        _scale(axes[-1], pair[0])
         if _log(pair[1]):
-            axis.set_yscale("log")
+            axes[-1].set_yscale("log")
     figures.save(figure, path)
 
 
 def _scale(axis, name):
-    if not _log(name):
-        return
     if name.startswith("rho"):
         axis.set_xscale("log", base=2)
-        ticks = spaces.POWERS
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_xticks(spaces.POWERS, [f"{tick:g}" for tick in spaces.POWERS])
         axis.xaxis.set_minor_locator(NullLocator())
-    else:
+    elif _log(name):
         axis.set_xscale("log")
 
 
 def _parallel(path, rows, names, ylabel, title):
-    """A line for each trial, across an axis for each hyperparameter."""
+    """A line for each trial, the best one thick, across an axis for each column."""
     figure, (axis,) = _figure(1, 2.5 + 1.8 * len(names), title)
-    columns = [
-        ([row["values"][name] for row in rows], name, _log(name)) for name in names
-    ]
-    columns.append(([_mean(row) for row in rows], ylabel, False))
-    heights = np.transpose([_heights(values, log) for values, _, log in columns])
-    shade = figures.shades(range(len(rows)))
-    order = sorted(range(len(rows)), key=lambda i: _mean(rows[i]))
-    for rank, i in enumerate(order):
-        width = 2.5 if rank == len(rows) - 1 else 1
-        axis.plot(heights[i], color=shade[rank], lw=width)
-    for place, (values, _, _) in enumerate(columns):
+    rows = rows.dropna(subset="mean").sort_values("mean", kind="stable")
+    rows = rows[[*names, "mean"]]
+    heights = rows.assign(**{name: np.log(rows[name]) for name in names if _log(name)})
+    heights -= heights.min()
+    heights = (heights / heights.max()).fillna(0.5)  # where all are the same
+    axis.set_prop_cycle(color=list(figures.shades(rows.index).values()))
+    axis.plot(heights.to_numpy().T, lw=1)[-1].set_linewidth(2.5)
+    for place, name in enumerate(rows):
         axis.axvline(place, color="black", lw=0.8)
-        for value, y in ((min(values), -0.07), (max(values), 1.03)):
-            axis.text(place, y, f"{value:.3g}", ha="center")
-    axis.set_xticks(range(len(columns)), [name for _, name, _ in columns])
+        axis.text(place, -0.07, f"{rows[name].min():.3g}", ha="center")
+        axis.text(place, 1.03, f"{rows[name].max():.3g}", ha="center")
+    axis.set_xticks(range(len(names) + 1), [*names, ylabel])
     axis.set(ylim=(-0.12, 1.12), yticks=[])
     figures.save(figure, path)
-
-
-def _heights(values, log):
-    values = np.log(values) if log else np.array(values)
-    span = values.max() - values.min()
-    return (values - values.min()) / span if span else np.full(len(values), 0.5)
 
 
 def _best_so_far(path, rows, ylabel, title):
     """Each trial in the order of the search, and the best of those before."""
     figure, (axis,) = _figure(1, 6, title)
-    done = [(i, _mean(row)) for i, row in enumerate(rows, 1) if row["accuracy"]]
-    x, means = zip(*done)
-    axis.plot(x, means, "o", color="gray", ms=4, label="trial")
-    axis.step(x, np.maximum.accumulate(means), where="post", color=COLOUR, label="best")
-    failed = [i for i, row in enumerate(rows, 1) if row["status"] == "FAILED"]
-    if failed:
-        low = [min(means)] * len(failed)
+    means = rows["mean"].dropna()
+    axis.plot(means, "o", color="gray", ms=4, label="trial")
+    axis.step(means.index, means.cummax(), where="post", color=COLOUR, label="best")
+    failed = rows.index[rows["status"] == "FAILED"]
+    if len(failed):
+        low = [means.min()] * len(failed)
         axis.plot(failed, low, "x", color=figures.COLOURS[0], label="diverged")
     axis.set(xlabel="trial", ylabel=ylabel)
     axis.legend()

@@ -44,10 +44,7 @@ TRIALS = {"random": 20, "bayesian": 20, "grid": None, "hyperband": None}
 class Settings(classifier.Training):
     """What all trials share, what is looked for, and how."""
 
-    NAMED = (
-        *("dataset", "model", "norm", "activation", "seed"),
-        *("algorithm", "tune"),
-    )
+    NAMED = (*classifier.Training.NAMED, "algorithm", "tune")
 
     validation_size: int | None = setting(
         None,
@@ -108,10 +105,8 @@ class Settings(classifier.Training):
                 "Argument `rho_per` must be 'network', or 'stage' where rho is tuned. "
                 f"Received: rho_per={self.rho_per!r}"
             )
-        if self.population is not None:
-            self._check_population(tuned)
-
-    def _check_population(self, tuned):
+        if self.population is None:
+            return
         population.check_backend()
         if self.population < self.seeds:
             raise ValueError(
@@ -139,10 +134,11 @@ class Settings(classifier.Training):
 
     def shared(self):
         """The `recipes.engine.classifier.Saved` that all trials share."""
-        names = [field.name for field in dataclasses.fields(classifier.Training)]
-        values = {name: getattr(self, name) for name in names}
-        values["runs_dir"] = str(self.directory() / "runs")
-        values["validation_size"] = self._held_out() or None
+        fields = dataclasses.fields(classifier.Training)
+        values = {field.name: getattr(self, field.name) for field in fields} | {
+            "runs_dir": str(self.directory() / "runs"),
+            "validation_size": self._held_out() or None,
+        }
         return classifier.Saved(**values, saved_models_dir=None)
 
     def _held_out(self):
@@ -150,9 +146,8 @@ class Settings(classifier.Training):
             return self.validation_size
         if self.train_size:
             return self.train_size // 5
-        if self.dataset in VALIDATION_SIZES:
-            return VALIDATION_SIZES[self.dataset]
-        return len(data.images(self).y_train) // 10
+        known = VALIDATION_SIZES.get(self.dataset)
+        return known or len(data.images(self).y_train) // 10
 
     def processes(self):
         """How many train at the same time."""
@@ -171,19 +166,19 @@ def search(settings):
     """Runs a search, or goes on with one, or says what came out.
 
     Where KerasTuner's environment variables are set, it is the chief of a cluster, or a
-    worker, which reports nothing, see `tuner.cluster`.
-
-    Args:
-        settings: The `Settings`. Where they lack `validation_size`, that is
-            `VALIDATION_SIZES`', or a fifth of `train_size`.
+    worker, see `tuner.cluster`.
 
     Returns:
         The text of `tuner.report.write`; `None` of a worker.
     """
     role = cluster.role()
     shared, directory = settings.shared(), settings.directory()
-    ranges = _named(settings, shared)
-    oracle = _oracle(settings, ranges)
+    ranges, space = _named(settings, shared), keras_tuner.HyperParameters()
+    for name, each in ranges.items():
+        each.add(space, name, grid=settings.algorithm == "grid")
+    limits = settings.total(), settings.epochs
+    seed = settings.search_seed + 1
+    oracle = oracles.make(settings.algorithm, space, *limits, seed)
     count = 1 if role else settings.processes()
 
     def found():
@@ -217,19 +212,6 @@ def search(settings):
         return report.write(directory, found(), shared, list(ranges))
 
 
-def _oracle(settings, ranges):
-    space = keras_tuner.HyperParameters()
-    for name, each in ranges.items():
-        each.add(space, name, grid=settings.algorithm == "grid")
-    return oracles.make(
-        settings.algorithm,
-        space,
-        settings.total(),
-        settings.epochs,
-        settings.search_seed + 1,
-    )
-
-
 def _tuner(settings, oracle, directory, shared):
     arguments = oracle, directory, shared, settings.seeds
     if settings.population is None:
@@ -243,17 +225,15 @@ def _tuner(settings, oracle, directory, shared):
 def _named(settings, shared):
     """A dict from the name of each hyperparameter to its range."""
     ranges = {each.name: each for each in settings.ranges()}
-    if settings.rho_per == "network":
-        return ranges
-    model = classifier.problem(shared).network()
-    rho = ranges.pop("rho")
-    return {f"rho_{stage}": rho for stage in trials.stages(model)} | ranges
+    if settings.rho_per == "stage":
+        rho, model = ranges.pop("rho"), classifier.problem(shared).network()
+        ranges = {f"rho_{stage}": rho for stage in trials.stages(model)} | ranges
+    return ranges
 
 
 def run(settings):
     """Searches, and prints what came out."""
-    text = search(settings)
-    if text is not None:
+    if text := search(settings):
         print(f"\n{text}")
 
 

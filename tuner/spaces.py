@@ -24,14 +24,14 @@ from keras_norms.layers import arguments
 def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
     """Puts rho and omega of every CBN layer of a model under hyperparameters.
 
-    Nested layers and those inside of `FusedCBN` are found too. The hyperparameters are
-    called "rho" and "omega", or where there is one for each group, "rho_<group>".
+    Those of nested layers and of `FusedCBN` too. The hyperparameters are called "rho"
+    and "omega", or where there is one for each group, "rho_<group>".
 
     Args:
         hp: A `keras_tuner.HyperParameters`.
         model: A `keras.Model`, before it trains.
-        rho: Two positive floats, the bounds, between which rho is sampled on a
-            logarithmic scale. `None` leaves rho as it is.
+        rho: Two positive floats, bounds on a logarithmic scale. `None` leaves rho as it
+            is.
         omega: Two floats >= 0, the bounds of omega. `None` leaves it as it is.
         per: Which layers share a rho: `"network"`, all; `"layer"`, none; or a function
             from a layer to the name of its group. There is one omega.
@@ -53,11 +53,10 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
             f"Received: {model.name!r}, which has none"
         )
     for name, bounds in (("rho", rho), ("omega", omega)):
-        if bounds is None:
-            continue
-        if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
-            raise arguments.wrong(name, "two numbers, or None", bounds)
-        _check_bounds(name, *bounds, positive=name == "rho")
+        if bounds is not None:
+            if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+                raise arguments.wrong(name, "two numbers, or None", bounds)
+            _check_bounds(name, *bounds, positive=name == "rho")
     group_of = {"network": lambda layer: None, "layer": lambda layer: layer.name}
     if not callable(per) and not (isinstance(per, str) and per in group_of):
         raise arguments.wrong("per", "'network', 'layer' or a function of a layer", per)
@@ -67,7 +66,10 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
             group = group_of(layer)
             name = "rho" if group is None else f"rho_{group}"
             default = min(max(1.0, rho[0]), rho[1])
-            _set_rho(layer, hp.Float(name, *rho, sampling="log", default=default))
+            value = hp.Float(name, *rho, sampling="log", default=default)
+            layer.initial_rho = float(value)
+            if layer.built:
+                layer.rho.assign(layer.initial_rho)
         if omega is not None:
             default = min(max(10.0, omega[0]), omega[1])
             layer.omega = float(hp.Float("omega", *omega, default=default))
@@ -81,12 +83,6 @@ def _check_hp(hp):
         raise arguments.wrong("hp", "a keras_tuner.HyperParameters", hp)
 
 
-def _set_rho(layer, rho):
-    layer.initial_rho = float(rho)
-    if layer.built:
-        layer.rho.assign(layer.initial_rho)
-
-
 def _check_text(name, value):
     if not isinstance(value, str):
         raise arguments.wrong(name, "a text", value)
@@ -95,8 +91,7 @@ def _check_text(name, value):
 def _check_bounds(name, low, high, positive):
     """Raises a ValueError unless there is a number between two bounds."""
     least, most = arguments.real(low), arguments.real(high)
-    fits = least > 0 if positive else least >= 0
-    if not (fits and least < most < math.inf):
+    if not ((least > 0 if positive else least >= 0) and least < most < math.inf):
         raise ValueError(
             f"Bounds of `{name}` must be {'positive' if positive else '>= 0'}, finite, "
             "and the first one less than the second. "
@@ -106,22 +101,14 @@ def _check_bounds(name, low, high, positive):
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values of one setting of `recipes.train`.
-
-    Args:
-        name: Of the setting.
-        low, high: Bounds.
-        default: In them.
-        grid: Values for a grid.
-        log: Whether it is sampled on a logarithmic scale.
-    """
+    """The values of one setting of `recipes.train`."""
 
     name: str
     low: float
     high: float
     default: float
-    grid: tuple
-    log: bool = False
+    grid: tuple  # values for a grid
+    log: bool = False  # sampled on a logarithmic scale
 
     def __post_init__(self):
         _check_text("name", self.name)
@@ -160,13 +147,7 @@ RANGES = {
 
 
 def parse(tune):
-    """The ranges of a text such as `"rho,omega=0..30"`.
-
-    Args:
-        tune: Names of `RANGES` with commas between, each with its own bounds or not.
-
-    Returns:
-        A list of `Range`.
+    """The list of the `Range` that a text such as `"rho,omega=0..30"` names.
 
     Raises:
         ValueError: If there is none, if one is unknown or twice, or has no value.
@@ -205,11 +186,8 @@ def _range(part):
         ) from error
     _check_bounds(name, low, high, positive=usual.log)
     if name == "momentum" and high >= 1:
-        raise ValueError(
-            f"Bounds of `momentum` must be less than 1. Received: {part!r}"
-        )
-    default = min(max(usual.default, low), high)
+        raise ValueError(f"Bounds of `momentum` must be less than 1. Received: {part}")
     inside = {value for value in usual.grid if low <= value <= high}
     grid = tuple(sorted(inside | {low, high}))
-    default = min(grid, key=lambda value: abs(value - default))
+    default = min(grid, key=lambda value: abs(value - usual.default))
     return dataclasses.replace(usual, low=low, high=high, default=default, grid=grid)

@@ -48,10 +48,7 @@ class Tuner(base_tuner.BaseTuner):
             self.oracle.reload()
 
     def run_trial(self, trial):
-        """Trains the networks of a trial, or goes on with them.
-
-        Returns:
-            What `metrics` returns.
+        """Trains the networks of a trial, or goes on with them; returns its `metrics`.
 
         Raises:
             keras_tuner.errors.FailedTrialError: If one of them diverged.
@@ -84,34 +81,29 @@ class Tuner(base_tuner.BaseTuner):
         """The settings of a trial's runs, and the epoch until which they train."""
         values = trial.hyperparameters.values
         until = values.get("tuner/epochs", self.settings.epochs)
-        settings = dataclasses.replace(self.settings, **changes(values))
-        return [
-            dataclasses.replace(settings, seed=seed) for seed in range(self.seeds)
-        ], int(until)
+        shared = changes(values)
+        runs = [
+            dataclasses.replace(self.settings, **shared, seed=seed)
+            for seed in range(self.seeds)
+        ]
+        return runs, int(until)
 
 
 def changes(values):
-    """The settings of `recipes.train` that hyperparameters stand for.
-
-    Args:
-        values: Dict from a hyperparameter, which may be "rho_<stage>", to its value.
-    """
-    values = {key: value for key, value in values.items() if "/" not in key}
-    stages = {key: value for key, value in values.items() if key.startswith("rho_")}
-    settings = {key: value for key, value in values.items() if key not in stages}
-    if stages:
-        parts = [f"{key[4:]}={value:g}" for key, value in stages.items()]
-        settings["stage_rho"] = ",".join(parts)
-    return settings
+    """The settings that hyperparameters stand for; one may be called "rho_<stage>"."""
+    settings, stages = {}, []
+    for key, value in values.items():
+        if key.startswith("rho_"):
+            stages.append(f"{key[4:]}={value:g}")
+        elif "/" not in key:
+            settings[key] = value
+    return settings | ({"stage_rho": ",".join(stages)} if stages else {})
 
 
 def stages(model):
     """The names of a network's stages that have CBN layers, in their order."""
-    layers = model._flatten_layers()
-    found = [
-        norms.stage(layer.name) for layer in layers if isinstance(layer, norms.CBN)
-    ]
-    return list(dict.fromkeys(found))
+    layers = [each for each in model._flatten_layers() if isinstance(each, norms.CBN)]
+    return list(dict.fromkeys(norms.stage(layer.name) for layer in layers))
 
 
 def refuse_diverged(results):
@@ -124,10 +116,7 @@ def refuse_diverged(results):
 
 
 def metrics(results):
-    """What the oracle gets to know of a trial.
-
-    Args:
-        results: List of the results of a run, one a seed.
+    """What the oracle gets to know of a trial, by the results of a run for each seed.
 
     Returns:
         Dict of floats: `accuracy`, the mean over the seeds of that of the last epoch;

@@ -11,12 +11,10 @@ on the device, where batches are drawn, shifted and mirrored.
     population.keep([scores["test_accuracy"].argmax()])
     population.train(110)
 
-A trial can also take the place of another one (`replace`), which changes no program:
-each counts its own epochs. On many devices, such as a slice of TPUs, each has some of
-the trials, and nothing is exchanged.
-
-A trial has the initial weights that `recipes.train` gives its seed, and takes the same
-steps, but its batches come from JAX's random numbers: another order, other shifts.
+A trial can also take the place of another one (`replace`), which changes no program.
+On many devices, such as a slice of TPUs, each has some of the trials, and nothing is
+exchanged. A trial has the initial weights that `recipes.train` gives its seed, and
+takes the same steps, but its batches come from JAX's random numbers.
 
 This is for accelerators, which a single small network leaves idle for the most part. On
 a CPU it is slower than one training after the other: XLA computes the convolutions of
@@ -47,19 +45,16 @@ class Population:
 
     Args:
         build: Callable, `build(trial)` returns the `keras.Model` of a trial, from
-            images to logits. It is called once for each trial, seeded with the trial's
-            seed. The models may differ in initial weights, rho and omega only: the
-            first one computes for all.
+            images to logits, after its seed was set. The models may differ in initial
+            weights, rho and omega only: the first one computes for all.
         trials: List of dicts, each with an integer `seed`, a positive float
             `learning_rate`, and whatever `build` wants to know, as JSON can hold it.
         images: A `recipes.engine.data.ImageData`.
         epochs: Integer, the length of the whole training, for the schedule.
         batch_size: Integer, the batch of one trial.
         momentum, weight_decay: Arguments of `recipes.engine.optimizers.SGD`.
-        augment: Whether to pad by 4 pixels, crop at random, and mirror half of the
-            training images.
-        amat: Whether CBN layers are told the learning rate of each step, as by the
-            `AMAT` callback.
+        augment: Whether training images are cropped at random and mirrored.
+        amat: Whether CBN layers are told the learning rate of each step.
         schedule: Callable, `schedule(learning_rate, total_steps)` returns a
             `keras.optimizers.schedules.LearningRateSchedule`.
         devices: List of JAX devices, of which each gets as many trials. `None`: one.
@@ -97,41 +92,27 @@ class Population:
         self.steps = len(images.x_train) // batch_size
         self.seconds = None
         self._build = build
-        self._amat = amat
         mesh = Mesh(np.array(devices or jax.devices()[:1]), ("trial",))
         self._by_trial = NamedSharding(mesh, PartitionSpec("trial"))
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        self._train_data, self._test_data = jax.device_put(
-            ((images.x_train, images.y_train), (images.x_test, images.y_test)),
-            everywhere,
-        )
+        data = (images.x_train, images.y_train), (images.x_test, images.y_test)
+        data = jax.device_put(data, NamedSharding(mesh, PartitionSpec()))
+        self._train_data, self._test_data = data
         self._programs = {}
         self._trial = Trial(
             self._seeded(self.trials[0]),
+            optimizers.SGD(1.0, momentum, weight_decay),
             batch_size,
             self.steps,
-            momentum,
-            weight_decay,
             augment,
             amat,
             functools.partial(schedule, total_steps=epochs * self.steps),
         )
-        rows = [self._start(trial) for trial in self.trials]
+        rows = [self._trial.start(self._seeded(each), each) for each in self.trials]
         self._place(jax.tree.map(lambda *rows: np.stack(rows), *rows))
 
     def _seeded(self, trial):
         keras.utils.set_random_seed(trial["seed"])
         return self._build(trial)
-
-    def _start(self, trial):
-        """The state of a trial before its first step, and its settings."""
-        model = self._seeded(trial)
-        told = optimizers.followers(model) if self._amat else []
-        return self._trial.start(model), {
-            "seed": np.array(trial["seed"], "uint32"),
-            "learning_rate": np.array(trial["learning_rate"], "float32"),
-            "omega": np.array([layer.omega for layer in told], "float32"),
-        }
 
     def _place(self, rows):
         """Divides what all trials have among the devices."""
@@ -165,10 +146,7 @@ class Population:
         return np.where(found < 0, np.nan, found)
 
     def train(self, epochs=1):
-        """Trains all trials.
-
-        Args:
-            epochs: Integer, how many epochs more.
+        """Trains all trials, so many epochs more.
 
         Returns:
             Dict of `train_loss` (mean cross-entropy in nats) and `train_accuracy` in
@@ -182,9 +160,7 @@ class Population:
             current = {key: self._state[key] for key in CURRENT}
             epochs = jax.device_put(self.epochs.astype("uint32"), self._by_trial)
             arguments = current, self._settings, epochs, self._train_data
-            program = self._compiled(
-                self._trial.train_epoch, (0, 0, 0, None), arguments
-            )
+            program = self._compiled(self._trial.train_epoch, arguments)
             start = time.perf_counter()
             current, scores = jax.block_until_ready(program(*arguments))
             self.seconds += time.perf_counter() - start
@@ -202,27 +178,24 @@ class Population:
             Dict of `test_loss` and `test_accuracy`, float32 arrays `(trials,)`.
         """
         arguments = self._state, self._test_data
-        program = self._compiled(self._trial.evaluate, (0, None), arguments)
+        program = self._compiled(self._trial.evaluate, arguments)
         self._state, scores = program(*arguments)
         return jax.tree.map(np.asarray, scores)
 
-    def _compiled(self, function, axes, arguments):
-        """`function` of one trial as a program of all; its first argument is used up.
+    def _compiled(self, function, arguments):
+        """`function` of one trial as a program of all, before its run is timed.
 
-        A program is compiled before it is run, so that one can time it.
+        Its first argument is used up, its last one are data, which all trials share.
         """
         name = function.__name__
         if name not in self._programs:
+            axes = (*[0] * (len(arguments) - 1), None)
             program = program_of(function, axes, self._by_trial.mesh)
             self._programs[name] = program.lower(*arguments).compile()
         return self._programs[name]
 
     def keep(self, indices):
-        """Drops all trials but these.
-
-        Args:
-            indices: Integers, the places of distinct trials in `trials`.
-        """
+        """Drops all trials but those at these distinct places in `trials`."""
         indices, last = [int(index) for index in indices], len(self.trials) - 1
         known = set(indices) & set(range(last + 1))
         if not indices or sorted(known) != sorted(indices):
@@ -231,10 +204,8 @@ class Population:
                 f"Received: indices={indices}"
             )
         self.trials = [self.trials[index] for index in indices]
-        self.epochs, *rows = jax.tree.map(
-            lambda array: array[np.array(indices)],
-            [self.epochs, self._state, self._settings],
-        )
+        kept = [self.epochs, self._state, self._settings]
+        self.epochs, *rows = jax.tree.map(lambda a: a[np.array(indices)], kept)
         self._place(rows)
         self._programs = {}
 
@@ -243,23 +214,18 @@ class Population:
 
         Args:
             index: Integer, the place in `trials`.
-            trial: Dict, as in the argument `trials`. Its network must be one of those
-                that `build` may return.
+            trial: Dict, as in the argument `trials`.
         """
         _check([trial])
-        new = jax.tree.map(lambda array: array[None], self._start(trial))
+        state, settings = self._trial.start(self._seeded(trial), trial)
         self.trials[index] = dict(trial)
         self.epochs[index] = 0
-        self._put([index], *new)
 
-    def _put(self, indices, state, settings=None):
         def put(array, new):
-            return array.at[np.array(indices)].set(new)
+            return array.at[index].set(new)
 
-        state = jax.tree.map(put, self._state, state)
-        if settings is not None:
-            settings = jax.tree.map(put, self._settings, settings)
-        self._place((state, settings or self._settings))
+        settings = jax.tree.map(put, self._settings, settings)
+        self._place((jax.tree.map(put, self._state, state), settings))
 
     def model(self, index, best=False):
         """Builds the model of one trial.
@@ -267,7 +233,7 @@ class Population:
         Args:
             index: Integer, its place in `trials`.
             best: Whether it has the weights of the first of the evaluations with the
-                highest test accuracy. If not, it has the present ones.
+                highest test accuracy, in place of the present ones.
 
         Returns:
             A `keras.Model`, not compiled.
@@ -281,25 +247,21 @@ class Population:
         return model
 
     def arrays(self, indices=None):
-        """The state of the trials at these places, or of all: a dict of arrays.
-
-        It is what a checkpoint of `recipes.engine.run.Run` has.
-        """
+        """The state of the trials at these places, or of all, for a checkpoint."""
         rows = np.arange(len(self.trials)) if indices is None else np.array(indices)
-        leaves = jax.tree.leaves(self._state)
-        return {
-            "trials": np.array([json.dumps(self.trials[row]) for row in rows]),
-            "epochs": self.epochs[rows],
-            **{f"state/{i}": _storable(leaf[rows]) for i, leaf in enumerate(leaves)},
-        }
+        trials = [json.dumps(self.trials[row]) for row in rows]
+        arrays = {"trials": np.array(trials), "epochs": self.epochs[rows]}
+        for i, leaf in enumerate(jax.tree.leaves(self._state)):
+            half = leaf.dtype == jnp.bfloat16  # which NumPy files do not know
+            arrays[f"state/{i}"] = np.asarray(leaf[rows], "float32" if half else None)
+        return arrays
 
     def restore(self, arrays, indices=None):
         """Continues where `arrays` was called.
 
         Args:
-            arrays: What that returned, of a population of the same network. It may have
-                more trials than those that continue.
-            indices: Integers, the places of these trials; all if `None`.
+            arrays: What that returned, of the same network, also of more trials.
+            indices: Integers, the places of the trials that continue; all if `None`.
 
         Raises:
             ValueError: If it lacks one of them.
@@ -315,8 +277,9 @@ class Population:
         rows = np.array([stored.index(trial) for trial in trials])
         leaves, structure = jax.tree.flatten(self._state)
         for i, leaf in enumerate(leaves):
-            leaves[i] = jnp.asarray(arrays[f"state/{i}"][rows], leaf.dtype)
-        self._put(indices, jax.tree.unflatten(structure, leaves))
+            new = jnp.asarray(arrays[f"state/{i}"][rows], leaf.dtype)
+            leaves[i] = leaf.at[np.array(indices)].set(new)
+        self._place((jax.tree.unflatten(structure, leaves), self._settings))
         self.epochs[indices] = arrays["epochs"][rows]
 
 
@@ -333,16 +296,10 @@ def _check(trials, count=1, batch_size=1):
         if not trial["learning_rate"] > 0:
             raise ValueError(
                 "Argument `trials` must have positive learning rates. "
-                f"Received: a trial {trial}"
+                f"Received: {trial}"
             )
     if not 1 <= batch_size <= count:
         raise ValueError(
             f"Argument `batch_size` must be between 1 and {count}, the number of "
             f"training images. Received: batch_size={batch_size}"
         )
-
-
-def _storable(array):
-    # NumPy files know no bfloat16, whose values float32 has.
-    array = np.asarray(array)
-    return array.astype("float32") if array.dtype == jnp.bfloat16 else array

@@ -78,8 +78,7 @@ def train(runs):
 def _train(missing):
     runs, settings = list(missing.values()), list(missing)
     trials = of(settings)
-    arrays = runs[0].load()
-    if arrays is not None:
+    if (arrays := runs[0].load()) is not None:
         stored = population.trials_of(arrays)
         if all(trial in stored for trial in trials.trials):
             trials.restore(arrays)
@@ -100,24 +99,16 @@ def _train(missing):
             runs[0].save(epoch=trials.epoch, **trials.arrays())
             saved = time.monotonic()
     speed = float(np.median(speeds)) if speeds else None
+    more = {"trials_at_once": len(runs), "images_per_second": speed}
     for row, run in reversed(list(enumerate(runs))):  # the first has the checkpoint
-        finish(
-            run,
-            settings[row],
-            None if np.isnan(trials.best_accuracy[row]) else trials.model(row, True),
-            trials_at_once=len(runs),
-            images_per_second=speed,
-        )
+        lost = np.isnan(trials.best_accuracy[row])
+        finish(run, settings[row], None if lost else trials.model(row, True), **more)
 
 
 def log(run, trials, row, scores):
-    """Adds the line of an epoch to a run.
+    """Adds the line of an epoch to the run whose place in a population is a row.
 
-    Args:
-        run: The `Run`.
-        trials: The `Population`.
-        row: Integer, the place of the run in it.
-        scores: Dict of arrays, what its `train` and `evaluate` returned.
+    The `scores` are what its `train` and `evaluate` returned.
     """
     run.log(
         epoch=int(trials.epochs[row]),
@@ -135,24 +126,19 @@ def finish(run, settings, best, **more):
 
 
 def of(runs):
-    """The population of runs that differ in no more than `population.OWN`.
+    """The `Population` of runs that differ in no more than `population.OWN`.
 
-    Args:
-        runs: List of `recipes.engine.classifier.Training`.
-
-    Returns:
-        A `recipes.engine.population.Population` on as many devices as can have the same
-        number of them. Its trials are dicts with the keys `population.OWN`.
+    It is on as many devices as can have the same number of them. Its trials are dicts
+    with the keys `population.OWN`.
     """
     first, own = runs[0], population.OWN
-    shared = {key: value for key, value in first.config().items() if key not in own}
-    for settings in runs:
-        if differing := [
-            key for key in shared if getattr(settings, key) != shared[key]
-        ]:
+    shared = [key for key in first.config() if key not in own]
+    for other in runs:
+        changed = [key for key in shared if getattr(other, key) != getattr(first, key)]
+        if changed:
             raise ValueError(
                 f"Argument `runs` must differ in {', '.join(own)} only. Received: runs "
-                f"that differ in {', '.join(differing)}"
+                f"that differ in {', '.join(changed)}"
             )
     images = data.images(first)
 
@@ -171,15 +157,12 @@ def of(runs):
 
     devices = jax.devices()
     most = max(n for n in range(1, len(devices) + 1) if len(runs) % n == 0)
+    same = ("epochs", "batch_size", "momentum", "weight_decay", "augment")
     return population.Population(
         build,
         [{key: getattr(settings, key) for key in own} for settings in runs],
         images,
         devices=devices[:most],
         amat=first.normalisation().amat,
-        epochs=first.epochs,
-        batch_size=first.batch_size,
-        momentum=first.momentum,
-        weight_decay=first.weight_decay,
-        augment=first.augment,
+        **{key: getattr(first, key) for key in same},
     )

@@ -24,32 +24,19 @@ class Trial:
     Args:
         model: The `keras.Model` that computes. It must not be used elsewhere: the omega
             of its layers becomes 1.
-        batch_size, momentum, weight_decay, augment, amat: See `Population`.
+        optimizer: A Keras optimizer of its own.
+        batch_size, augment, amat: See `Population`.
         steps: Integer, number of steps in an epoch.
         schedule: Callable from the learning rate of a trial to that of the step.
     """
 
-    def __init__(
-        self,
-        model,
-        batch_size,
-        steps,
-        momentum,
-        weight_decay,
-        augment,
-        amat,
-        schedule,
-    ):
+    def __init__(self, model, optimizer, batch_size, steps, augment, amat, schedule):
         self._model = model
-        self._optimizer = optimizers.SGD(1.0, momentum, weight_decay)
-        self._optimizer.build(model.trainable_variables)
-        self._batch_size = batch_size
-        self._steps = steps
-        self._augment = augment
-        self._schedule = schedule
-        self._rate = _places(
-            self._optimizer.variables, [self._optimizer._learning_rate]
-        )[0]
+        self._optimizer = optimizer
+        optimizer.build(model.trainable_variables)
+        self._batch_size, self._steps = batch_size, steps
+        self._augment, self._amat, self._schedule = augment, amat, schedule
+        (self._rate,) = _places(optimizer.variables, [optimizer._learning_rate])
         # AMAT's eta depends on the product of omega and the rate: layers are told that.
         told = []
         if amat:
@@ -59,15 +46,12 @@ class Trial:
                 told.append(layer.learning_rate)
         self._told = _places(model.non_trainable_variables, told)
 
-    def start(self, model):
-        """The state of a trial at its start, a dict of arrays.
-
-        Args:
-            model: The `keras.Model` of the trial, with its initial weights.
-        """
+    def start(self, model, trial):
+        """The state of a trial before its first step, and its settings, for `model`."""
         trainable = _values(model.trainable_variables)
         non_trainable = _values(model.non_trainable_variables)
-        return {
+        told = optimizers.followers(model) if self._amat else []
+        state = {
             "trainable": trainable,
             "non_trainable": non_trainable,
             "optimizer": _values(self._optimizer.variables),
@@ -75,14 +59,18 @@ class Trial:
             "best_accuracy": np.float32(-1),
             "diverged": np.bool_(False),
         }
+        return state, {
+            "seed": np.array(trial["seed"], "uint32"),
+            "learning_rate": np.array(trial["learning_rate"], "float32"),
+            "omega": np.array([layer.omega for layer in told], "float32"),
+        }
 
     def train_epoch(self, current, settings, epoch, data):
         """Trains for an epoch.
 
         Args:
             current: Dict with the entries `CURRENT` of the state.
-            settings: Dict of `seed`, `learning_rate`, and `omega`, one number for each
-                layer that AMAT would tell the rate.
+            settings: See `start`; `omega` of each layer that AMAT would tell the rate.
             epoch: Integer, from 0.
             data: Training images and labels.
 
@@ -100,10 +88,8 @@ class Trial:
                 x = crop_and_flip(x, jax.random.fold_in(key, number))
             return self._train_step(current, settings, x, y)
 
-        numbers = jnp.arange(self._steps)
-        current, (losses, accuracies) = jax.lax.scan(step, current, numbers)
-        scores = {"train_loss": losses.mean(), "train_accuracy": accuracies.mean()}
-        return current, scores
+        current, scores = jax.lax.scan(step, current, jnp.arange(self._steps))
+        return current, jax.tree.map(jnp.mean, scores)
 
     def _train_step(self, current, settings, x, y):
         trainable, non_trainable, optimizer = (list(current[key]) for key in CURRENT)
@@ -124,18 +110,13 @@ class Trial:
         trainable, optimizer = self._optimizer.stateless_apply(
             optimizer, gradients, trainable
         )
-        for place in self._told:
-            # As AMAT leaves it.
+        for place in self._told:  # as AMAT leaves it
             non_trainable[place] = rate.astype(non_trainable[place].dtype)
         current = dict(zip(CURRENT, (trainable, non_trainable, optimizer), strict=True))
-        return current, (value, accuracy)
+        return current, {"train_loss": value, "train_accuracy": accuracy}
 
     def evaluate(self, state, data):
         """Measures a trial, and keeps its weights if they are the best so far.
-
-        Args:
-            state: The state.
-            data: Test images and labels.
 
         Returns:
             The state, and a dict of `test_loss` and `test_accuracy`.
@@ -148,9 +129,7 @@ class Trial:
         def measure(first):
             # The last batch begins earlier than it should, and counts what is new.
             start = jnp.minimum(first, count - batch)
-            x, y = (
-                jax.lax.dynamic_slice_in_dim(a, start, batch) for a in (images, labels)
-            )
+            x, y = (jax.lax.dynamic_slice_in_dim(a, start, batch) for a in data)
             logits, _ = self._model.stateless_call(*weights, x, training=False)
             new = start + jnp.arange(batch) >= first
             hits = (logits.argmax(-1) == y) & new
@@ -187,14 +166,10 @@ def program_of(function, axes, mesh):
     """
     # Of sharded arrays alone, the compiler would divide grouped convolutions otherwise,
     # and exchange them.
-    specs = [PartitionSpec(None if axis is None else "trial") for axis in axes]
-    mapped = jax.shard_map(
-        jax.vmap(function, axes),
-        mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=PartitionSpec("trial"),
-        check_vma=False,
-    )
+    specs = tuple(PartitionSpec(None if axis is None else "trial") for axis in axes)
+    specs = {"in_specs": specs, "out_specs": PartitionSpec("trial")}
+    mapped = jax.vmap(function, axes)
+    mapped = jax.shard_map(mapped, mesh=mesh, **specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=0)
 
 
