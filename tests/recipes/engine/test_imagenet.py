@@ -202,7 +202,7 @@ def test_without_augmentation_training_images_are_those_of_a_test(data_dir):
 
 def test_train(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "build", small.build)
-    settings = train.Saved(
+    settings = classifier.Saved(
         dataset="imagenet2012",
         norm="bn",
         image_size=SIZE,
