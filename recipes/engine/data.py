@@ -37,13 +37,9 @@ def augmented(dataset):
 
 
 def source(settings):
-    """What a classifier is trained on and tested with.
+    """What a `recipes.engine.classifier.Training` trains on and tests with.
 
-    Args:
-        settings: A `recipes.engine.classifier.Training`.
-
-    Returns:
-        `Arrays`, or an `imagenet.Stream`, which has the same attributes and methods.
+    `Arrays`, or an `imagenet.Stream`, which has the same attributes and methods.
     """
     if settings.dataset in STREAMED:
         return imagenet.Stream(settings)
@@ -51,14 +47,9 @@ def source(settings):
 
 
 def other_batches(settings, count):
-    """Batches as training has them, which it does not see in this composition.
+    """Yields `count` batches as training has them, but of other images.
 
-    Args:
-        settings: See `source`.
-        count: How many: the first of an epoch each, so that they are independent.
-
-    Yields:
-        A pair of arrays.
+    Each is the first of an epoch, so that they are independent.
     """
     others = source(dataclasses.replace(settings, seed=1_000_000, epochs=count))
     for epoch in range(count):
@@ -84,18 +75,18 @@ def enlarged(images):
     stage, where eight of nine weights of a kernel see zeros alone; without a norm, that
     network does not train.
     """
-    times = -(-32 // images.x_train.shape[1]) if images.x_train.shape[1] <= 16 else 1
-
-    def enlarge(x):
-        return x.repeat(times, axis=1).repeat(times, axis=2)
-
-    x_train, x_test = enlarge(images.x_train), enlarge(images.x_test)
+    height = images.x_train.shape[1]
+    times = -(-32 // height) if height <= 16 else 1
+    x_train, x_test = (
+        x.repeat(times, axis=1).repeat(times, axis=2)
+        for x in (images.x_train, images.x_test)
+    )
     return images._replace(x_train=x_train, x_test=x_test)
 
 
 @functools.lru_cache(maxsize=1)  # the next run in this process reads the same images
 def load(dataset, data_dir=None, train_size=None, download=False, validation_size=None):
-    """Loads a data set, each channel with mean 0 and deviation 1 over training images.
+    """The `ImageData` of a data set, each channel standardised over training images.
 
     Args:
         dataset: `"digits"` (scikit-learn's 1,797 images of 8x8, the same 360 of them
@@ -108,9 +99,6 @@ def load(dataset, data_dir=None, train_size=None, download=False, validation_siz
         download: Whether tensorflow_datasets may download what it does not find.
         validation_size: Hold out this many of these training images, in the place of
             the test images, which then nobody sees: for choosing settings.
-
-    Returns:
-        An `ImageData`.
     """
     if dataset == "digits":
         arrays = _digits()
@@ -124,23 +112,18 @@ def load(dataset, data_dir=None, train_size=None, download=False, validation_siz
             f"of an .npz file ({', '.join(STREAMED)} cannot be arrays, only "
             f"`recipes.train` reads it). Received: dataset={dataset!r}"
         )
-    x_train, y_train, x_test, y_test = arrays
+    x_train, x_test = (np.asarray(arrays[i], "float32") for i in (0, 2))
+    x_train, x_test = (x[..., None] if x.ndim == 3 else x for x in (x_train, x_test))
+    y_train, y_test = (np.asarray(arrays[i], "int32").reshape(-1) for i in (1, 3))
     num_classes = int(y_train.max()) + 1
     if train_size is not None:
-        if not 1 <= train_size <= len(x_train):
-            raise ValueError(
-                f"Argument `train_size` must be between 1 and {len(x_train)}, the "
-                f"training images of {dataset}. Received: train_size={train_size}"
-            )
+        about = f"the training images of {dataset}"
+        imagenet.check_size("train_size", train_size, len(x_train), about)
         chosen = np.random.default_rng(0).permutation(len(x_train))[:train_size]
         x_train, y_train = x_train[chosen], y_train[chosen]
     if validation_size is not None:
-        if not 1 <= validation_size < len(x_train):
-            raise ValueError(
-                f"Argument `validation_size` must be between 1 and {len(x_train) - 1}, "
-                "less than the training images. "
-                f"Received: validation_size={validation_size}"
-            )
+        most, about = len(x_train) - 1, "less than the training images"
+        imagenet.check_size("validation_size", validation_size, most, about)
         order = np.random.default_rng(1).permutation(len(x_train))
         held_out, chosen = order[:validation_size], order[validation_size:]
         x_test, y_test = x_train[held_out], y_train[held_out]
@@ -148,44 +131,27 @@ def load(dataset, data_dir=None, train_size=None, download=False, validation_siz
     mean = x_train.mean((0, 1, 2), dtype="float64").astype("float32")
     deviation = x_train.std((0, 1, 2), dtype="float64").astype("float32")
     deviation = np.maximum(deviation, 1e-7)  # a constant channel becomes 0
-    return ImageData(
-        (x_train - mean) / deviation,
-        y_train,
-        (x_test - mean) / deviation,
-        y_test,
-        num_classes,
-    )
+    x_train, x_test = ((x - mean) / deviation for x in (x_train, x_test))
+    return ImageData(x_train, y_train, x_test, y_test, num_classes)
 
 
 def _digits():
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    digits = load_digits()
+    x, y = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(
-        digits.images,
-        digits.target,
-        test_size=360,
-        random_state=0,
-        stratify=digits.target,
+        x.reshape(-1, 8, 8), y, test_size=360, random_state=0, stratify=y
     )
-    return _images(x_train), _labels(y_train), _images(x_test), _labels(y_test)
+    return x_train, y_train, x_test, y_test
 
 
 def _tfds(dataset, data_dir, download):
     import tensorflow_datasets as tfds
 
+    options = {"data_dir": data_dir, "download": download, "as_supervised": True}
     try:
-        (x_train, y_train), (x_test, y_test) = tfds.as_numpy(
-            tfds.load(
-                dataset,
-                split=["train", "test"],
-                data_dir=data_dir,
-                batch_size=-1,
-                as_supervised=True,
-                download=download,
-            )
-        )
+        splits = tfds.load(dataset, split=["train", "test"], batch_size=-1, **options)
     except (AssertionError, tfds.core.DatasetNotFoundError) as error:
         if download:
             raise
@@ -196,11 +162,12 @@ def _tfds(dataset, data_dir, download):
             "arrays x_train, y_train, x_test and y_test: --dataset=path/to/"
             f"{dataset}.npz"
         ) from error
-    return _images(x_train), _labels(y_train), _images(x_test), _labels(y_test)
+    train, test = tfds.as_numpy(splits)
+    return *train, *test
 
 
 def _npz(path):
-    names = ("x_train", "y_train", "x_test", "y_test")
+    names = ImageData._fields[:4]
     if not pathlib.Path(path).is_file():
         raise ValueError(
             f"Argument `dataset` must be the path of an existing .npz file. "
@@ -213,30 +180,14 @@ def _npz(path):
                 f"{', '.join(names)}. Received: dataset={path!r}, which has "
                 f"{file.files}, and lacks {missing}"
             )
-        x_train, y_train, x_test, y_test = (file[name] for name in names)
-    return _images(x_train), _labels(y_train), _images(x_test), _labels(y_test)
-
-
-def _images(x):
-    x = np.asarray(x, "float32")
-    return x[..., None] if x.ndim == 3 else x
-
-
-def _labels(y):
-    return np.asarray(y, "int32").reshape(-1)
+        return [file[name] for name in names]
 
 
 class Arrays:
-    """An `ImageData` as the training of a classifier reads it.
-
-    Args:
-        images: The `ImageData`.
-        settings: A `recipes.engine.classifier.Training`.
+    """An `ImageData`, `images`, as the training of a classifier reads it.
 
     Attributes:
-        images: The `ImageData`.
         image_shape: `(height, width, channels)`.
-        num_classes: Integer.
         steps: Number of training batches in an epoch.
         test: Test images and labels.
     """
@@ -246,13 +197,8 @@ class Arrays:
         self.image_shape = images.x_train.shape[1:]
         self.num_classes = images.num_classes
         self.test = images.x_test, images.y_test
-        self._batches = Batches(
-            images.x_train,
-            images.y_train,
-            settings.batch_size,
-            seed=settings.seed,
-            augment=settings.augment,
-        )
+        x, y, size = images.x_train, images.y_train, settings.batch_size
+        self._batches = Batches(x, y, size, settings.seed, settings.augment)
         self.steps = self._batches.steps
 
     def batches(self, first_epoch=0):
@@ -277,23 +223,15 @@ class Batches(keras.utils.PyDataset):
         first_epoch: Integer, the epoch of batch 0.
     """
 
+    num_batches = None  # endless: `steps_per_epoch` says where `fit` ends an epoch
+
     def __init__(self, x, y, batch_size, seed, augment=False, first_epoch=0):
         super().__init__()
-        if not 1 <= batch_size <= len(x):
-            raise ValueError(
-                f"Argument `batch_size` must be between 1 and {len(x)}, the number of "
-                f"training images. Received: batch_size={batch_size}"
-            )
-        self.x, self.y = x, y
-        self.batch_size = batch_size
-        self.seed = seed
-        self.augment = augment
-        self.first_epoch = first_epoch
+        about = "the number of training images"
+        imagenet.check_size("batch_size", batch_size, len(x), about)
+        self.x, self.y, self.batch_size = x, y, batch_size
+        self.seed, self.augment, self.first_epoch = seed, augment, first_epoch
         self.steps = len(x) // batch_size
-
-    @property
-    def num_batches(self):
-        return None  # endless: `steps_per_epoch` says where `fit` ends an epoch
 
     def __getitem__(self, i):
         epoch, step = self.first_epoch + i // self.steps, i % self.steps
@@ -301,25 +239,18 @@ class Batches(keras.utils.PyDataset):
         chosen = order[step * self.batch_size : (step + 1) * self.batch_size]
         x, y = self.x[chosen], self.y[chosen]
         if self.augment:
-            rng = np.random.default_rng((self.seed, epoch, step))
-            x = crop_and_flip(x, rng)
+            x = crop_and_flip(x, np.random.default_rng((self.seed, epoch, step)))
         return x, y
 
 
 def crop_and_flip(x, rng):
     """Shifts each image by up to 4 pixels, zeros coming in, and mirrors half of them.
 
-    Args:
-        x: Images `(n, height, width, channels)`.
-        rng: A `numpy.random.Generator`.
-
-    Returns:
-        Images of the same shape.
+    `x` are images `(n, height, width, channels)`, `rng` a `numpy.random.Generator`.
     """
     n, height, width, _ = x.shape
     padded = np.pad(x, ((0, 0), (PAD, PAD), (PAD, PAD), (0, 0)))
     rows = rng.integers(0, 2 * PAD + 1, (n, 1)) + np.arange(height)
     columns = rng.integers(0, 2 * PAD + 1, (n, 1)) + np.arange(width)
-    mirrored = rng.random((n, 1)) < 0.5
-    columns = np.where(mirrored, columns[:, ::-1], columns)
+    columns = np.where(rng.random((n, 1)) < 0.5, columns[:, ::-1], columns)
     return padded[np.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]]

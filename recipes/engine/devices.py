@@ -19,8 +19,7 @@ slice know of each other: there, `--num_processes` is enough, with how many they
 of it (`synchronized=True` on TensorFlow), so that a run does on many devices what it
 does on one, up to rounding. A batch that is k times as large, with `--learning_rate` k
 times as large, takes 1/k of the steps (the linear rule of
-https://arxiv.org/abs/1706.02677; the recipes have no warmup). Nothing of that is done
-unasked.
+https://arxiv.org/abs/1706.02677, here without warmup); nothing of that is done unasked.
 
 Process 0 writes the files of a run. The others start from what it has: a run goes on
 from the last epoch that process 0 has recorded, whichever process died.
@@ -31,11 +30,11 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import pickle
 import tempfile
 
 import keras
 import numpy as np
-from absl import flags
 
 from recipes.engine.data import TEST_BATCH_SIZE
 
@@ -52,10 +51,6 @@ def get(name, job_addresses=None, num_processes=None, process_id=None):
 
     Returns:
         `Replicas`, `DataParallel`, or `None` for one device.
-
-    Raises:
-        ValueError: If the backend has no such strategy, or for many machines with
-            another one than `"data_parallel"`.
     """
     several = [job_addresses, num_processes, process_id]
     if name != "data_parallel" and any(value is not None for value in several):
@@ -77,30 +72,11 @@ def get(name, job_addresses=None, num_processes=None, process_id=None):
     return DataParallel(*several) if name == "data_parallel" else Replicas(name)
 
 
-def define_flags():
-    """Defines the flags that `from_flags` reads."""
-    flags.DEFINE_enum("strategy", "none", ["none", *BACKENDS], "For many devices.")
-    flags.DEFINE_string("job_addresses", None, "host:port of each process, by commas.")
-    flags.DEFINE_integer("num_processes", None, "How many.", lower_bound=1)
-    flags.DEFINE_integer("process_id", None, "Which of them this is.", lower_bound=0)
-
-
-def from_flags():
-    """The strategy that the flags ask for, `None` for one device."""
-    values = flags.FLAGS
-    return get(
-        values.strategy, values.job_addresses, values.num_processes, values.process_id
-    )
-
-
 class Replicas:
     """`tf.distribute`, with batches of a known size, as TPUs need them.
 
     Args:
         name: `"mirrored"` or `"tpu"`.
-
-    Attributes:
-        devices: How many replicas there are.
     """
 
     def __init__(self, name):
@@ -113,9 +89,8 @@ class Replicas:
             self._strategy = tf.distribute.TPUStrategy(resolver)
         else:
             # CPUs that TensorFlow was told to divide, where there is no GPU.
-            gpus = tf.config.list_logical_devices("GPU")
-            cpus = tf.config.list_logical_devices("CPU")
-            names = [device.name for device in gpus or cpus]
+            listed = tf.config.list_logical_devices
+            names = [device.name for device in listed("GPU") or listed("CPU")]
             self._strategy = tf.distribute.MirroredStrategy(names)
         self.devices = self._strategy.num_replicas_in_sync
 
@@ -141,11 +116,7 @@ class Replicas:
         return directories
 
     def distribute(self, source, settings):
-        """The batches of `recipes.engine.data.source`, as `fit` is to get them.
-
-        Raises:
-            ValueError: If the batch size is no multiple of the number of replicas.
-        """
+        """The batches of `recipes.engine.data.source`, as `fit` is to get them."""
         return _Datasets(source, settings.batch_size, self.devices)
 
 
@@ -153,14 +124,10 @@ class DataParallel:
     """`keras.distribution.DataParallel` over all devices of JAX, of all processes.
 
     Args:
-        job_addresses, num_processes, process_id: See `get`.
-
-    Attributes:
-        devices: How many devices there are.
+        *several: `job_addresses`, `num_processes` and `process_id`, see `get`.
     """
 
-    def __init__(self, job_addresses=None, num_processes=None, process_id=None):
-        several = [job_addresses, num_processes, process_id]
+    def __init__(self, *several):
         if any(value is not None for value in several):
             keras.distribution.initialize(*several)
         import jax
@@ -188,29 +155,20 @@ class DataParallel:
         if self._processes == 1:
             return runs_dir, *others
         directory = pathlib.Path(runs_dir) / name
-        files = sorted(directory.glob("*")) if self._process == 0 else []
-        names = _from_process_0("\n".join(file.name for file in files).encode())
-        if self._process:
-            copies = pathlib.Path(tempfile.mkdtemp())
-            directory = copies / name
-            directory.mkdir()
-            runs_dir, others = copies, [other and copies for other in others]
-        for file in names.decode().splitlines():
-            path = directory / file
-            content = _from_process_0(b"" if self._process else path.read_bytes())
-            if self._process:
-                path.write_bytes(content)
-        return runs_dir, *others
+        if self._process == 0:
+            files = {path.name: path.read_bytes() for path in directory.glob("*")}
+            _from_process_0(pickle.dumps(files))
+            return runs_dir, *others
+        copies = pathlib.Path(tempfile.mkdtemp())
+        (copies / name).mkdir()
+        for file, content in pickle.loads(_from_process_0(b"")).items():
+            (copies / name / file).write_bytes(content)
+        return copies, *(other and copies for other in others)
 
     def distribute(self, source, settings):
-        """The part of each batch of `source` that this process has.
-
-        Raises:
-            ValueError: If the batch size is no multiple of the number of devices.
-        """
-        return _Parts(
-            source, settings.batch_size, self.devices, self._process, self._processes
-        )
+        """The part of each batch of `source` that this process has."""
+        numbers = self.devices, self._process, self._processes
+        return _Parts(source, settings.batch_size, *numbers)
 
 
 class _Parts:
@@ -228,12 +186,10 @@ class _Parts:
             )
         self._source = source
         self._process, self._processes = process, processes
-        self.image_shape = source.image_shape
-        self.num_classes = source.num_classes
+        self.image_shape, self.num_classes = source.image_shape, source.num_classes
         self.steps = source.steps
         if isinstance(source.test, tuple):
-            size, padded = test_batch(len(source.test[1]), devices)
-            self.test = _test(source.test, size, padded, process, processes)
+            self.test = self._mine(_test(source.test, devices))
         else:
             source.share(process, processes, *test_batch(source.test_count, devices))
             self.test = source.test
@@ -241,43 +197,49 @@ class _Parts:
     def batches(self, first_epoch=0):
         """This process's part of the training batches from an epoch on, without end."""
         batches = self._source.batches(first_epoch)
-        if not isinstance(self._source.test, tuple):
-            return batches
+        return self._mine(batches) if isinstance(self._source.test, tuple) else batches
+
+    def _mine(self, batches):
         return _PartOfBatches(batches, self._process, self._processes)
 
 
 class _Datasets(_Parts):
-    """The same as `tf.data.Dataset`, with sizes known."""
+    """The same for one process, as `tf.data.Dataset`, with sizes known."""
 
-    def __init__(self, source, batch_size, devices):
-        super().__init__(source, batch_size, devices)
-        if isinstance(self.test, keras.utils.PyDataset):
-            self.test = _dataset(self.test)
+    def _mine(self, batches):
+        import tensorflow as tf
 
-    def batches(self, first_epoch=0):
-        batches = super().batches(first_epoch)
-        if isinstance(batches, keras.utils.PyDataset):
-            return _dataset(batches)
-        return batches
+        finite = isinstance(batches, list)
+
+        def generate():
+            for i in range(len(batches)) if finite else itertools.count():
+                # Copies: TensorFlow takes the memory, and may write results there.
+                yield tuple(map(np.array, batches[i]))
+
+        specs = tuple(tf.TensorSpec(array.shape, array.dtype) for array in batches[0])
+        dataset = tf.data.Dataset.from_generator(generate, output_signature=specs)
+        if finite:
+            count = tf.data.experimental.assert_cardinality(len(batches))
+            dataset = dataset.apply(count)
+        return dataset.prefetch(tf.data.AUTOTUNE)
 
 
 class _PartOfBatches(keras.utils.PyDataset):
     """The part of each batch that a process has."""
 
+    num_batches = None  # endless, unless of a list
+
     def __init__(self, batches, process, processes):
         super().__init__()
         self._batches, self._process, self._processes = batches, process, processes
-
-    @property
-    def num_batches(self):
-        batches = self._batches
-        return len(batches) if isinstance(batches, list) else batches.num_batches
+        if isinstance(batches, list):
+            self.num_batches = len(batches)
 
     def __getitem__(self, i):
         batch = self._batches[i]
         size = len(batch[0]) // self._processes
-        first = self._process * size
-        return tuple(array[first : first + size] for array in batch)
+        mine = slice(self._process * size, (self._process + 1) * size)
+        return tuple(array[mine] for array in batch)
 
 
 def test_batch(count, devices):
@@ -292,37 +254,21 @@ def test_batch(count, devices):
     return size, -(-size // devices) * devices
 
 
-def _test(test, size, padded, process, processes):
-    """The part of a process of the test batches: images, labels and weights."""
+def _test(test, devices):
+    """A list of the test batches: images, labels and weights."""
+    size, padded = test_batch(len(test[1]), devices)
     fill = [(0, 0), (0, padded - size)]
     batches = [
         np.pad(a.reshape(-1, size, *a.shape[1:]), fill + [(0, 0)] * (a.ndim - 1))
         for a in (*test, np.ones(len(test[1]), "float32"))
     ]
-    return _PartOfBatches(list(zip(*batches)), process, processes)
-
-
-def _dataset(batches):
-    import tensorflow as tf
-
-    count = batches.num_batches
-    numbers = itertools.count if count is None else lambda: range(count)
-    dataset = tf.data.Dataset.from_generator(
-        # Copies: TensorFlow takes the memory, and may write its own results there.
-        lambda: (tuple(map(np.array, batches[i])) for i in numbers()),
-        output_signature=tuple(tf.TensorSpec(a.shape, a.dtype) for a in batches[0]),
-    )
-    if count is not None:
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(count))
-    return dataset.prefetch(tf.data.AUTOTUNE)
+    return list(zip(*batches))
 
 
 def _from_process_0(content):
-    """The bytes that process 0 has."""
-    from jax.experimental import multihost_utils
+    """The bytes that process 0 has; the others give none."""
+    from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    size = multihost_utils.broadcast_one_to_all(np.int32(len(content)))
-    array = np.zeros(int(size), "uint8")
-    if len(content) == len(array):
-        array = np.frombuffer(content, "uint8")
-    return np.asarray(multihost_utils.broadcast_one_to_all(array), "uint8").tobytes()
+    size = int(broadcast_one_to_all(np.int32(len(content))))
+    array = np.frombuffer(content or bytes(size), "uint8")
+    return np.asarray(broadcast_one_to_all(array), "uint8").tobytes()

@@ -26,23 +26,14 @@ NAME = "imagenet2012"
 SETTINGS = {"batch_size": 256, "weight_decay": 1e-4, "image_size": 224}
 MEAN = 255 * np.array([0.485, 0.456, 0.406], "float32")
 DEVIATION = 255 * np.array([0.229, 0.224, 0.225], "float32")
-AREA = (0.08, 1.0)
-RATIO = (3 / 4, 4 / 3)  # of width and height
-MIDDLE = 7 / 8
+AUTOTUNE = -1  # of tf.data
 SHUFFLED = 10_000  # encoded images, of about 0.1 MB, among which the next is chosen
 
 
 def schedule(learning_rate, total_steps):
-    """The rate, a tenth of it after each quarter of all steps.
+    """The rate, a tenth of it after each quarter of all steps, as a Keras schedule.
 
     These are epochs 30, 60 and 90 of the paper's 120.
-
-    Args:
-        learning_rate: Float, the rate of the first step.
-        total_steps: Integer, the number of steps of the whole training.
-
-    Returns:
-        A `keras.optimizers.schedules.LearningRateSchedule`.
     """
     # Keras holds a value up to and including its boundary.
     return keras.optimizers.schedules.PiecewiseConstantDecay(
@@ -60,136 +51,110 @@ class Stream:
 
     Attributes:
         image_shape: `(image_size, image_size, 3)`.
-        num_classes: Integer.
         steps: Number of training batches in an epoch.
         test: A `tf.data.Dataset` of all test batches.
         test_count: Number of test images.
-
-    Raises:
-        ValueError: If the data set is not there, or `train_size` or `batch_size` is
-            larger than it.
     """
 
     def __init__(self, settings):
         self._settings = settings
         self._builder = _builder(settings.data_dir, settings.download)
-        self._split, count = "train", self._builder.info.splits["train"].num_examples
-        size, batch_size = settings.train_size, settings.batch_size
-        if size is not None:
-            _check_size("train_size", size, count)
-            self._split, count = f"train[:{size}]", size
-        _check_size("batch_size", batch_size, count)
-        self._count = count
-        self.steps = count // batch_size
+        info, about = self._builder.info, f"the training images of {NAME}"
+        self._split, self._count = "train", info.splits["train"].num_examples
+        if (size := settings.train_size) is not None:
+            check_size("train_size", size, self._count, about)
+            self._split, self._count = f"train[:{size}]", size
+        check_size("batch_size", settings.batch_size, self._count, about)
+        self.steps = self._count // settings.batch_size
         self.image_shape = (settings.image_size, settings.image_size, 3)
-        self.num_classes = self._builder.info.features["label"].num_classes
-        self.test_count = self._builder.info.splits["validation"].num_examples
+        self.num_classes = info.features["label"].num_classes
+        self.test_count = info.splits["validation"].num_examples
         self._part, self._parts = 0, 1
-        self.test = self._test()
+        self.test = self._test().batch(settings.batch_size).prefetch(AUTOTUNE)
 
     def share(self, part, parts, test_size, padded_size):
         """From now on, read one of `parts` equal parts of each batch, number `part`.
 
-        Each process reads all files and decodes its own training images. Test batches
-        have weights too, third: 1 for images, 0 for what fills a batch up.
-
-        Args:
-            part, parts: Integers. Together the parts have the same images in a training
-                batch as one process has, in another order.
-            test_size: How many images are a test batch, a divisor of `test_count`.
-            padded_size: That with what fills it up.
+        Each process reads all files and decodes its own training images; all together
+        have those that one process has in a batch, in another order. Test batches of
+        `test_size` images, a divisor of `test_count`, are filled up to `padded_size`,
+        and have weights too, third: 1 for images, 0 for what fills up.
         """
         import tensorflow as tf
 
         self._part, self._parts = part, parts
         size = padded_size // parts
 
-        def filled(images, labels):
-            fill = [[0, padded_size - test_size]]
-            arrays = (images, labels, tf.ones(test_size))
-            return tuple(
-                tf.pad(array, fill + [[0, 0]] * (len(array.shape) - 1))[
-                    part * size : (part + 1) * size
-                ]
-                for array in arrays
-            )
+        def mine(array):
+            fill = [[0, padded_size - test_size]] + [[0, 0]] * (len(array.shape) - 1)
+            return tf.pad(array, fill)[part * size : (part + 1) * size]
 
-        test = self._test(batched=False).batch(test_size, drop_remainder=True)
-        self.test = test.map(filled, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+        def filled(images, labels):
+            return mine(images), mine(labels), mine(tf.ones(test_size))
+
+        test = self._test().batch(test_size, drop_remainder=True)
+        self.test = test.map(filled, AUTOTUNE).prefetch(AUTOTUNE)
 
     def batches(self, first_epoch=0):
         """The training batches of the epochs from `first_epoch` on.
 
         Each epoch has all images once, less the remainder that does not fill a batch.
 
-        Args:
-            first_epoch: Integer.
-
         Returns:
             A `tf.data.Dataset` of images `(batch_size, height, width, 3)`, float32, and
             labels `(batch_size,)`, int64.
         """
-        epochs = range(first_epoch, self._settings.epochs)
-        datasets = [self._epoch(epoch) for epoch in epochs]
-        return functools.reduce(lambda a, b: a.concatenate(b), datasets).prefetch(-1)
+        epochs = map(self._epoch, range(first_epoch, self._settings.epochs))
+        batches = functools.reduce(lambda a, b: a.concatenate(b), epochs)
+        return batches.prefetch(AUTOTUNE)
 
     def _epoch(self, epoch):
-        import tensorflow as tf
-
         seed = self._settings.seed
         first = epoch * self._count  # of the random numbers of this epoch
         order = int(np.random.default_rng((seed, epoch)).integers(2**31))
         images = self._read(self._split, shuffle_seed=order)
         images = images.shuffle(SHUFFLED, seed=order, reshuffle_each_iteration=False)
 
-        def prepare(number, image, label):
-            if self._settings.augment:
-                image = random_crop(image, self.image_shape[0], (seed, first + number))
-            else:
-                image = middle_crop(image, self.image_shape[0])
-            return standardise(image), label
+        def prepare(number, pair):
+            if not self._settings.augment:
+                return self._middle(*pair)
+            image = random_crop(pair[0], self.image_shape[0], (seed, first + number))
+            return standardise(image), pair[1]
 
         return (
             images.enumerate()
             .take(self.steps * self._settings.batch_size)
             .shard(self._parts, self._part)
-            .map(lambda number, pair: prepare(number, *pair), tf.data.AUTOTUNE)
+            .map(prepare, AUTOTUNE)
             .batch(self._settings.batch_size // self._parts, drop_remainder=True)
         )
 
-    def _test(self, batched=True):
-        import tensorflow as tf
+    def _middle(self, image, label):
+        return standardise(middle_crop(image, self.image_shape[0])), label
 
-        def prepare(image, label):
-            return standardise(middle_crop(image, self.image_shape[0])), label
-
-        images = self._read("validation").map(prepare, tf.data.AUTOTUNE)
-        if not batched:
-            return images
-        return images.batch(self._settings.batch_size).prefetch(tf.data.AUTOTUNE)
+    def _test(self):
+        return self._read("validation").map(self._middle, AUTOTUNE)
 
     def _read(self, split, shuffle_seed=None):
         """Encoded images and labels, in an order that `shuffle_seed` decides."""
         import tensorflow_datasets as tfds
 
+        fixed = {"shuffle_reshuffle_each_iteration": False, "try_autocache": False}
+        config = tfds.ReadConfig(shuffle_seed=shuffle_seed, **fixed)
         return self._builder.as_dataset(
             split,
             shuffle_files=shuffle_seed is not None,
             decoders={"image": tfds.decode.SkipDecoding()},
-            read_config=tfds.ReadConfig(
-                shuffle_seed=shuffle_seed,
-                shuffle_reshuffle_each_iteration=False,
-                try_autocache=False,
-            ),
+            read_config=config,
             as_supervised=True,
         )
 
 
 def random_crop(image, size, seed):
-    """A random part of an image, resized, and mirrored half of the times.
+    """A random part of a JPEG, resized, and mirrored half of the times.
 
     Args:
-        image: Scalar string tensor, a JPEG.
+        image: Scalar string tensor.
         size: Integer, height and width of the result.
         seed: Two integers, which decide the part.
 
@@ -204,30 +169,20 @@ def random_crop(image, size, seed):
         tf.constant([[[0.0, 0.0, 1.0, 1.0]]]),
         seeds[0],
         min_object_covered=0.0,
-        aspect_ratio_range=RATIO,
-        area_range=AREA,
+        aspect_ratio_range=(3 / 4, 4 / 3),
+        area_range=(0.08, 1.0),
         max_attempts=10,
     )
-    crop = tf.concat([begin[:2], extent[:2]], 0)
-    return tf.image.stateless_random_flip_left_right(
-        _decode(image, crop, size), seeds[1]
-    )
+    part = _decode(image, tf.concat([begin[:2], extent[:2]], 0), size)
+    return tf.image.stateless_random_flip_left_right(part, seeds[1])
 
 
 def middle_crop(image, size):
-    """The middle square of an image, 7/8 of the shorter side, resized.
-
-    Args:
-        image: Scalar string tensor, a JPEG.
-        size: Integer, height and width of the result.
-
-    Returns:
-        Float32 tensor `(size, size, 3)`, from 0 to 255.
-    """
+    """The middle square, 7/8 of the shorter side, resized; see `random_crop`."""
     import tensorflow as tf
 
     shape = tf.io.extract_jpeg_shape(image)[:2]
-    side = tf.cast(tf.round(MIDDLE * tf.cast(tf.reduce_min(shape), "float32")), "int32")
+    side = tf.cast(tf.round(7 / 8 * tf.cast(tf.reduce_min(shape), "float32")), "int32")
     side = tf.maximum(side, 1)
     return _decode(image, tf.concat([(shape - side) // 2, [side, side]], 0), size)
 
@@ -236,9 +191,8 @@ def _decode(image, crop, size):
     import tensorflow as tf
 
     pixels = tf.io.decode_and_crop_jpeg(image, crop, channels=3)
-    return tf.ensure_shape(
-        tf.image.resize(pixels, (size, size), antialias=True), (size, size, 3)
-    )
+    resized = tf.image.resize(pixels, (size, size), antialias=True)
+    return tf.ensure_shape(resized, (size, size, 3))
 
 
 def standardise(image):
@@ -265,9 +219,10 @@ def _builder(data_dir, download):
     return builder
 
 
-def _check_size(name, value, count):
-    if not 1 <= value <= count:
+def check_size(name, value, most, about):
+    """Raises a ValueError unless a number of images is between 1 and `most`."""
+    if not 1 <= value <= most:
         raise ValueError(
-            f"Argument `{name}` must be between 1 and {count}, the training images of "
-            f"{NAME}. Received: {name}={value}"
+            f"Argument `{name}` must be between 1 and {most}, {about}. "
+            f"Received: {name}={value}"
         )

@@ -2,46 +2,29 @@
 
 import contextlib
 import re
+from functools import partial
 
 import keras
 
 from keras_norms.layers.learning_rate import FollowsLearningRate
 from recipes.models import norms
-from recipes.models.applications import (
-    densenet121,
-    densenet169,
-    efficientnetb0,
-    resnet50,
-    resnet101,
-)
-from recipes.models.resnet import resnet, resnet18, resnet34
+from recipes.models.applications import APPLICATIONS, application
+from recipes.models.resnet import resnet
 from recipes.models.vgg import vgg11, vgg16
 
 DEPTHS = range(8, 1203, 6)  # of residual networks for small images
+SMALL = {"vgg11": vgg11, "vgg16": vgg16}
 NAMED = {
-    "vgg11": vgg11,
-    "vgg16": vgg16,
-    "resnet18": resnet18,
-    "resnet34": resnet34,
-    "resnet50": resnet50,
-    "resnet101": resnet101,
-    "densenet121": densenet121,
-    "densenet169": densenet169,
-    "efficientnetb0": efficientnetb0,
+    **SMALL,
+    "resnet18": partial(resnet, 18),
+    "resnet34": partial(resnet, 34),
+    **{name: partial(application, name) for name in APPLICATIONS},
 }
-SMALL = ("vgg11", "vgg16")
 NAMES = f"resnet8, resnet20, ..., {', '.join(NAMED)}."
 
 
 def build(
-    model,
-    input_shape,
-    num_classes,
-    norm,
-    activation,
-    rho=1.0,
-    omega=10.0,
-    dtype=None,
+    model, input_shape, num_classes, norm, activation, rho=1.0, omega=10.0, dtype=None
 ):
     """Builds a network that returns logits.
 
@@ -59,18 +42,15 @@ def build(
         dtype: Name of a dtype policy, such as `"mixed_bfloat16"`; Keras' own if `None`.
 
     Returns:
-        A `keras.Model`.
+        A `keras.Model` from `(batch, *input_shape)` to `(batch, num_classes)`.
     """
     check(model, activation)
     if isinstance(norm, str):
         norm = norms.get(norm, rho, omega)
     name, _, width = model.partition("_")
-    arguments = input_shape, num_classes, norm, activation
+    make = NAMED.get(name) or partial(resnet, int(name.removeprefix("resnet")))
     with dtype_policy(dtype):
-        if name in NAMED:
-            network = NAMED[name](*arguments)
-        else:
-            network = resnet(int(name.removeprefix("resnet")), *arguments)
+        network = make(input_shape, num_classes, norm, activation)
         return scaled(network, float(width)) if width else network
 
 
@@ -88,12 +68,7 @@ def dtype_policy(dtype):
 def scaled(model, width):
     """The same network, not trained, with `width` times as many channels.
 
-    Args:
-        model: A `keras.Model` of this package.
-        width: Positive number. Each convolution keeps one filter at least.
-
-    Returns:
-        A `keras.Model`.
+    Each convolution keeps one filter at least.
     """
 
     def clone(layer):
@@ -118,9 +93,7 @@ def check(model, activation):
     """Raises a ValueError unless `build` knows both names."""
     name, *widths = model.split("_", 1)
     depth = re.fullmatch(r"resnet(\d+)", name)
-    small = name in SMALL
-    if name not in NAMED:
-        small = depth and int(depth[1]) in DEPTHS
+    small = name in SMALL or name not in NAMED and depth and int(depth[1]) in DEPTHS
     scales = all(re.fullmatch(r"0\.\d*[1-9]|[1-9]\d*", width) for width in widths)
     if not (model in NAMED or small and scales):
         raise ValueError(

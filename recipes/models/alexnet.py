@@ -11,12 +11,10 @@ Reference: https://arxiv.org/abs/2205.15146, Appendix I.1.
 
 from keras import Model, layers
 
-from recipes.models.head import dense_head
+from recipes.models.head import conv2d, dense_head
 
-ADDED = (20,) * 5
 CONVOLUTIONS = ((96, 11, True), (256, 5, True), (384, 3, False), (384, 3, False))
 CONVOLUTIONS += ((256, 3, True),)  # filters, size of the kernel, a maximum behind it
-LARGE = 64  # pixels
 
 
 def alexnet(
@@ -25,38 +23,24 @@ def alexnet(
     norm=None,
     place=1,
     activation="relu",
-    added=ADDED,
+    added=(20,) * 5,
     width=1.0,
 ):
-    """Builds the network.
+    """Builds the network, from `(batch, *input_shape)` to logits.
 
     Args:
-        input_shape: `(height, width, channels)`.
-        num_classes: Size of the output, which are logits.
-        norm: `None`, or the one normalisation layer, not yet called.
-        place: It stands before this Dense layer, counted from the top. 1, 2 and 3 are
-            AlexNet-1, AlexNet-2 and AlexNet-3 of the paper.
-        activation: Name of a Keras activation.
+        input_shape, num_classes, activation: See `recipes.models.build`.
+        norm, place: See `dense_head`. Places 1, 2 and 3 are AlexNet-1, AlexNet-2 and
+            AlexNet-3 of the paper.
         added: Sizes of the added Dense layers.
         width: Factor of all other channels and sizes.
-
-    Returns:
-        A `keras.Model` from `(batch, height, width, channels)` to
-        `(batch, num_classes)`.
     """
     x = inputs = layers.Input(input_shape, name="image")
     for index, (filters, size, pool) in enumerate(CONVOLUTIONS, start=1):
         name, stride = f"conv{index}", 1
         if index == 1:
-            size, stride = (11, 4) if min(input_shape[:2]) >= LARGE else (3, 1)
-        x = layers.Conv2D(
-            max(1, round(width * filters)),
-            size,
-            stride,
-            padding="same",
-            kernel_initializer="he_normal",
-            name=name,
-        )(x)
+            size, stride = (11, 4) if min(input_shape[:2]) >= 64 else (3, 1)
+        x = conv2d(max(1, round(width * filters)), size, stride, name=name)(x)
         x = layers.Activation(activation, name=f"{name}_activation")(x)
         if pool:
             x = layers.MaxPooling2D(3, 2, padding="same", name=f"{name}_pool")(x)

@@ -19,80 +19,43 @@ from keras import layers
 
 from keras_norms import CBN, convert
 
-SMALLEST = 32  # pixels, of keras.applications
 CONVOLUTIONS = (layers.Conv2D, layers.DepthwiseConv2D)
 NORMALISED = (CBN, layers.BatchNormalization)
-BETWEEN = (
-    layers.Concatenate,
-    layers.AveragePooling2D,
-)  # convolution and norm, DenseNet
+BETWEEN = (layers.Concatenate, layers.AveragePooling2D)  # convolution and norm
+APPLICATIONS = {
+    "resnet50": keras.applications.ResNet50,
+    "resnet101": keras.applications.ResNet101,
+    "densenet121": keras.applications.DenseNet121,
+    "densenet169": keras.applications.DenseNet169,
+    "efficientnetb0": keras.applications.EfficientNetB0,
+}
 
 
-def resnet50(input_shape, num_classes, norm, activation):
-    """Builds ResNet-50.
+def application(name, input_shape, num_classes, norm, activation):
+    """Builds a network, from `(batch, *input_shape)` to logits.
 
     Args:
+        name: A key of `APPLICATIONS`.
         input_shape: `(height, width, channels)`, 32x32 at least.
-        num_classes: Size of the output, which are logits.
+        num_classes, activation: See `recipes.models.build`.
         norm: A `recipes.models.norms.Norm`.
-        activation: Name of a Keras activation.
-
-    Returns:
-        A `keras.Model` from `(batch, height, width, channels)` to
-        `(batch, num_classes)`.
     """
-    model = _original(keras.applications.ResNet50, input_shape, num_classes)
-    return _with(model, norm, activation, "relu", kernel_initializer="he_normal")
-
-
-def resnet101(input_shape, num_classes, norm, activation):
-    """Builds ResNet-101. For the arguments see `resnet50`."""
-    model = _original(keras.applications.ResNet101, input_shape, num_classes)
-    return _with(model, norm, activation, "relu", kernel_initializer="he_normal")
-
-
-def densenet121(input_shape, num_classes, norm, activation):
-    """Builds DenseNet-121. For the arguments see `resnet50`."""
-    model = _original(keras.applications.DenseNet121, input_shape, num_classes)
-    return _with(model, norm, activation, "relu", kernel_initializer="he_normal")
-
-
-def densenet169(input_shape, num_classes, norm, activation):
-    """Builds DenseNet-169. For the arguments see `resnet50`."""
-    model = _original(keras.applications.DenseNet169, input_shape, num_classes)
-    return _with(model, norm, activation, "relu", kernel_initializer="he_normal")
-
-
-def efficientnetb0(input_shape, num_classes, norm, activation):
-    """Builds EfficientNet-B0. For the arguments see `resnet50`."""
-    model = _original(keras.applications.EfficientNetB0, input_shape, num_classes)
-    image = model.get_layer("stem_conv_pad").input
-    model = keras.Model(image, model.output, name=model.name)
-    return _with(model, norm, activation, "swish")
-
-
-def _original(application, input_shape, num_classes):
-    if min(input_shape[:2]) < SMALLEST:
+    if min(input_shape[:2]) < 32:  # what keras.applications takes
         raise ValueError(
-            f"Argument `input_shape` must be {SMALLEST}x{SMALLEST} pixels at least. "
+            "Argument `input_shape` must be 32x32 pixels at least. "
             f"Received: input_shape={input_shape}"
         )
-    return application(
-        weights=None,
-        input_shape=input_shape,
-        classes=num_classes,
-        classifier_activation=None,
-    )
-
-
-def _with(model, norm, activation, replaced, **changes):
-    """The network with `activation` in the place of `replaced`, and with `norm`."""
-    replaced = keras.activations.get(replaced)
+    sizes = {"input_shape": input_shape, "classes": num_classes}
+    model = APPLICATIONS[name](weights=None, classifier_activation=None, **sizes)
+    replaced, changes = keras.activations.relu, {"kernel_initializer": "he_normal"}
+    if name == "efficientnetb0":
+        replaced, changes = keras.activations.swish, {}
+        image = model.get_layer("stem_conv_pad").input
+        model = keras.Model(image, model.output, name=model.name)
 
     def original(layer):
         config = layer.get_config()
-        function = getattr(layer, "activation", None)
-        if function is replaced:
+        if getattr(layer, "activation", None) is replaced:
             config["activation"] = activation
         if isinstance(layer, layers.Conv2D):
             config.update(changes)

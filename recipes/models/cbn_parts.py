@@ -1,4 +1,7 @@
-"""The two halves of CBN, each alone: mean removal and the l2 norm."""
+"""The two halves of CBN, each alone: mean removal and the l2 norm.
+
+They have the arguments of `CBN` but for `axis`: channels are last.
+"""
 
 import keras
 from keras import ops
@@ -8,11 +11,7 @@ from keras_norms import CBN
 
 @keras.saving.register_keras_serializable(package="keras_norms_recipes")
 class MeanRemoval(CBN):
-    """Eq. 4 of the CBN paper alone: `y = x - mu_A + beta`, mu_A as CBN has it.
-
-    Args:
-        **kwargs: Arguments of `CBN`, without `axis`: channels are last.
-    """
+    """Eq. 4 of the CBN paper alone: `y = x - mu_A + beta`, mu_A as CBN has it."""
 
     def __init__(self, scale=False, **kwargs):
         super().__init__(scale=scale, **kwargs)
@@ -24,11 +23,7 @@ class MeanRemoval(CBN):
 
 @keras.saving.register_keras_serializable(package="keras_norms_recipes")
 class L2Norm(CBN):
-    """Eq. 5 alone: `y = (gamma / rho) * x / sqrt(sq_A + epsilon)`, sq_A of x itself.
-
-    Args:
-        **kwargs: Arguments of `CBN`, without `axis`: channels are last.
-    """
+    """Eq. 5 alone: `y = (gamma / rho) * x / sqrt(sq_A + epsilon)`, sq_A of x itself."""
 
     def __init__(self, center=False, **kwargs):
         super().__init__(center=center, **kwargs)

@@ -33,9 +33,6 @@ def dln(norm, dimension=DIMENSION, depth=DEPTH):
         norm: A `recipes.models.norms.Norm` that stands after linear layers, or nowhere.
         dimension: Size of input, output and everything between.
         depth: Number of linear layers, named `layer1` to `layer<depth>`.
-
-    Returns:
-        A `keras.Model` from `(batch, dimension)` to `(batch, dimension)`.
     """
     if norm.placement == "before" or norm.wrapper is not None:
         raise ValueError(
@@ -44,22 +41,15 @@ def dln(norm, dimension=DIMENSION, depth=DEPTH):
         )
     x = inputs = layers.Input((dimension,), name="x")
     for i in range(1, depth + 1):
-        name = f"layer{i}"
-        dense = layers.Dense(
-            dimension, use_bias=False, kernel_initializer="glorot_normal", name=name
-        )
-        x = dense(x)
+        options = {"use_bias": False, "kernel_initializer": "glorot_normal"}
+        x = layers.Dense(dimension, **options, name=f"layer{i}")(x)
         if i < depth:
-            x = norm.after(x, name)
+            x = norm.after(x, f"layer{i}")
     return Model(inputs, x, name="dln")
 
 
 def regression(seed, dimension=DIMENSION, samples=SAMPLES):
-    """The data set: standard Gaussian inputs and their images under a Gaussian matrix.
-
-    Args:
-        seed: Integer, of both.
-        dimension, samples: Integers.
+    """Standard Gaussian inputs and their images under a Gaussian matrix.
 
     Returns:
         x and y, float32 arrays of shape `(samples, dimension)`.

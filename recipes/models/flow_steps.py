@@ -189,3 +189,6 @@ def checkerboard(shape):
 def of_channels(shape):
     """Ones in the first half of the channels, of shape `(height, width, channels)`."""
     return (np.indices(shape)[2] < shape[2] // 2).astype("float32")
+
+
+MASKS = {"checkerboard": checkerboard, "channels": of_channels}

@@ -1,6 +1,10 @@
-"""Dense layers on top of a network, with one normalisation among them."""
+"""What networks share: their convolution, and Dense layers with one norm among them."""
+
+from functools import partial
 
 from keras import layers
+
+conv2d = partial(layers.Conv2D, padding="same", kernel_initializer="he_normal")
 
 
 def dense_head(x, widths, num_classes, activation, norm=None, place=1):
@@ -11,7 +15,7 @@ def dense_head(x, widths, num_classes, activation, norm=None, place=1):
         widths: Sizes of the hidden layers, first one first.
         num_classes: Size of the output.
         activation: Name of a Keras activation.
-        norm: `None`, or a layer, that stands before a Dense layer.
+        norm: `None`, or a layer, not yet called, that stands before a Dense layer.
         place: Positive integer, that Dense layer, 1 for the logits, 2 the next below.
 
     Returns:

@@ -10,33 +10,24 @@ Reference: https://arxiv.org/abs/2205.15146, Table 7 and Appendix I.1.
 
 from keras import Model, layers
 
-from recipes.models.head import dense_head
-
-ADDED = (20,) * 7
+from recipes.models.head import conv2d, dense_head
 
 
-def lenet(input_shape, num_classes, norm=None, place=1, activation="relu", added=ADDED):
-    """Builds the network.
+def lenet(
+    input_shape, num_classes, norm=None, place=1, activation="relu", added=(20,) * 7
+):
+    """Builds the network, from `(batch, *input_shape)` to logits.
 
     Args:
-        input_shape: `(height, width, channels)`.
-        num_classes: Size of the output, which are logits.
-        norm: `None`, or the one normalisation layer, not yet called.
-        place: It stands before this Dense layer, counted from the top. 1, 2 and 3 are
-            LeNet-1, LeNet-2 and LeNet-3 of the paper.
-        activation: Name of a Keras activation.
+        input_shape, num_classes, activation: See `recipes.models.build`.
+        norm, place: See `dense_head`. Places 1, 2 and 3 are LeNet-1, LeNet-2 and
+            LeNet-3 of the paper.
         added: Sizes of the added Dense layers.
-
-    Returns:
-        A `keras.Model` from `(batch, height, width, channels)` to
-        `(batch, num_classes)`.
     """
     x = inputs = layers.Input(input_shape, name="image")
     for index, filters in enumerate((6, 16), start=1):
         name = f"conv{index}"
-        x = layers.Conv2D(
-            filters, 5, padding="same", kernel_initializer="he_normal", name=name
-        )(x)
+        x = conv2d(filters, 5, name=name)(x)
         x = layers.Activation(activation, name=f"{name}_activation")(x)
         x = layers.MaxPooling2D(padding="same", name=f"{name}_pool")(x)
     x = layers.Flatten(name="flat")(x)

@@ -27,6 +27,7 @@ layer. Kernels are those of all convolutions. Another normalisation is one more 
 import dataclasses
 import re
 from collections.abc import Callable
+from functools import partial
 
 import keras
 
@@ -72,55 +73,29 @@ class Norm:
         return self.layer(x.shape[-1], name=f"{name}_norm")(x)
 
 
-def batch_normalization(channels, name):
-    """BatchNormalization with PyTorch's defaults, as in the baselines of the paper."""
-    return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)
-
-
-def noisy_batch_normalization(channels, name):
-    # Seeded by `keras.utils.set_random_seed`, as initializers are.
-    return NoisyBN(momentum=0.9, epsilon=1e-5, name=name)
-
-
-def lp_norm(p):
-    return lambda channels, name: LpNorm(p, momentum=0.9, name=name)
-
-
 def group_normalization(channels, name):
     groups = max(n for n in range(1, 33) if channels % (4 * n) == 0 or n == 1)
     return keras.layers.GroupNormalization(groups, epsilon=1e-5, name=name)
 
 
-def layer_normalization(channels, name):
-    return keras.layers.GroupNormalization(1, epsilon=1e-5, name=name)
-
-
-def rms_normalization(channels, name):
-    return keras.layers.RMSNormalization(name=name)
+def after(kind, wrapper=None, **arguments):
+    """A `Norm` after linear layers, whose layers need no number of channels."""
+    return Norm(lambda channels, name: kind(**arguments, name=name), "after", wrapper)
 
 
 def scaled_cwn(layer, name):
     return CWN(layer, scale=2**0.5, name=name)
 
 
-def cbn(placement="before", kind=CBN, amat=True, **arguments):
-    """Returns a function of rho and omega that makes the `Norm` of such layers.
+def cbn(rho=1.0, omega=10.0, placement="before", kind=CBN, amat=True, **arguments):
+    """A `Norm` of CBN layers. `rho` is a number, or what `stage_rho` returns."""
 
-    Its rho is a number, or a dict from a stage to its number and from None to that of
-    all other stages.
-    """
+    def layer(channels, name):
+        own = rho.get(stage(name), rho[None]) if isinstance(rho, dict) else rho
+        return kind(rho=own, omega=omega, name=name, **arguments)
 
-    def make(rho=1.0, omega=10.0):
-        def layer(channels, name):
-            own = rho
-            if isinstance(rho, dict):
-                own = rho.get(stage(name), rho[None])
-            return kind(rho=own, omega=omega, name=name, **arguments)
-
-        layer(1, "checked")  # refuses bad arguments now
-        return Norm(layer, placement, amat=amat)
-
-    return make
+    layer(1, "checked")  # refuses bad arguments now
+    return Norm(layer, placement, amat=amat)
 
 
 def without_amat(rate=-1.0, **arguments):
@@ -135,33 +110,34 @@ def fixed_average(omega, **arguments):
     return without_amat(rate=0.1, omega=1.0, **arguments)
 
 
+cbn_batch = partial(cbn, kind=without_amat, amat=False)
 CBN_FAMILY = {
-    "cbn": cbn(),
-    "bn_before": cbn(kind=without_amat, amat=False, decouple=False),
-    "bn_rho": cbn("after", without_amat, amat=False, decouple=False),
-    "bn_rho_amat": cbn("after", decouple=False),
-    "cbn_batch": cbn(kind=without_amat, amat=False),
-    "cbn_fixed": cbn(kind=fixed_average, amat=False),
-    "mean_removal": cbn(kind=MeanRemoval),
-    "l2_norm": cbn(kind=L2Norm),
+    "cbn": cbn,
+    "bn_before": partial(cbn_batch, decouple=False),
+    "bn_rho": partial(cbn_batch, placement="after", decouple=False),
+    "bn_rho_amat": partial(cbn, placement="after", decouple=False),
+    "cbn_batch": cbn_batch,
+    "cbn_fixed": partial(cbn_batch, kind=fixed_average),
+    "mean_removal": partial(cbn, kind=MeanRemoval),
+    "l2_norm": partial(cbn, kind=L2Norm),
 }
-
+BN = keras.layers.BatchNormalization
+PYTORCH = {"momentum": 0.9, "epsilon": 1e-5}  # as in the baselines of the CBN paper
 NORMS = {
     "none": Norm(),
-    "bn": Norm(batch_normalization, "after"),
+    "bn": after(BN, **PYTORCH),
     **{name: make() for name, make in CBN_FAMILY.items()},
-    "noisy_bn": Norm(noisy_batch_normalization, "after"),
-    "lp1": Norm(lp_norm(1), "after"),
-    "lp2": Norm(lp_norm(2), "after"),
-    "lpinf": Norm(lp_norm("inf"), "after"),
-    "layer": Norm(layer_normalization, "after"),
+    # Seeded by `keras.utils.set_random_seed`, as initializers are.
+    "noisy_bn": after(NoisyBN, **PYTORCH),
+    **{f"lp{p}": after(LpNorm, p=p, momentum=0.9) for p in (1, 2, "inf")},
+    "layer": after(keras.layers.GroupNormalization, groups=1, epsilon=1e-5),
     "group": Norm(group_normalization, "after"),
-    "rms": Norm(rms_normalization, "after"),
+    "rms": after(keras.layers.RMSNormalization),
     "ws": Norm(wrapper=WS),
     "cwn": Norm(wrapper=scaled_cwn),
     "wn": Norm(wrapper=WN),
     "ws+gn": Norm(group_normalization, "after", WS),
-    "cwn+bn": Norm(batch_normalization, "after", CWN),
+    "cwn+bn": after(BN, CWN, **PYTORCH),
 }
 
 
@@ -172,11 +148,10 @@ def stage(name):
 
 
 def stage_rho(rho, text):
-    """The rho of each stage, as `get` takes it.
+    """The rho of each stage, from text like `"stage1=0.5,stage2=2"` or `None`.
 
-    Args:
-        rho: Float, of the stages that `text` does not name.
-        text: Such as `"stage1=0.5,stage2=2"`, or `None`.
+    It is `rho` itself, or a dict from a stage to its rho and from `None` to `rho`, that
+    of all other stages.
     """
     if text is None:
         return rho
@@ -208,14 +183,9 @@ def check_stages(text, model):
 
 
 def get(name, rho=1.0, omega=10.0):
-    """Returns the `Norm` called `name`; `rho` and `omega` are those of CBN layers.
-
-    `rho` may be that of each stage, see `stage_rho`.
-    """
+    """The `Norm` called `name`, of CBN layers with `rho` (see `stage_rho`), `omega`."""
     if name not in NORMS:
         raise ValueError(
             f"Argument `norm` must be one of {sorted(NORMS)}. Received: norm={name!r}"
         )
-    if name in CBN_FAMILY:
-        return CBN_FAMILY[name](rho, omega)
-    return NORMS[name]
+    return CBN_FAMILY[name](rho, omega) if name in CBN_FAMILY else NORMS[name]

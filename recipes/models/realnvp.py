@@ -20,21 +20,13 @@ import keras
 from keras import layers, ops
 
 from keras_norms import WN
-from recipes.models import norms
-from recipes.models.flow_steps import (
-    BETWEEN,
-    Coupling,
-    FactorOut,
-    Logit,
-    Squeeze,
-    checkerboard,
-    of_channels,
-    sample_sum,
-)
+from recipes.models import flow_steps, norms
+from recipes.models.flow_steps import FactorOut, sample_sum
+from recipes.models.head import conv2d
 
 
 def residual_network(shape, width, blocks, norm, name):
-    """The network of s and t, which returns zeros as long as it is not trained.
+    """The network of s and t, with zeros for twice the channels until it is trained.
 
     Args:
         shape: `(height, width, channels)` of its input.
@@ -42,20 +34,10 @@ def residual_network(shape, width, blocks, norm, name):
         blocks: Number of residual blocks of two 3x3 convolutions.
         norm: A `norms.Norm`.
         name: Start of the names of its layers.
-
-    Returns:
-        A `keras.Model` from `(batch, *shape)` to twice the channels.
     """
 
     def convolution(x, name):
-        layer = layers.Conv2D(
-            width,
-            3,
-            padding="same",
-            use_bias=norm.use_bias,
-            kernel_initializer="he_normal",
-            name=name,
-        )
+        layer = conv2d(width, 3, use_bias=norm.use_bias, name=name)
         # Weight normalization, as in the original, where the norm has no other.
         wrapped = norm.convolution(layer)
         return (WN(layer, name=name) if wrapped is layer else wrapped)(x)
@@ -70,9 +52,8 @@ def residual_network(shape, width, blocks, norm, name):
             x = norm.after(convolution(norm.before(x, layer), layer), layer)
             x = ops.relu(x if part == 1 else x + shortcut)
     head = f"{name}_head"
-    outputs = layers.Conv2D(
-        2 * shape[-1], 3, padding="same", kernel_initializer="zeros", name=head
-    )(norm.before(x, head))
+    last = conv2d(2 * shape[-1], 3, kernel_initializer="zeros", name=head)
+    outputs = last(norm.before(x, head))
     return keras.Model(inputs, outputs, name=f"{name}_network")
 
 
@@ -102,17 +83,14 @@ class RealNVP(keras.Model):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        for key, value in (
-            ("scales", scales),
-            ("couplings", couplings),
-            ("width", width),
-            ("blocks", blocks),
-        ):
+        counts = {"scales": scales, "couplings": couplings}
+        counts |= {"width": width, "blocks": blocks}
+        for key, value in counts.items():
             if value < 1:
                 raise ValueError(
                     f"Argument `{key}` must be at least 1. Received: {key}={value}"
                 )
-        if image_shape[0] % 2 ** (scales - 1) or image_shape[1] % 2 ** (scales - 1):
+        if any(size % 2 ** (scales - 1) for size in image_shape[:2]):
             raise ValueError(
                 "Argument `image_shape` must have a height and a width that "
                 f"{scales} scales can halve {scales - 1} times. "
@@ -120,16 +98,17 @@ class RealNVP(keras.Model):
             )
         self.image_shape = tuple(image_shape)
         self.dimensions = math.prod(image_shape)
-        self.steps = [Logit(name="logit")]
-        place = BETWEEN.get(norm) if between else None
+        self.steps = [flow_steps.Logit(name="logit")]
+        place = flow_steps.BETWEEN.get(norm) if between else None
         norm = norms.get(norm)
 
-        def couple(shape, kind, mask_of, count):
+        def couple(shape, kind, count):
             for i in range(count):
-                mask = mask_of(shape) if i % 2 == 0 else 1 - mask_of(shape)
+                mask = flow_steps.MASKS[kind](shape)
+                mask = mask if i % 2 == 0 else 1 - mask
                 name = f"scale{scale}_{kind}{i + 1}"
                 network = residual_network(shape, width, blocks, norm, name)
-                steps = [Coupling(network, mask, name=name)]
+                steps = [flow_steps.Coupling(network, mask, name=name)]
                 if place is not None:
                     steps.append(place(mask, f"{name}_between"))
                 for step in steps:
@@ -138,14 +117,14 @@ class RealNVP(keras.Model):
 
         h, w, c = image_shape
         for scale in range(1, scales):
-            couple((h, w, c), "checkerboard", checkerboard, couplings)
-            self.steps.append(Squeeze(name=f"scale{scale}_squeeze"))
+            couple((h, w, c), "checkerboard", couplings)
+            self.steps.append(flow_steps.Squeeze(name=f"scale{scale}_squeeze"))
             h, w, c = h // 2, w // 2, 4 * c
-            couple((h, w, c), "channels", of_channels, couplings)
+            couple((h, w, c), "channels", couplings)
             self.steps.append(FactorOut(name=f"scale{scale}_done"))
             c //= 2
         scale = scales
-        couple((h, w, c), "checkerboard", checkerboard, couplings + 1)
+        couple((h, w, c), "checkerboard", couplings + 1)
         self._last_shape = (h, w, c)
         self.build((None, *image_shape))
 
@@ -162,21 +141,20 @@ class RealNVP(keras.Model):
         return log_det - 0.5 * sample_sum(ops.square(z) + math.log(2 * math.pi))
 
     def transform(self, x, training=False):
-        """Images to latent variables.
+        """Images to z, `(batch, dimensions)`, and log |det dz/dx|, `(batch,)`.
 
-        Returns:
-            Tensor `(batch, dimensions)`, standard normal under the model, and
-            log |det dz/dx|, `(batch,)`.
+        Under the model z is standard normal.
         """
         done, log_det = [], 0.0
         for step in self.steps:
             if isinstance(step, FactorOut):
                 out, x = ops.split(x, 2, -1)
-                done.append(self._flat(out))
+                done.append(out)
             else:
                 x, change = step(x, training=training)
                 log_det = log_det + change
-        return ops.concatenate([*done, self._flat(x)], -1), log_det
+        flat = [ops.reshape(a, (-1, math.prod(a.shape[1:]))) for a in (*done, x)]
+        return ops.concatenate(flat, -1), log_det
 
     def inverse(self, z):
         """Latent variables `(batch, dimensions)` to images; of inference."""
@@ -191,6 +169,3 @@ class RealNVP(keras.Model):
             else:
                 x = step.inverse(x)
         return x
-
-    def _flat(self, x):
-        return ops.reshape(x, (-1, math.prod(x.shape[1:])))

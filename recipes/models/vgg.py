@@ -8,9 +8,11 @@ CIFAR.
 Reference: https://arxiv.org/abs/1409.1556, Table 1, columns A, B, D and E.
 """
 
+from functools import partial
+
 from keras import Model, layers
 
-from recipes.models.head import dense_head
+from recipes.models.head import conv2d, dense_head
 
 FILTERS = (64, 128, 256, 512, 512)
 CONVOLUTIONS = {
@@ -19,16 +21,6 @@ CONVOLUTIONS = {
     16: (2, 2, 3, 3, 3),
     19: (2, 2, 4, 4, 4),
 }
-
-
-def vgg11(input_shape, num_classes, norm, activation):
-    """Builds VGG-11. For the arguments see `vgg`."""
-    return vgg(11, input_shape, num_classes, norm, activation)
-
-
-def vgg16(input_shape, num_classes, norm, activation):
-    """Builds VGG-16. For the arguments see `vgg`."""
-    return vgg(16, input_shape, num_classes, norm, activation)
 
 
 def vgg(
@@ -41,21 +33,14 @@ def vgg(
     head_norm=None,
     place=2,
 ):
-    """Builds the network.
+    """Builds the network, from `(batch, *input_shape)` to logits.
 
     Args:
         depth: 11, 13, 16 or 19, the layers with weights in the paper's networks.
-        input_shape: `(height, width, channels)`.
-        num_classes: Size of the output, which are logits.
+        input_shape, num_classes, activation: See `recipes.models.build`.
         norm: A `recipes.models.norms.Norm` for the convolutions and the logits.
-        activation: Name of a Keras activation.
         hidden: Sizes of the hidden Dense layers, in the paper `(4096, 4096)`.
-        head_norm: `None`, or one normalisation layer among the Dense layers.
-        place: It stands before this Dense layer, counted from the top.
-
-    Returns:
-        A `keras.Model` from `(batch, height, width, channels)` to
-        `(batch, num_classes)`.
+        head_norm, place: A norm among these and its place, see `dense_head`.
     """
     if depth not in CONVOLUTIONS:
         raise ValueError(
@@ -68,14 +53,7 @@ def vgg(
             name = f"stage{stage}_conv{index}"
             if x is not inputs:
                 x = norm.before(x, name)
-            conv = layers.Conv2D(
-                filters,
-                3,
-                padding="same",
-                use_bias=norm.use_bias,
-                kernel_initializer="he_normal",
-                name=name,
-            )
+            conv = conv2d(filters, 3, use_bias=norm.use_bias, name=name)
             x = norm.after(norm.convolution(conv)(x), name)
             x = layers.Activation(activation, name=f"{name}_activation")(x)
         if max(x.shape[1:3]) > 1:
@@ -83,7 +61,9 @@ def vgg(
     # A 32x32 image is one position by now; of a larger one this takes the mean.
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     x = norm.before(x, "logits")
-    x = dense_head(
-        x, hidden, num_classes, activation, head_norm, place if hidden else 1
-    )
+    place = place if hidden else 1
+    x = dense_head(x, hidden, num_classes, activation, head_norm, place)
     return Model(inputs, x, name=f"vgg{depth}")
+
+
+vgg11, vgg16 = partial(vgg, 11), partial(vgg, 16)
