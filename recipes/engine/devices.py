@@ -27,10 +27,10 @@ from the last epoch that process 0 has recorded, whichever process died.
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import os
 import pathlib
-import pickle
 import tempfile
 
 import keras
@@ -156,13 +156,19 @@ class DataParallel:
             return runs_dir, *others
         directory = pathlib.Path(runs_dir) / name
         if self._process == 0:
-            files = {path.name: path.read_bytes() for path in directory.glob("*")}
-            _from_process_0(pickle.dumps(files))
+            files = {
+                path.name: np.frombuffer(path.read_bytes(), "uint8")
+                for path in directory.glob("[!.]*")
+            }
+            archive = io.BytesIO()
+            np.savez(archive, **files)
+            _from_process_0(archive.getvalue())
             return runs_dir, *others
         copies = pathlib.Path(tempfile.mkdtemp())
         (copies / name).mkdir()
-        for file, content in pickle.loads(_from_process_0(b"")).items():
-            (copies / name / file).write_bytes(content)
+        with np.load(io.BytesIO(_from_process_0(b""))) as files:
+            for file, content in files.items():
+                (copies / name / file).write_bytes(content.tobytes())
         return copies, *(other and copies for other in others)
 
     def distribute(self, source, settings):

@@ -205,7 +205,7 @@ def test_training_until(settings, tmp_path):
         ({"measure_size": 0}, "`measure_size` must be at least 1"),
         ({"gamma_l1": -1.0}, "`gamma_l1` must be at least 0"),
         ({"levels": (0.1, 1.1)}, "`levels` must be at most 1"),
-        ({"shares": ["a"]}, "`shares` must be several"),
+        ({"shares": ["a"]}, "`shares` must be values of type float"),
         ({"saved_models_dir": None}, "`saved_models_dir` must"),
         ({"dataset": "digit"}, "`dataset` must be one of digits"),
     ],
