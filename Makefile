@@ -23,7 +23,7 @@ LATER_ON_JAX := tests/benchmarks tests/surgery tests/recipes/blindness \
 
 demo: install
 	@echo "CBN against BatchNormalization: 30 small residual networks learn 1,437 images"
-	@echo "of digits. About 3 minutes on two cores."
+	@echo "of digits. About 2 minutes on two cores."
 	@.venv/bin/python -m recipes.compare --models=resnet8 --rho=2
 
 test: lint
