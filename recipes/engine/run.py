@@ -13,7 +13,6 @@ so that a process may die at any moment and the same command goes on where it wa
 import json
 import os
 import pathlib
-import zipfile
 
 import filelock
 import numpy as np
@@ -165,7 +164,10 @@ class Run:
         if path.exists():
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
-        files.write(self.directory / CHECKPOINT, lambda path: np.savez(path, **arrays))
+        files.write(
+            self.directory / CHECKPOINT,
+            lambda path: np.savez(path, members=len(arrays), **arrays),
+        )
 
     def load(self):
         """The arrays of the checkpoint, a dict; `None` if there is none."""
@@ -175,8 +177,9 @@ class Run:
         try:
             with np.load(path) as file:  # which verifies the checksums
                 arrays = dict(file)
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except Exception as error:  # of the many kinds of zipfile and NumPy
             raise files.damaged(path, f"it is no whole archive ({error})") from None
-        if "epoch" not in arrays:
-            raise files.damaged(path, "it has no epoch")
+        # Of a damaged directory, zipfile may skip entries.
+        if arrays.pop("members", None) != len(arrays) or "epoch" not in arrays:
+            raise files.damaged(path, "not all of its arrays are there")
         return arrays
