@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keras_norms
-from tests import golden
+from tests.programs import golden
 
 FILES = sorted(golden.DIRECTORY.glob("*/*.keras"))
 

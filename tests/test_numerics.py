@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from keras_norms import CBN
-from tests import numerics
-from tests.autodiff import BACKEND, training_step
+from tests.programs import numerics
+from tests.support.autodiff import BACKEND, training_step
 
 # Largest errors of an output and of a gradient in a dtype; of float32, that of all
 # tests of layers. TensorFlow comes to 2e-6 on a CPU, the others to 5e-7.
 ROUNDING = {"float32": 1e-5, "mixed_float16": 2e-3, "mixed_bfloat16": 2e-2}
 ROUNDING["float64"] = 1e-5 if BACKEND == "jax" else 1e-12
-# A selection that compiles quickly: `python -m tests.numerics` has all.
+# A selection that compiles quickly: `python -m tests.programs.numerics` has all.
 MODE = "jit_compile" if BACKEND == "jax" else "eager"
 OURS = ["CBN", "CBN, coupled, ratio", "NoisyBN", "LpNorm 1", "LpNorm 2"]
 OURS += ["LpNorm inf, centered"]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from keras import ops
 
 from keras_norms import CBN, CWN, WN, WS, FusedCBN
-from tests.any_layer import (
+from tests.support.any_layer import (
     FAST,
     FORMS,
     SHAPES,
@@ -33,8 +33,8 @@ from tests.any_layer import (
     step_of,
     upstream,
 )
-from tests.autodiff import BACKEND, MODES, compiled, training_step
-from tests.reference import CBNReference
+from tests.support.autodiff import BACKEND, MODES, compiled, training_step
+from tests.support.cbn_reference import CBNReference
 
 # The default profile of Hypothesis has 100, of which backends would compile too many.
 few = settings(deadline=None, max_examples=max(settings.default.max_examples // 10, 1))

@@ -1,6 +1,7 @@
 """A wrong argument is refused at once, by name, with what was received.
 
-Every public callable and argument has an entry in `tests.arguments`, or a test fails.
+Every public callable and argument has an entry in `tests.support.arguments`, or a test
+fails.
 """
 
 import inspect
@@ -16,11 +17,11 @@ from hypothesis import strategies as st
 import keras_norms
 from keras_norms import surgery
 from keras_norms.layers import arguments
-from tests.arguments.diagnostics import DIAGNOSTICS
-from tests.arguments.kinds import POOL
-from tests.arguments.layers import LAYERS, SURGERY
-from tests.arguments.spaces import SPACES
-from tests.arguments.values import Tripwire
+from tests.support.arguments.diagnostics import DIAGNOSTICS
+from tests.support.arguments.kinds import POOL
+from tests.support.arguments.layers import LAYERS, SURGERY
+from tests.support.arguments.spaces import SPACES
+from tests.support.arguments.values import Tripwire
 from tuner import spaces
 
 PACKAGES = tuple(os.path.dirname(m.__file__) for m in (keras_norms, spaces))
@@ -87,7 +88,7 @@ def test_every_public_argument_has_an_entry():
     expected = public()
     without_arguments = {name for name, needed in expected.items() if not needed}
     for name in set(expected) - CALLS - without_arguments:
-        assert name in ENTRIES, f"{name} has no entry in tests.arguments"
+        assert name in ENTRIES, f"{name} has no entry in tests.support.arguments"
         assert set(ENTRIES[name].kinds) == expected[name], name
 
 

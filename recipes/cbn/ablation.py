@@ -72,6 +72,7 @@ class Settings(classifier.Grid):
     rhos: ClassVar = ()
 
     model: str = "resnet8"
+    seeds: int = 2
     activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
     rho_before: tuple[float, ...] | None = setting(
         None, "Of rows 2 and 5, for each activation; those of digits.", above=0

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.devices.cases import CASES
+from tests.support.device_cases import CASES
 
 pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX only")
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX on
 def found():
     more = " --xla_force_host_platform_device_count=8"
     flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + more}
-    command = [sys.executable, "-m", "tests.devices.shards"]
+    command = [sys.executable, "-m", "tests.programs.shards"]
     done = subprocess.run(
         command, env={**os.environ, **flags}, capture_output=True, text=True
     )

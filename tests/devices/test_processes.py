@@ -32,7 +32,7 @@ def addresses():
 
 
 def start(directory, network, epochs, *process):
-    command = [sys.executable, "-m", "tests.devices.process", directory, network]
+    command = [sys.executable, "-m", "tests.programs.process", directory, network]
     with open(directory / f"{'-'.join(['log', *process[1:]])}.txt", "a") as log:
         return subprocess.Popen(
             [*map(str, command), str(epochs), *process], stdout=log, stderr=log

@@ -8,7 +8,7 @@ import keras
 import pytest
 
 from keras_norms import CBN
-from tests.devices.cases import CASES
+from tests.support.device_cases import CASES
 
 pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="TensorFlow only"
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def found():
-    command = [sys.executable, "-m", "tests.devices.replicas"]
+    command = [sys.executable, "-m", "tests.programs.replicas"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

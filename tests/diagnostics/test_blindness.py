@@ -8,7 +8,7 @@ from keras import layers
 from keras_norms import CBN, WS, LpNorm
 from keras_norms import diagnostics as probe
 from keras_norms.diagnostics.blindness import TERMS
-from tests.diagnostics import networks
+from tests.support import diagnostics_networks as networks
 
 FEATURES = 4
 LABELS = np.array([0, 1, 2, 1, 1, 0, 2, 1, 0, 1, 2, 0])

@@ -6,7 +6,7 @@ import pytest
 from keras import layers, ops
 
 from keras_norms import CBN, diagnostics
-from tests.diagnostics import networks
+from tests.support import diagnostics_networks as networks
 
 X, Y = networks.regression_batch()
 X = X.astype("float32")

@@ -6,8 +6,9 @@ import pytest
 from keras import layers
 
 from keras_norms import diagnostics
-from tests.diagnostics import networks, reference
-from tests.diagnostics.networks import assert_same, numpy, variables
+from tests.support import diagnostics_networks as networks
+from tests.support import diagnostics_reference as reference
+from tests.support.diagnostics_networks import assert_same, numpy, variables
 
 # Weights of the reference network by layer.
 PLACES = {"hidden": [0, 1], "norm": [2, 3], "outputs": [4, 5]}

@@ -6,8 +6,8 @@ import pytest
 from keras import layers
 
 from keras_norms import CBN, diagnostics
-from tests.diagnostics import networks
-from tests.diagnostics.networks import (
+from tests.support import diagnostics_networks as networks
+from tests.support.diagnostics_networks import (
     BACKEND,
     NETWORKS,
     assert_same,

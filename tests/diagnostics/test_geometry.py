@@ -9,8 +9,8 @@ from hypothesis.extra.numpy import arrays
 from keras import layers
 
 from keras_norms import CBN, WN, WS, diagnostics
-from tests.diagnostics import networks
-from tests.diagnostics.networks import BACKEND, assert_same, numpy, variables
+from tests.support import diagnostics_networks as networks
+from tests.support.diagnostics_networks import BACKEND, assert_same, numpy, variables
 
 EXACT = 1e-12 if BACKEND == "tensorflow" else 1e-5  # the widest floats there are
 DTYPE = networks.PRECISIONS[-1]

@@ -6,8 +6,8 @@ import pytest
 from keras import layers, ops
 
 from keras_norms import diagnostics
-from tests.diagnostics import networks
-from tests.diagnostics.networks import assert_same, variables
+from tests.support import diagnostics_networks as networks
+from tests.support.diagnostics_networks import assert_same, variables
 
 
 def linear():

@@ -9,8 +9,9 @@ import pytest
 from keras import layers
 
 from keras_norms import diagnostics
-from tests.diagnostics import networks, reference
-from tests.diagnostics.networks import (
+from tests.support import diagnostics_networks as networks
+from tests.support import diagnostics_reference as reference
+from tests.support.diagnostics_networks import (
     BACKEND,
     assert_same,
     numpy,

@@ -6,7 +6,8 @@ import pytest
 from keras import layers
 
 from keras_norms import diagnostics
-from tests.diagnostics import networks, reference
+from tests.support import diagnostics_networks as networks
+from tests.support import diagnostics_reference as reference
 
 
 def dense_hessian():

@@ -6,8 +6,8 @@ import pytest
 from keras import layers
 
 from keras_norms import AMAT, CBN, NoisyBN, diagnostics
-from tests.diagnostics import networks
-from tests.diagnostics.networks import assert_same, numpy
+from tests.support import diagnostics_networks as networks
+from tests.support.diagnostics_networks import assert_same, numpy
 
 BATCH = networks.batch(size=8, seed=9)
 LANDSCAPE = {"points": 2}

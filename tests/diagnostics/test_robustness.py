@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from keras import layers
 
 from keras_norms import diagnostics
-from tests.diagnostics import networks
-from tests.diagnostics.networks import BACKEND, assert_same, variables
+from tests.support import diagnostics_networks as networks
+from tests.support.diagnostics_networks import BACKEND, assert_same, variables
 
 DTYPE = networks.PRECISIONS[-1]
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

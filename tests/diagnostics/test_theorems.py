@@ -9,8 +9,9 @@ from keras import layers
 
 from keras_norms import diagnostics
 from keras_norms.diagnostics import theorems
-from tests.diagnostics import networks, reference
-from tests.diagnostics.networks import assert_same, relative_error, variables
+from tests.support import diagnostics_networks as networks
+from tests.support import diagnostics_reference as reference
+from tests.support.diagnostics_networks import assert_same, relative_error, variables
 
 
 class Setting:

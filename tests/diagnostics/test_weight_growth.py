@@ -6,8 +6,8 @@ import pytest
 from keras import layers
 
 from keras_norms import AMAT, CBN, WS, diagnostics
-from tests.diagnostics import networks
-from tests.diagnostics.networks import BACKEND, assert_same, numpy, variables
+from tests.support import diagnostics_networks as networks
+from tests.support.diagnostics_networks import BACKEND, assert_same, numpy, variables
 
 DTYPE = networks.PRECISIONS[-1]
 TOLERANCE = 1e-8 if DTYPE == "float64" else 2e-3  # of differences of near squares

@@ -9,8 +9,8 @@ from keras import ops
 
 from keras_norms import AMAT, CBN
 from keras_norms.layers import cbn, learning_rate
-from tests.autodiff import training_step
-from tests.reference import CBNReference, relative_error
+from tests.support.autodiff import training_step
+from tests.support.cbn_reference import CBNReference, relative_error
 
 BACKEND = keras.backend.backend()
 graph_backends = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch runs eagerly")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keras import ops
 
 from keras_norms import CBN, LpNorm, NoisyBN
-from tests.autodiff import BACKEND, MODES, training_step
+from tests.support.autodiff import BACKEND, MODES, training_step
 
 # Noise depends on the position: without it, elements can be compared.
 quiet_bn = functools.partial(

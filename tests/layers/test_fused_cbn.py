@@ -10,8 +10,8 @@ from keras import layers, ops
 
 from keras_norms import AMAT, CBN
 from keras_norms.layers.fused_cbn import FusedCBN
-from tests.autodiff import BACKEND, MODES, second_derivative, training_step
-from tests.reference import relative_error
+from tests.support.autodiff import BACKEND, MODES, second_derivative, training_step
+from tests.support.cbn_reference import relative_error
 
 rng = np.random.default_rng(0)
 

@@ -7,11 +7,11 @@ from keras import ops
 
 from keras_norms import NoisyBN
 from keras_norms.ops import noise
-from tests.autodiff import BACKEND, MODES, second_derivative, training_step
-from tests.batch_reference import BatchNormReference
 from tests.layers.test_channel_normalization import run
 from tests.ops.test_cbn_numerics import batch, quadratic_loss
-from tests.reference import finite_differences, relative_error
+from tests.support.autodiff import BACKEND, MODES, second_derivative, training_step
+from tests.support.batch_reference import BatchNormReference
+from tests.support.cbn_reference import finite_differences, relative_error
 
 SHAPE = (8, 3, 4)
 QUIET = {"mean_range": 0, "scale_range": 1, "mean_jitter": 0, "scale_jitter": 0}

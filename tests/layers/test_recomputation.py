@@ -10,7 +10,7 @@ from keras import layers, ops
 
 from keras_norms import AMAT, CBN, FusedCBN, LpNorm, NoisyBN
 from keras_norms.layers import recomputation
-from tests.autodiff import BACKEND, MODES, compiled
+from tests.support.autodiff import BACKEND, MODES, compiled
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "recomputation.md"
 RNG = np.random.default_rng(0)

@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from keras import layers, ops
 
 from keras_norms.layers.weight_normalization import CWN, WN, WS
-from tests.autodiff import BACKEND, MODES, compiled, second_derivative, training_step
-from tests.reference import finite_differences, relative_error
-from tests.weight_reference import (
+from tests.support.autodiff import (
+    BACKEND,
+    MODES,
+    compiled,
+    second_derivative,
+    training_step,
+)
+from tests.support.cbn_reference import finite_differences, relative_error
+from tests.support.weight_reference import (
     CASES,
     AsLayer,
     LayerReference,

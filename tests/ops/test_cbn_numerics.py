@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from keras_norms import CBN
-from tests.autodiff import BACKEND, MODES, second_derivative, training_step
-from tests.reference import CBNReference, finite_differences, relative_error
+from tests.support.autodiff import BACKEND, MODES, second_derivative, training_step
+from tests.support.cbn_reference import CBNReference, finite_differences, relative_error
 
 FORMS = {
     "shift": {},

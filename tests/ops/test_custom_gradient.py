@@ -10,8 +10,8 @@ from keras import ops
 from keras_norms import CBN
 from keras_norms.ops import custom_gradient
 from keras_norms.ops.moments import moments
-from tests.autodiff import BACKEND, second_derivative, training_step
-from tests.reference import relative_error
+from tests.support.autodiff import BACKEND, second_derivative, training_step
+from tests.support.cbn_reference import relative_error
 
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
 COMPILED = {"tensorflow": "graph", "jax": "jit_compile", "torch": "eager"}[BACKEND]

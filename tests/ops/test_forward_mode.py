@@ -7,7 +7,7 @@ import pytest
 from keras import layers, ops
 
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
-from tests.autodiff import BACKEND, MODES, compiled
+from tests.support.autodiff import BACKEND, MODES, compiled
 
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
 # Forward mode: an error in training. All others are right.

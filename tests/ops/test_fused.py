@@ -8,8 +8,8 @@ import pytest
 from keras import ops
 
 from keras_norms.ops.fused import linear_of_affine
-from tests.autodiff import BACKEND
-from tests.reference import relative_error
+from tests.support.autodiff import BACKEND
+from tests.support.cbn_reference import relative_error
 
 # Shape of x and of the kernel, padding, and the other arguments.
 CASES = {

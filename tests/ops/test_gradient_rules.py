@@ -5,8 +5,8 @@ import pytest
 from keras import ops
 
 from keras_norms.ops.custom_gradient import custom_gradient
-from tests.autodiff import BACKEND, training_step
-from tests.weight_reference import AsLayer
+from tests.support.autodiff import BACKEND, training_step
+from tests.support.weight_reference import AsLayer
 
 # Gradients of other functions than the one they are given for: to tell them apart.
 square = custom_gradient(lambda x: x * x, lambda upstream, x: (3 * upstream * x,))

@@ -6,10 +6,10 @@ import pytest
 
 from keras_norms import LpNorm
 from keras_norms.ops import custom_gradient
-from tests.autodiff import BACKEND, MODES, second_derivative, training_step
-from tests.batch_reference import LpNormReference
 from tests.ops.test_cbn_numerics import batch, quadratic_loss
-from tests.reference import finite_differences, relative_error
+from tests.support.autodiff import BACKEND, MODES, second_derivative, training_step
+from tests.support.batch_reference import LpNormReference
+from tests.support.cbn_reference import finite_differences, relative_error
 
 INF = np.inf
 SHAPE = (8, 3, 4)

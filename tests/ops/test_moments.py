@@ -7,9 +7,9 @@ from keras import ops
 
 from keras_norms import CBN
 from keras_norms.ops.moments import moments, moving_averages
-from tests.autodiff import BACKEND, MODES, training_step
-from tests.reference import CBNReference, relative_error
-from tests.weight_reference import AsLayer
+from tests.support.autodiff import BACKEND, MODES, training_step
+from tests.support.cbn_reference import CBNReference, relative_error
+from tests.support.weight_reference import AsLayer
 
 
 def numpy(x):

@@ -7,7 +7,7 @@ import scipy.stats
 from keras import ops
 
 from keras_norms.ops import noise
-from tests.autodiff import BACKEND, MODES, compiled
+from tests.support.autodiff import BACKEND, MODES, compiled
 
 hashed = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has its generator")
 # Four standard errors of a normal variable, as a probability.

@@ -6,11 +6,11 @@ from keras import ops
 
 from keras_norms import CBN
 from keras_norms.ops import normalize
-from tests.autodiff import MODES, training_step
 from tests.ops.test_cbn_numerics import FORMS, make, quadratic_loss
 from tests.ops.test_lp_norm import kernels
-from tests.reference import CBNReference, relative_error
-from tests.weight_reference import AsLayer
+from tests.support.autodiff import MODES, training_step
+from tests.support.cbn_reference import CBNReference, relative_error
+from tests.support.weight_reference import AsLayer
 
 SETTINGS = {
     "rho": 0.7,

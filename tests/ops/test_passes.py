@@ -12,9 +12,9 @@ import pytest
 from keras import ops
 
 from keras_norms.ops import passes
-from tests.autodiff import BACKEND, MODES, second_derivative
-from tests.reference import relative_error
-from tests.weight_reference import AsLayer
+from tests.support.autodiff import BACKEND, MODES, second_derivative
+from tests.support.cbn_reference import relative_error
+from tests.support.weight_reference import AsLayer
 
 # Shape and channel axis: tensors that the kernels for a CPU take, whose neighbouring
 # positions are channels of their own or not, and tensors that they leave alone.

@@ -8,8 +8,8 @@ import pytest
 from keras import ops
 
 from keras_norms.ops import lp_norm, moments, replicas
-from tests.autodiff import BACKEND
-from tests.reference import relative_error
+from tests.support.autodiff import BACKEND
+from tests.support.cbn_reference import relative_error
 
 pytestmark = pytest.mark.skipif(
     BACKEND == "jax", reason="JAX has no replicas: its arrays are those of all devices"

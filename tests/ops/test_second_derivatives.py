@@ -7,8 +7,8 @@ import pytest
 from keras import ops
 
 from keras_norms import CBN, LpNorm
-from tests.autodiff import MODES, second_derivative
-from tests.weight_reference import AsLayer
+from tests.support.autodiff import MODES, second_derivative
+from tests.support.weight_reference import AsLayer
 
 # Whether the channel is hidden, else it is zero.
 CASES = {

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from keras import ops
 
 from keras_norms.ops import spheres
-from tests.autodiff import BACKEND, MODES, second_derivative, training_step
-from tests.reference import finite_differences, relative_error
-from tests.weight_reference import AsLayer, WeightReference
+from tests.support.autodiff import BACKEND, MODES, second_derivative, training_step
+from tests.support.cbn_reference import finite_differences, relative_error
+from tests.support.weight_reference import AsLayer, WeightReference
 
 WIDEST = "float32" if BACKEND == "jax" else "float64"
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}

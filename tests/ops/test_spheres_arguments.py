@@ -6,9 +6,9 @@ import pytest
 from keras import ops
 
 from keras_norms.ops import spheres
-from tests.autodiff import BACKEND, MODES, training_step
-from tests.reference import relative_error
-from tests.weight_reference import AsLayer
+from tests.support.autodiff import BACKEND, MODES, training_step
+from tests.support.cbn_reference import relative_error
+from tests.support.weight_reference import AsLayer
 
 
 def normal(*shape, seed=0):

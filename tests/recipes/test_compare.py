@@ -6,7 +6,7 @@ import pytest
 
 from recipes import compare
 from recipes.engine import figures, results, training
-from tests.recipes import small
+from tests.support import small
 
 SETTINGS = {"train_size": 64, "batch_size": 32, "epochs": 2, "models": ("resnet8",)}
 

@@ -12,7 +12,7 @@ import pytest
 
 from recipes import train
 from recipes.engine import classifier, data, optimizers, recorder, run
-from tests.recipes import small
+from tests.support import small
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Six epochs, three of them at the first learning rate, two at the next.

@@ -15,7 +15,7 @@ from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.layers.weight_normalization import CWN, WN, WS
 from keras_norms.surgery import convert, fold
-from tests.surgery import models as m
+from tests.support import surgery_models as m
 
 
 def quiet(function, *args, **kwargs):

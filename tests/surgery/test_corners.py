@@ -8,8 +8,8 @@ import pytest
 from keras import layers, ops
 
 from keras_norms import CBN, convert, fold, prune, recalibrate
-from tests.surgery import models as m
-from tests.surgery import planted
+from tests.support import planted
+from tests.support import surgery_models as m
 
 
 def bn(**kwargs):

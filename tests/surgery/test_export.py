@@ -9,7 +9,7 @@ from keras import layers
 
 from keras_norms.layers.cbn import CBN
 from keras_norms.surgery import convert, fold
-from tests.surgery import models as m
+from tests.support import surgery_models as m
 
 tensorflow_only = pytest.mark.skipif(
     m.BACKEND != "tensorflow", reason="TensorFlow only"

@@ -17,7 +17,7 @@ from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.layers.weight_normalization import CWN, WN, WS
 from keras_norms.surgery import fold
-from tests.surgery import models as m
+from tests.support import surgery_models as m
 
 channels_first = pytest.mark.skipif(
     m.BACKEND == "tensorflow", reason="TensorFlow on a CPU has no NCHW convolutions"

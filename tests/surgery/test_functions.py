@@ -9,8 +9,8 @@ import pytest
 from keras import layers, ops
 
 from keras_norms import CBN, CWN, WN, WS, NoisyBN, convert, fold, prune
-from tests.surgery import models as m
-from tests.surgery import planted
+from tests.support import planted
+from tests.support import surgery_models as m
 
 
 def bn(**kwargs):

@@ -10,7 +10,7 @@ from keras import layers, ops
 
 from keras_norms.layers.cbn import CBN
 from keras_norms.surgery import convert, fold, prune, recalibrate
-from tests.surgery import models as m
+from tests.support import surgery_models as m
 
 
 def norms_in(model):

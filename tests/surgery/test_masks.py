@@ -9,7 +9,7 @@ from keras import layers
 
 from keras_norms import CBN, WS, LpNorm, convert, fold
 from keras_norms.layers.channel_affine import ChannelAffine
-from tests.surgery import models as m
+from tests.support import surgery_models as m
 
 
 def bn():

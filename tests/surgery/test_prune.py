@@ -8,8 +8,8 @@ import pytest
 from keras import layers
 
 from keras_norms import CBN, FusedCBN, convert, prune
-from tests.surgery import models as m
-from tests.surgery import planted
+from tests.support import planted
+from tests.support import surgery_models as m
 
 
 def chain(padding="same", activation="relu"):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from keras import layers
 
 from keras_norms import prune
-from tests.surgery import models as m
-from tests.surgery import planted
+from tests.support import planted
+from tests.support import surgery_models as m
 
 ACTIVATIONS = ("relu", "tanh", "sigmoid", "swish", "leaky_relu", None)
 

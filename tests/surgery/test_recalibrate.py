@@ -11,7 +11,7 @@ from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery import recalibrate
-from tests.surgery import models as m
+from tests.support import surgery_models as m
 
 NORMS = {
     "bn": layers.BatchNormalization,

@@ -3,8 +3,9 @@ import os
 
 import pytest
 
-from tests.recipes import small
-from tests.tuner import cluster_search, synthetic
+from tests.programs import cluster_search
+from tests.support import small
+from tests.support import synthetic_search as synthetic
 from tuner import cluster, search
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from recipes.engine import files, run
 from recipes.engine.training import Outcome
-from tests.recipes import damaged
-from tests.recipes.damaged import search_state as found
-from tests.tuner import synthetic
+from tests.programs import damaged
+from tests.programs.damaged import search_state as found
+from tests.support import synthetic_search as synthetic
 from tuner import search, trials
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recipes.engine import files
-from tests.tuner import synthetic
+from tests.support import synthetic_search as synthetic
 from tuner import oracles
 
 ALGORITHMS = sorted(oracles.ALGORITHMS)

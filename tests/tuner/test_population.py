@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from recipes.engine import classifier, files, together
-from tests.recipes import small
+from tests.support import small
 from tuner import population
 from tuner.search import Settings, search
 

@@ -12,7 +12,7 @@ import pytest
 
 from recipes import train
 from recipes.engine import classifier, command, data
-from tests.recipes import small
+from tests.support import small
 from tuner import cluster, report
 from tuner.search import Settings, search
 
@@ -181,7 +181,7 @@ def test_scored_by_test_images_if_asked(tmp_path):
 KILLED = f"""
 import sys
 from recipes import models
-from tests.recipes import small
+from tests.support import small
 from tuner.search import Settings, search
 models.build = small.build
 given = {TINY | USUAL | {"epochs": 6, "workers": 1}}

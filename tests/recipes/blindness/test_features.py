@@ -8,7 +8,7 @@ from keras_norms import CBN
 from recipes.blindness import features
 from recipes.engine import training
 from recipes.models import norms
-from tests.recipes import tiny
+from tests.support import tiny
 
 SMALL = {
     "train_size": 400,

@@ -2,7 +2,7 @@ import pytest
 
 from recipes import models
 from recipes.engine import training
-from tests.recipes import tiny
+from tests.support import tiny
 
 
 @pytest.fixture

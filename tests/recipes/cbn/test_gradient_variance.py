@@ -6,7 +6,7 @@ import pytest
 
 from recipes.cbn import gradient_variance
 from recipes.engine import data
-from tests.recipes import tiny
+from tests.support import tiny
 
 
 def test_measure_of_a_linear_model(monkeypatch):

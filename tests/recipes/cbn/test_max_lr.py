@@ -6,7 +6,7 @@ import pytest
 
 from recipes.cbn import max_lr
 from recipes.engine import classifier, training
-from tests.recipes import tiny
+from tests.support import tiny
 
 
 def test_gradient_norm_and_steps_of_a_linear_model():

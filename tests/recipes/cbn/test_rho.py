@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recipes.cbn import rho
-from tests.recipes import tiny
+from tests.support import tiny
 
 
 def test_rho(tmp_path, tiny_network):

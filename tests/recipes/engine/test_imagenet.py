@@ -6,7 +6,7 @@ import pytest
 
 from recipes import models, train
 from recipes.engine import classifier, data, imagenet
-from tests.recipes import small
+from tests.support import small
 
 tf = pytest.importorskip("tensorflow")
 tfds = pytest.importorskip("tensorflow_datasets")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from recipes.engine import run
-from tests.recipes import damaged
-from tests.recipes.damaged import CONFIG, record
+from tests.programs import damaged
+from tests.programs.damaged import CONFIG, record
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -75,7 +75,7 @@ def test_checkpoint(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 def test_ended_at_any_moment_and_again():
-    command = [sys.executable, "-m", "tests.recipes.forked", "--every=12"]
+    command = [sys.executable, "-m", "tests.programs.forked", "--every=12"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = [int(line.split()[1]) for line in done.stdout.splitlines()]
@@ -115,7 +115,7 @@ def test_an_array_that_is_gone_is_an_error(tmp_path):
 def holder(tmp_path):
     """A process that has the run in `tmp_path / "run"`."""
     code = (
-        "import sys, time; from recipes.engine import run; from tests.recipes import "
+        "import sys, time; from recipes.engine import run; from tests.programs import "
         "damaged\nwith run.Run(sys.argv[1], damaged.CONFIG):\n"
         "    print('locked', flush=True); time.sleep(600)"
     )

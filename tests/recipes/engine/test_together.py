@@ -7,7 +7,7 @@ import pytest
 
 from recipes import compare, train
 from recipes.engine import classifier, data, population, together
-from tests.recipes import small
+from tests.support import small
 
 IS_JAX = keras.backend.backend() == "jax"
 needs_jax = pytest.mark.skipif(not IS_JAX, reason="populations train on JAX")

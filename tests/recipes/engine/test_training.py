@@ -16,7 +16,7 @@ from recipes.engine import (
     training,
     workers,
 )
-from tests.recipes import tiny
+from tests.support import tiny
 
 
 @pytest.fixture(autouse=True)

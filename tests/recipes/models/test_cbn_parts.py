@@ -7,7 +7,7 @@ import pytest
 from keras_norms import AMAT, CBN
 from recipes.models import norms
 from recipes.models.cbn_parts import L2Norm, MeanRemoval
-from tests.autodiff import training_step
+from tests.support.autodiff import training_step
 
 OMEGA, RATE, EPSILON = 10.0, 0.03, 1e-5
 RHO = 2.0

@@ -4,7 +4,7 @@ import pytest
 
 from recipes.models import norms
 from recipes.models.dln import SumOfSquares, dln, regression
-from tests.recipes.smoothness import reference
+from tests.support import smoothness_reference as reference
 
 
 def test_is_a_product_of_matrices():

@@ -8,7 +8,7 @@ from keras_norms import CBN
 from recipes import models, train
 from recipes.engine import classifier, training
 from recipes.models import norms
-from tests.recipes import small
+from tests.support import small
 
 SETTINGS = classifier.Saved(
     train_size=60,

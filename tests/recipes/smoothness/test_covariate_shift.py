@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from recipes.smoothness import covariate_shift
-from tests.recipes.smoothness import reference
-from tests.recipes.smoothness.reference import RATE
+from tests.support import smoothness_reference as reference
+from tests.support.smoothness_reference import RATE
 
 
 def test_deep_linear_network(tmp_path):

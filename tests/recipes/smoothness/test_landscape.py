@@ -7,9 +7,9 @@ import pytest
 from recipes import models
 from recipes.engine import command
 from recipes.smoothness import _training, landscape
-from tests.recipes import tiny
-from tests.recipes.smoothness import reference
-from tests.recipes.smoothness.reference import RATE, SETTINGS
+from tests.support import smoothness_reference as reference
+from tests.support import tiny
+from tests.support.smoothness_reference import RATE, SETTINGS
 
 IMAGES = {"train_size": 96, "batch_size": 32, "width": 1, "steps": 4, "every": 2}
 

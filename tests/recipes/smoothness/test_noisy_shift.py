@@ -10,9 +10,9 @@ from recipes import models
 from recipes.engine import training
 from recipes.models import norms
 from recipes.smoothness import noisy_shift
-from tests.recipes import tiny
-from tests.recipes.smoothness import reference
-from tests.recipes.smoothness.reference import RATE
+from tests.support import smoothness_reference as reference
+from tests.support import tiny
+from tests.support.smoothness_reference import RATE
 
 
 def test_changes():

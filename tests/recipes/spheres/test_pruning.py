@@ -10,7 +10,7 @@ from recipes import models
 from recipes.engine import training
 from recipes.spheres import _pruning_results, _slimming, pruning
 from recipes.spheres.pruning import Settings
-from tests.recipes import tiny
+from tests.support import tiny
 
 CONFIG = {
     "train_size": 64,

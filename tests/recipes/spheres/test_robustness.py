@@ -10,7 +10,7 @@ from recipes.engine import data, training
 from recipes.models import norms
 from recipes.spheres import robustness
 from recipes.spheres.robustness import Settings
-from tests.recipes import tiny
+from tests.support import tiny
 
 ATTACK = {"noise": 0.1, "epsilon": 0.1, "epsilon_2": 0.5, "steps": 2, "test_size": 40}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -10,7 +10,7 @@ from recipes.engine import recorder, training
 from recipes.engine.classifier import Training
 from recipes.spheres import weight_growth
 from recipes.spheres.weight_growth import Settings
-from tests.recipes import tiny
+from tests.support import tiny
 
 
 @pytest.fixture(autouse=True)

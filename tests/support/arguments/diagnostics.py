@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_norms import diagnostics
 from keras_norms.diagnostics import theorems
-from tests.arguments.kinds import (
+from tests.support.arguments.kinds import (
     COUNT,
     FUNCTION,
     INF,
@@ -28,7 +28,7 @@ from tests.arguments.kinds import (
     like_array,
     number,
 )
-from tests.arguments.values import (
+from tests.support.arguments.values import (
     ACTIVATION,
     BATCH,
     BUILT,

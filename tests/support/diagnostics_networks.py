@@ -7,7 +7,7 @@ import numpy as np
 from keras import layers
 
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
-from tests.diagnostics import reference
+from tests.support import diagnostics_reference as reference
 
 BACKEND = keras.backend.backend()
 FEATURES, CLASSES = 5, 3

@@ -1,6 +1,6 @@
 """Kills a search (SIGKILL) at random moments, starts it again, and counts its trials.
 
-    python -m tests.tuner.killed --times=10 --most=10 --model=resnet8 --trials=40 ...
+    python -m tests.programs.tuner_killed --times=10 --most=10 --trials=40 ..
 
 Other flags are those of `tuner.search`. A search is killed up to `--most` seconds after
 its first epoch, so not while it starts. With `--small`, its networks are two Dense
@@ -30,7 +30,7 @@ def main():
     random.seed(arguments.seed)
     with tempfile.TemporaryDirectory() as directory:
         runs_dir = pathlib.Path(directory)
-        module = "tests.tuner.small_search" if arguments.small else "tuner.search"
+        module = "tests.programs.small_search" if arguments.small else "tuner.search"
         command = [sys.executable, "-m", module, "--name=killed"]
         command += [f"--runs_dir={runs_dir}", "--workers=1", *flags]
         written, again, kills = {}, 0, 0

@@ -8,7 +8,14 @@ from keras import layers
 
 import keras_norms
 from keras_norms import diagnostics
-from tests.arguments.kinds import NEVER, ONLY_NONE, POSITIVE, SWITCH, Argument, choice
+from tests.support.arguments.kinds import (
+    NEVER,
+    ONLY_NONE,
+    POSITIVE,
+    SWITCH,
+    Argument,
+    choice,
+)
 
 
 class Tripwire(layers.Layer):

@@ -1,7 +1,7 @@
 """Mutants of keras_norms/ops, and which of them no test notices.
 
     pip install cosmic-ray==8.7.0
-    KERAS_BACKEND=torch python -m tests.mutation --results=mutants.jsonl
+    KERAS_BACKEND=torch python -m tests.programs.mutation --results=mutants.jsonl
 
 changes one operator, number, condition, call or keyword argument of a file at a time,
 in a copy of the checkout, and runs the tests that execute its statement until one of
@@ -9,7 +9,7 @@ them fails. The same command with another backend, or with `--again` after tests
 added, runs what survived so far; `--report` prints the table. Results are appended to
 `--results`, a line for each mutant and run, so that a run can be ended at any time.
 
-The mutants are those of `tests.ops.mutants`.
+The mutants are those of `tests.programs.mutants`.
 A process with Keras and its backend forks for each mutant, so that a run costs what its
 tests take. It is one process at a time, with one thread.
 """
@@ -36,9 +36,9 @@ import time
 
 import pytest
 
-from tests.ops.mutants import mutants
+from tests.programs.mutants import mutants
 
-CHECKOUT = pathlib.Path(__file__).parent.parent
+CHECKOUT = pathlib.Path(__file__).parents[2]
 COPIED = ("keras_norms", "tests", "pyproject.toml")
 FILES = tuple(
     f"keras_norms/ops/{name}.py"

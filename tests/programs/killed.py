@@ -1,7 +1,7 @@
 r"""Kills recipes (SIGKILL) at random moments, and compares with what nobody killed.
 
-    python -m tests.recipes.killed --times=20
-    python -m tests.recipes.killed --recipes=recipes.train \
+    python -m tests.programs.killed --times=20
+    python -m tests.programs.killed --recipes=recipes.train \
         --disk=<an empty directory on a disk of 256 kB>
 
 Each of `RECIPES`, with a small network and many epochs, is killed up to `--most`
@@ -53,7 +53,7 @@ def command(recipe, directory):
     if recipe in ("recipes.train", "recipes.compare"):
         places.append(f"--saved_models_dir={directory}/models")
     return [
-        *[sys.executable, "-m", "tests.recipes.small_recipe", recipe],
+        *[sys.executable, "-m", "tests.programs.small_recipe", recipe],
         *RECIPES[recipe],
         *places,
     ]

@@ -304,7 +304,7 @@ def _sum_to(array, shape):
 
 
 class AsLayer:
-    """A function of one tensor in the place of a layer, for `tests.autodiff`."""
+    """A function of one tensor in the place of a layer, for `autodiff`."""
 
     trainable_variables = ()
     non_trainable_variables = ()

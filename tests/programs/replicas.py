@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_norms import CBN, NoisyBN
-from tests.devices.cases import CASES, build, data, errors
+from tests.support.device_cases import CASES, build, data, errors
 
 # How many replicas, and how many samples they share.
 SIZES = {name: [(2, 13)] for name in CASES} | {

@@ -1,6 +1,6 @@
 """Small trained models of every layer, in files that every later version must load.
 
-    KERAS_BACKEND=tensorflow python -m tests.golden
+    KERAS_BACKEND=tensorflow python -m tests.programs.golden
 
 and the same with jax and torch write `saved_models/golden/<version>-<backend>/`: a
 model `<name>.keras` and `<name>.npz` with inputs, the model's outputs at inference, and
@@ -18,7 +18,7 @@ import keras_norms
 from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from keras_norms.layers.channel_affine import ChannelAffine
 
-DIRECTORY = pathlib.Path(__file__).parent.parent / "saved_models" / "golden"
+DIRECTORY = pathlib.Path(__file__).parents[2] / "saved_models" / "golden"
 RANDOM = ("noisy_bn",)  # in training mode
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_norms import AMAT, CBN, FusedCBN, LpNorm, NoisyBN
 from recipes.engine import classifier, devices, optimizers
-from tests.devices.cases import CASES, build, data, errors
+from tests.support.device_cases import CASES, build, data, errors
 
 BATCH = 16
 # How many devices.

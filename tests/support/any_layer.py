@@ -7,9 +7,9 @@ import numpy as np
 from keras import ops
 
 from keras_norms import CBN, LpNorm, NoisyBN
-from tests.autodiff import BACKEND, compiled, training_step
-from tests.batch_reference import BatchNormReference, LpNormReference
-from tests.reference import CBNReference
+from tests.support.autodiff import BACKEND, compiled, training_step
+from tests.support.batch_reference import BatchNormReference, LpNormReference
+from tests.support.cbn_reference import CBNReference
 
 QUIET = {"mean_range": 0, "scale_range": 1, "mean_jitter": 0, "scale_jitter": 0}
 # By name: the layer, its arguments, its reference, and those of it.

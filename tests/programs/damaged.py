@@ -1,6 +1,6 @@
 """Damages every byte of the files of a run, a search and a saved model.
 
-    python -m tests.recipes.damaged
+    python -m tests.programs.damaged
 
 Each bit is flipped in turn, and the file is cut short at each byte. Whoever reads it
 then must get an error that names the file, or what was there. A text with another
@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from recipes.engine import run
-from tests import golden
+from tests.programs import golden
 
 CONFIG = {"norm": "cbn", "seed": 0}
 
@@ -46,14 +46,14 @@ def run_state(directory):
 
 def search(directory):
     """A search of four trials, in which nothing is trained."""
-    from tests.tuner import synthetic
+    from tests.support import synthetic_search as synthetic
 
     synthetic.Tuner(synthetic.oracle("random", 4), directory).search()
 
 
 def search_state(directory):
     """All that a search goes on with, and its table is made of."""
-    from tests.tuner import synthetic
+    from tests.support import synthetic_search as synthetic
 
     oracle = synthetic.oracle("random", 4)
     oracle._set_project_dir(str(directory.parent), directory.name)

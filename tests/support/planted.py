@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.surgery import models as m
+from tests.support import surgery_models as m
 
 # Where the arithmetic is float64 from end to end.
 in_float64 = pytest.mark.skipif(

@@ -1,6 +1,6 @@
 """One process of a training on many: run by test_processes.
 
-    python -m tests.devices.process <directory> <network> <epochs> <addresses> <number>
+    python -m tests.programs.process <directory> <network> <epochs> <addresses> <number>
 
 Without the last two it trains alone. It writes its weights to <directory>, and backups,
 as docs/tpu.md shows.

@@ -1,7 +1,7 @@
 """Ends a run at each of its file operations and at many bytes, and starts it again.
 
-    python -m tests.recipes.forked
-    python -m tests.recipes.forked --disk=<an empty directory on a small file system>
+    python -m tests.programs.forked
+    python -m tests.programs.forked --disk=<an empty directory on a small file system>
 
 An epoch of this run multiplies an array; what it writes, and how, is as in the recipes.
 Each time it is a process that ends, in one of three ways:

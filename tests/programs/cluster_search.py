@@ -1,7 +1,7 @@
 """A search with small networks, which processes of a cluster can import."""
 
 from recipes import models
-from tests.recipes import small
+from tests.support import small
 from tuner.search import search as search_here
 
 

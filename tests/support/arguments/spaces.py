@@ -1,6 +1,6 @@
 """The arguments of `tuner.spaces`."""
 
-from tests.arguments.kinds import (
+from tests.support.arguments.kinds import (
     FUNCTION,
     INF,
     NEVER,
@@ -10,7 +10,7 @@ from tests.arguments.kinds import (
     is_pair,
     number,
 )
-from tests.arguments.values import DENSE, MODEL, PLAIN, Entry
+from tests.support.arguments.values import DENSE, MODEL, PLAIN, Entry
 from tuner import spaces
 
 

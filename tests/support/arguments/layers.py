@@ -7,7 +7,7 @@ from keras import layers
 
 import keras_norms
 from keras_norms import surgery
-from tests.arguments.kinds import (
+from tests.support.arguments.kinds import (
     COUNT,
     INITIALIZER,
     NEVER,
@@ -23,7 +23,7 @@ from tests.arguments.kinds import (
     is_real,
     number,
 )
-from tests.arguments.values import (
+from tests.support.arguments.values import (
     BUILT,
     CBN,
     DATA,

@@ -3,7 +3,7 @@
 import runpy
 
 from recipes import models
-from tests.recipes import small
+from tests.support import small
 
 if __name__ == "__main__":
     models.build = small.build

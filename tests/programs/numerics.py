@@ -1,6 +1,6 @@
 """Errors of the layers on hard inputs, beside those of keras.layers.BatchNormalization.
 
-    KERAS_BACKEND=tensorflow python -m tests.numerics
+    KERAS_BACKEND=tensorflow python -m tests.programs.numerics
 
 prints tables in Markdown for the backend. A cell has the largest errors of the output
 and of the gradient with respect to the inputs against the float64 references, in units
@@ -19,10 +19,10 @@ import numpy as np
 
 from keras_norms import CBN, LpNorm, NoisyBN
 from keras_norms.ops import spheres
-from tests.autodiff import BACKEND, MODES, training_step
-from tests.batch_reference import BatchNormReference, LpNormReference
-from tests.reference import CBNReference
-from tests.weight_reference import AsLayer, WeightReference
+from tests.support.autodiff import BACKEND, MODES, training_step
+from tests.support.batch_reference import BatchNormReference, LpNormReference
+from tests.support.cbn_reference import CBNReference
+from tests.support.weight_reference import AsLayer, WeightReference
 
 CHANNELS = 3
 SHAPE = (64, 8, 8, CHANNELS)
@@ -143,7 +143,7 @@ def errors(layer, case, steps=STEPS, mode=MODES[-1]):
         layer: A key of `LAYERS`.
         case: A key of `CASES`, `LARGE` or `SEQUENCES`.
         steps: How many training steps, but for a sequence.
-        mode: See `tests.autodiff`.
+        mode: See `tests.support.autodiff`.
 
     Returns:
         Array `(steps, 2)`: errors of the output and of the gradient with respect to the

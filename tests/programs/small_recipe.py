@@ -1,11 +1,11 @@
-"""`python -m tests.recipes.small_recipe recipes.train ...` has the tests' network."""
+"""`python -m tests.programs.small_recipe recipes.train ...` has the tests' network."""
 
 import runpy
 import sys
 
 from recipes import models
 from recipes.models import norms
-from tests.recipes import tiny
+from tests.support import tiny
 
 
 def build(model, input_shape, num_classes, norm, activation, dtype=None):
