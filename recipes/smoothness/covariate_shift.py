@@ -23,8 +23,7 @@ stands still. In VGG-16 of an eighth of the width on digits (400 steps, 8 minute
 is higher in the first 40 steps, and lower from then on, for it has fitted the images.
 The tables are in docs/results/covariate_shift.md.
 
-Reference: Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
-Optimization?, NeurIPS 2018. https://arxiv.org/abs/1805.11604
+Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
 
 import dataclasses

@@ -23,14 +23,12 @@ The claims hold but for the smoothness of l-infinity in VGG, and for the median 
 the deep linear network: all but l1 train where beta is 2 / learning rate. The tables
 are in docs/results/landscape.md.
 
-Reference: Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
-Optimization?, NeurIPS 2018. https://arxiv.org/abs/1805.11604
+Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
 
 import dataclasses
 
 import numpy as np
-import pandas as pd
 
 from keras_norms import diagnostics
 from recipes.engine import command, results, training
@@ -111,20 +109,19 @@ def run(settings):
     return directory
 
 
+MEDIANS = ["loss_range", "gradient_distance", "relative_distance", "effective_beta"]
+
+
 def of_run(outcome):
     """What a run was like: medians over its steps, the highest of all, and a count."""
     lines = reports.lines(outcome)
-    farthest = lines["gradient_distance_max"]
-    medians = {
-        "loss_range": lines["loss_max"] - lines["loss_min"],
-        "gradient_distance": farthest,
-        "relative_distance": farthest / lines["gradient_norm"].replace(0, np.nan),
-        "effective_beta": lines["effective_beta"],
-    }
+    lines["loss_range"] = lines["loss_max"] - lines["loss_min"]
+    lines["gradient_distance"] = lines["gradient_distance_max"]
+    norm = lines["gradient_norm"].replace(0, np.nan)
+    lines["relative_distance"] = lines["gradient_distance"] / norm
     return {
-        **pd.DataFrame(medians).median(),
-        "largest_loss_max": lines["loss_max"].max(),
-        "largest_effective_beta": lines["effective_beta"].max(),
+        **lines[MEDIANS].median(),
+        **lines[["loss_max", "effective_beta"]].max().add_prefix("largest_"),
         "not_finite": lines["not_finite"].sum(),
     }
 

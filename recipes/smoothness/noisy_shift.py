@@ -26,8 +26,7 @@ taken again without it (`keras_norms.recalibrate`) it is 98.3 %, as with BN. In 
 layer, means move by 0.30 deviations a step with NoisyBN, 0.16 without a norm, 0.000012
 with BN, whose moments are much more stable. More is in docs/results/noisy_shift.md.
 
-Reference: Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
-Optimization?, NeurIPS 2018. https://arxiv.org/abs/1805.11604
+Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
 
 import dataclasses
@@ -91,10 +90,8 @@ def activations(model, layers, weights, state, x):
 
     It is the output of the norm, or without one, of the linear layer itself. The model,
     a chain of layers, stays as it is: `weights` are in place of its trainable
-    variables, and `state` of all others.
-
-    Returns:
-        List of arrays `(positions, channels)`, and the state after the call.
+    variables, `state` of the others. Returns a list of arrays `(positions, channels)`,
+    and the state after the call.
     """
     names = {layer.name for layer in model.layers}
     last = [f"{name}_norm" if f"{name}_norm" in names else name for name in layers]
@@ -111,9 +108,9 @@ def changes(before, after):
     """The moments of activations, how a step changes them, and a histogram.
 
     `before` and `after` are arrays `(positions, channels)` of two successive steps. Of
-    the means over channels, `relative_...` are changes in units of the deviation and of
-    the variance before the step. `histogram` are counts of one channel in equal bins
-    between `edges`. What is not finite is `nan` or `None`.
+    means over channels, `relative_...` are in units of the deviation and the variance
+    before the step. `histogram` are counts of one channel in equal bins between
+    `edges`. What is not finite is `nan` or `None`.
     """
     with np.errstate(all="ignore"):
         before, after = before.astype("float64"), after.astype("float64")
@@ -141,9 +138,8 @@ def changes(before, after):
 def recalibrated(model, problem, settings, run):
     """Tests a network with NoisyBN whose moving statistics are those without noise.
 
-    Inference has no noise, but the moving statistics of a layer are those of what it
-    was given in training, which is noisy wherever there is a NoisyBN before it. Returns
-    an empty dict if the network has no such layer, or if there are no test images.
+    Inference has no noise, but what a layer was given in training is noisy wherever
+    there is a NoisyBN before it. An empty dict without such a layer or test images.
     """
     if settings.norm != "noisy_bn" or problem.test is None:
         return {}

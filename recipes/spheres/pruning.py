@@ -1,6 +1,6 @@
 """Channels of a trained network that can go: small gamma, and values that agree.
 
-The small run, on scikit-learn's digits, and that of the table below:
+The small run, on scikit-learn's digits, and that of the numbers below:
 
     python -m recipes.spheres.pruning
     python -m recipes.spheres.pruning --dataset=cifar10 --data_dir=<where it is> \
@@ -27,10 +27,8 @@ the nearest gamma and beta by 0.203, with any other by 0.212. The run took 20 mi
 two cores, the small one 3 of one, on an Intel Xeon that other work shared. More, also
 on speed, is in docs/results/pruning.md.
 
-Reference: Sun et al., New Interpretations of Normalization Methods in Deep Learning,
-AAAI 2020, Section 2.2. https://arxiv.org/abs/2006.09104. Liu et al., Learning Efficient
-Convolutional Networks through Network Slimming, ICCV 2017.
-https://arxiv.org/abs/1708.06519
+Reference: Sun et al., AAAI 2020, Section 2.2. https://arxiv.org/abs/2006.09104
+Liu et al., Network Slimming, ICCV 2017. https://arxiv.org/abs/1708.06519
 """
 
 import dataclasses
@@ -43,12 +41,13 @@ import numpy as np
 import pandas as pd
 from keras import ops
 
-from keras_norms import prune, recalibrate
-from recipes.engine import classifier, command, data, files, training
+from keras_norms import CBN, prune, recalibrate
+from keras_norms.surgery.channels import Channels
+from keras_norms.surgery.graph import Graph
+from recipes.engine import classifier, command, data, files, optimizers, training
 from recipes.engine.run import Run
 from recipes.engine.settings import setting
 from recipes.spheres import _pruning_results as results
-from recipes.spheres import _slimming
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,9 +82,82 @@ class Settings(Slimmed):
         return Slimmed(**{name: getattr(self, name) for name in names})
 
 
+@keras.saving.register_keras_serializable(package="keras_norms_recipes")
+class SlimmingSGD(optimizers.SGD):
+    """SGD of the loss and `gamma_l1` times the sum of |gamma| (Liu et al., Eq. 1)."""
+
+    def __init__(self, *args, gamma_l1=0.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gamma_l1 = gamma_l1
+
+    def apply(self, grads, trainable_variables=None):
+        variables = trainable_variables or self._trainable_variables
+        grads = [
+            g + self.gamma_l1 * ops.sign(v) if v.name == "gamma" else g
+            for g, v in zip(grads, variables)
+        ]
+        return super().apply(grads, trainable_variables)
+
+    def get_config(self):
+        return {**super().get_config(), "gamma_l1": self.gamma_l1}
+
+
+def compiled(model):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=["accuracy"])
+    return model
+
+
+def own_norms(model):
+    """The |gamma|, over the input's deviation, of norms whose channels one layer makes.
+
+    A dict by name; norms of channels that cannot go are not in it.
+    """
+    channels = Channels(Graph(model))
+    makers = [channels.roots(labels.ids) for labels in channels.makers.values()]
+    roots, counts = np.unique(np.concatenate(makers), return_counts=True)
+    alone = roots[(counts == 1) & ~channels.is_fixed(roots)]
+    found = {}
+    for unit, (labels, _) in channels.passers.items():
+        layer, gamma = unit.layer, getattr(unit.layer, "gamma", None)
+        if gamma is not None and np.isin(channels.roots(labels.ids), alone).all():
+            rho = layer.rho if isinstance(layer, CBN) else 1
+            found[layer.name] = np.abs(ops.convert_to_numpy(gamma / rho))
+    return found
+
+
+def without_smallest(model, share, images):
+    """The network without the given share of channels of the smallest |gamma|.
+
+    As Liu et al.: over all layers, each of which keeps one channel, and without beta.
+    """
+    gammas = own_norms(model)
+    limit = np.quantile(np.concatenate(list(gammas.values())), share)
+    model = copy(model)
+    for name, gamma in gammas.items():
+        dead = gamma < min(limit, np.max(gamma))
+        layer = model.get_layer(name)
+        for variable in (layer.gamma, layer.beta):
+            if variable is not None:
+                variable.assign(ops.convert_to_numpy(variable) * ~dead)
+    return prune(model, images, gamma=0.0, similarity=None)
+
+
+def copy(model):
+    """A model that shares no weights with the one that it is a copy of."""
+
+    def call(layer, *args, mask=None, **kwargs):
+        # Of images there are no masks, which most layers would not take.
+        return layer(*args, **kwargs)
+
+    twin = keras.models.clone_model(model, call_function=call)
+    twin.set_weights(model.get_weights())
+    return compiled(twin)
+
+
 def problem(settings):
     """The training of a classifier by `SlimmingSGD`, as long as `until` says."""
-    optimizer = partial(_slimming.SlimmingSGD, gamma_l1=settings.gamma_l1)
+    optimizer = partial(SlimmingSGD, gamma_l1=settings.gamma_l1)
     epochs = min(settings.until or settings.epochs, settings.epochs)
     return classifier.problem(settings, optimizer=optimizer)._replace(epochs=epochs)
 
@@ -97,7 +169,7 @@ def trained(settings):
     if found.results["diverged"]:
         raise ValueError(f"The training in {settings.runs_dir}/{name} diverged.")
     try:
-        return _slimming.compiled(keras.saving.load_model(path))
+        return compiled(keras.saving.load_model(path))
     except Exception as error:  # of the many kinds of zipfile, Keras and h5py
         raise files.damaged(path, f"it cannot be loaded ({error})") from None
 
@@ -164,23 +236,21 @@ def speeds(points, model, images, x):
 def pruned_by(method, model, level, images):
     """The network pruned by one of `METHODS`; the level is a share or a tolerance."""
     if method == "gamma":
-        return _slimming.without_smallest(model, level, images)
+        return without_smallest(model, level, images)
     similarity = None if method == "mean" else 1.0
     return prune(model, images, gamma=level, similarity=similarity)
 
 
 def point(method, model, level, images, more, test):
-    """What is left by one of `METHODS`, or `"whole"`, at a level.
+    """What is left by one of `METHODS`, or `"whole"`, at a level, a dict.
 
-    Returns:
-        Dict of `method`, `level`, the shares of `channels`, `parameters` and `macs`
-        that are gone, the `error` of the outputs on `images` (the root of the mean
-        square, relative), and test accuracy, `accuracy` and, after recalibration on
-        `more` images, `recalibrated`.
+    It has `method`, `level`, the shares of `channels`, `parameters` and `macs` that are
+    gone, the `error` of the outputs on `images` (the root of the mean square, relative)
+    and test `accuracy`, which is `recalibrated` after recalibration on `more` images.
     """
     line = {"method": method, "level": level}
     line |= dict.fromkeys(("channels", "parameters", "macs"), 0.0)
-    smaller = _slimming.copy(model)
+    smaller = copy(model)
     if method != "whole":
         pruned = pruned_by(method, model, level, images)
         smaller, line["channels"] = pruned.model, pruned.share
@@ -200,13 +270,12 @@ def point(method, model, level, images, more, test):
 def premise(model, images):
     """Whether units with about the same gamma and beta have about the same outputs.
 
-    Returns:
-        Dict of means over all units of `own_norms` that vary: |correlation| of outputs
-        with those of the unit of the layer whose (gamma, beta) is `nearest`, its mean
-        over `all` others, and its maximum, `most`.
+    A dict of means over all units of `own_norms` that vary: |correlation| of outputs
+    with those of the unit of the layer whose (gamma, beta) is `nearest`, its mean over
+    `all` others, and its maximum, `most`.
     """
     found = {"nearest": [], "all": [], "most": []}
-    for name in _slimming.own_norms(model):
+    for name in own_norms(model):
         layer = model.get_layer(name)
         values = keras.Model(model.inputs[0], layer.output)(images, training=False)
         rows = np.float64(ops.convert_to_numpy(values)).reshape(-1, values.shape[-1])

@@ -23,8 +23,7 @@ One run each, 360 test images: the standard error is 2.6 points. Decay helps six
 seven norms here, and in the paper BN and GN; the norm of scale-invariant weights cannot
 be why. The tables are in docs/results/robustness.md.
 
-Reference: Sun et al., New Interpretations of Normalization Methods in Deep Learning,
-AAAI 2020, Section 3.2, Tables 1 and 2. https://doi.org/10.1609/aaai.v34i04.6046
+Reference: Sun et al., AAAI 2020, Section 3.2. https://doi.org/10.1609/aaai.v34i04.6046
 """
 
 import dataclasses
@@ -100,9 +99,8 @@ def measure(model, problem, settings, run):
 def pixels(model, images, test_size=None):
     """A network of standardised images as one of pixels between 0 and 1.
 
-    Returns:
-        A `keras.Model` that shares the weights; test images, in such pixels if all
-        images attain both ends of the range, and their labels.
+    Returns it, which shares the weights, test images in such pixels, if all images
+    attain both ends of the range, and their labels.
     """
     every = images.x_train, images.x_test
     low = np.minimum(*(x.min((0, 1, 2)) for x in every))

@@ -23,8 +23,7 @@ the first residual block goes from 5.72 to 5.77 to 5.87, with decay to 2.98 to 3
 Norms grow until the loss is small (at rate 1, by 22 to 39 %). The distances of Figure 2
 are stable without decay, not small: 0.21 and 0.30. See docs/results/weight_growth.md.
 
-Reference: Sun et al., New Interpretations of Normalization Methods in Deep Learning,
-AAAI 2020, Section 3.1. https://doi.org/10.1609/aaai.v34i04.6046
+Reference: Sun et al., AAAI 2020, Section 3.1. https://doi.org/10.1609/aaai.v34i04.6046
 """
 
 import dataclasses
@@ -83,10 +82,8 @@ def problem(settings):
 
 def train(settings):
     """Trains one network, and follows its kernels and the BN after the layer shown."""
-    followed = [lambda problem, settings: _Growth()]
-    if settings.norm == "bn":
-        followed.append(_Statistics)
-    return training.train(settings, "weight_growth", problem, callbacks=followed)
+    hooks = {"callbacks": [lambda *_: _Growth()], "after": statistics}
+    return training.train(settings, "weight_growth", problem, **hooks)
 
 
 class _Growth(diagnostics.WeightGrowth):
@@ -110,22 +107,19 @@ class _Growth(diagnostics.WeightGrowth):
                 logs[f"{name} squared steps"] = float(steps.sum())
 
 
-class _Statistics(diagnostics.BatchStatistics):
-    """Logs of each epoch the distances of all channels of one layer, on 128 images."""
-
-    def __init__(self, problem, settings):
-        _, norm = LAYERS.get(settings.model, OTHERS)
-        super().__init__(problem.images.x_train[:128], [norm])
-
-    def before_step(self):
-        pass
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.channels = {}
-        self.measure()
-        for key, (values,) in self.channels.items():
-            distance = key.removesuffix("_distance").rpartition("_")[2]
-            logs[f"{distance}_distance"] = values.tolist()
+def statistics(model, problem, settings):
+    """The distances of all channels of the BN, on 128 images, for a line of metrics."""
+    if settings.norm != "bn":
+        return {}
+    _, norm = LAYERS.get(settings.model, OTHERS)
+    probe = diagnostics.BatchStatistics(problem.images.x_train[:128], [norm])
+    probe.set_model(model)
+    probe.on_train_begin()
+    probe.measure()
+    return {
+        key.removeprefix(f"{norm}_"): values.tolist()
+        for key, (values,) in probe.channels.items()
+    }
 
 
 def run(settings):
@@ -200,10 +194,8 @@ def summary(outcomes, layer):
     """Of the runs that did not diverge; `lowest` and `highest` of all convolutions."""
     curves = [each.metrics for each in outcomes if not each.results["diverged"]]
     last = [epochs(curve, layer).iloc[-1].rename({"norm": "end"}) for curve in curves]
-    numbers = {
-        key: results.mean_and_std([line[key] for line in last])
-        for key in ("test_accuracy", "start", "end", "ratio")
-    }
+    last = pd.DataFrame(last, columns=["test_accuracy", "start", "end", "ratio"])
+    numbers = {key: results.mean_and_std(last[key]) for key in last}
     ratios = [
         float(epochs(curve, name)["ratio"].iloc[-1])
         for curve in curves
