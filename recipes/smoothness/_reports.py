@@ -46,10 +46,9 @@ def medians(outcomes, layer, keys):
     """The medians of `<layer>_<key>` over steps, by key, `over_seeds`."""
     names = {f"{layer}_{key}": key for key in keys}
 
-    def of_run(outcome):
-        return lines(outcome)[[*names]].median().rename(names)
-
-    return over_seeds(outcomes, of_run)
+    return over_seeds(
+        outcomes, lambda each: lines(each)[[*names]].median().rename(names)
+    )
 
 
 def table(rows, columns, note):

@@ -66,9 +66,7 @@ def measure(model, batches, settings):
         learning_rate=settings.learning_rate,
     )
     values = {}
-    for layer, distance, norm, cosine in zip(
-        found.layers, found.distances, found.norms, found.cosines
-    ):
+    for layer, distance, cosine, norm in zip(*found[:4]):
         values[f"{layer}_distance"] = distance
         values[f"{layer}_relative"] = distance / norm if norm else np.nan
         values[f"{layer}_cosine"] = cosine

@@ -155,14 +155,12 @@ def table(rows, settings):
     for row in rows:
         lost = f" ({row['diverged']} diverged)" if row["diverged"] else ""
         start = [name_of(row["norm"]) + lost, f"{row['weight_decay']:g}"]
-        inf, two = row["inf"] or {}, row["2"] or {}
+        inf = row["inf"] or {}
         own = [results.spread(inf.get(key), 3) for key in SHOWN]
         paper = PAPER.get(row["norm"], (("–",) * 3,) * 2)[row["weight_decay"] > 0]
-        end = [
-            results.spread(two.get("attacked"), 3),
-            results.spread(row["weight_norm"], 1),
-        ]
-        lines.append([*start, *own, *paper, *end])
+        two = results.spread((row["2"] or {}).get("attacked"), 3)
+        size = results.spread(row["weight_norm"], 1)
+        lines.append([*start, *own, *paper, two, size])
     return (
         f"{results.markdown(header, lines)}\n"
         f"Accuracy on test images. {results.note(settings.seeds)} The paper's is that "

@@ -7,7 +7,6 @@ from recipes import models
 from recipes.engine import command
 from recipes.smoothness import _training, landscape
 from tests.support import tiny
-from tests.support.backend import BACKEND
 
 
 def test_width_and_batches(monkeypatch):
@@ -33,12 +32,3 @@ def test_width_and_batches(monkeypatch):
 def test_bad_settings(arguments, message):
     with pytest.raises(ValueError, match=message):
         command.parse(landscape.Settings, arguments)
-
-
-def test_names():
-    def name(arguments):
-        label = command.parse(landscape.Settings, arguments).one(seed=1).label()
-        return label.replace(f"-backend{BACKEND}", "")
-
-    assert name(["--network=dln", "--every=50"]) == "dln-bn-seed1-every50"
-    assert name(["--width=1"]) == "vgg-digits-bn-seed1-width1"

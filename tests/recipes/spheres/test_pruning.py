@@ -156,18 +156,3 @@ def test_pruning(settings, tmp_path, monkeypatch):
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=f"{path.name} is damaged.*cannot be loaded"):
         pruning.trained(asked.training())
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"measure_size": 0}, "`measure_size` must be at least 1"),
-        ({"levels": (0.1, 1.1)}, "`levels` must be at most 1"),
-        ({"saved_models_dir": None}, "`saved_models_dir` must"),
-        ({"dataset": "digit"}, "`dataset` must be one of digits"),
-    ],
-)
-def test_bad_settings(settings, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        pruning.run(settings(**changes))
-    assert not list(tmp_path.iterdir())

@@ -82,11 +82,3 @@ def test_network_of_pixels():
     np.testing.assert_allclose(numpy(actual), numpy(expected), rtol=1e-4, atol=1e-5)
     found = diagnostics.bim(network, x, y, LOSS, epsilon=0.1, steps=1, verbose=0)
     assert 0.09 < np.abs(found - x).max() <= 0.1 + 1e-6
-
-
-def test_bad_attack():
-    for key in ("epsilon", "noise", "epsilon_2"):
-        with pytest.raises(ValueError, match=f"`{key}` must be positive"):
-            Settings(**{key: -1.0})
-    with pytest.raises(ValueError, match="`steps` must be at least 1"):
-        Settings(steps=0)

@@ -83,11 +83,9 @@ def test_what_diverged():
     assert weight_growth.pooled([metrics], "variance_distance") == []
 
 
-def test_settings():
+def test_a_constant_rate():
     settings = Settings(**tiny.SETTINGS).one(norm="cbn", learning_rate=0.3)
     found = weight_growth.problem(settings)
     assert found.amat and found.schedule.values == [0.3]
     other = dataclasses.replace(settings, momentum=0.5, weight_decay=0.1)
     assert other.program() == settings.program()
-    with pytest.raises(ValueError, match="`weight_decays` must be at least 0"):
-        Settings(weight_decays=(-1.0,))
