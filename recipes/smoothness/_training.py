@@ -18,15 +18,13 @@ from recipes.engine import data, training
 from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import dln, norms
 
+VGG = {"dataset": "digits", "width": 0.125, "batch_size": 128}
+VGG |= dict.fromkeys(("train_size", "test_size"))
+DLN = {"depth": dln.DEPTH, "dtype": "float64"}
+# The dln's are the paper's, but for `every`, which it does not give.
 USUAL = {
-    "vgg": {"steps": 400, "every": 20, "learning_rate": 0.1},
-    # The paper's, but for `every`, which it does not give.
-    "dln": {"steps": 10_000, "every": 100, "learning_rate": 1e-6},
-}
-OWN = {  # what the other network does not have
-    "vgg": {"dataset": "digits", "width": 0.125, "batch_size": 128}
-    | dict.fromkeys(("train_size", "test_size")),
-    "dln": {"depth": dln.DEPTH, "dtype": "float64"},
+    "vgg": VGG | {"steps": 400, "every": 20, "learning_rate": 0.1},
+    "dln": DLN | {"steps": 10_000, "every": 100, "learning_rate": 1e-6},
 }
 
 
@@ -53,11 +51,11 @@ class Descent(Images):
     )
 
     def usual(self):
-        return USUAL.get(self.network, {}) | OWN.get(self.network, {})
+        return USUAL.get(self.network, {})
 
     def __post_init__(self):
         super().__post_init__()
-        for key in OWN["vgg" if self.network == "dln" else "dln"]:
+        for key in VGG if self.network == "dln" else DLN:
             if (value := getattr(self, key)) is not None:
                 raise ValueError(
                     f"Argument `{key}` must be None with network={self.network!r}. "

@@ -15,33 +15,24 @@ no norm; the deep linear network does so best with l1. The paper has curves only
 
 Small runs: VGG-16 of an eighth of the width on digits, 400 steps, took 8 minutes; the
 deep linear network is the paper's, 10,000 steps, and took 4.6 minutes; on 2 cores of an
-Intel Xeon that much other work shared. Medians over steps, and the largest of all:
-
-                    VGG                                deep linear network
-            gradient   effective  accuracy       step of        highest    largest
-            distance   beta       of steps 0-19  loss <= 14,500  loss      beta
-    none    0.63       9.1        17 %           7,800          8.7e6      6.5e7
-    bn      0.026      2.8        75 %           3,300          2.2e5      1.0e7
-    lp1     0.015      2.6        70 %           1,600          2.2e5      1.5e7
-    lp2     0.022      2.6        71 %           3,200          2.2e5      1.0e7
-    lpinf   0.33       17.6       60 %           5,500          1.7e5      3.6e7
+Intel Xeon that much other work shared. VGG's median beta is 2.8 with BN, and 9.1
+without a norm; the largest one of the deep linear network 1.0e7 and 6.5e7, whose loss
+is 14,500 in step 3,300 with BN, in step 1,600 with l1, and in step 7,800 without.
 
 The claims hold but for the smoothness of l-infinity in VGG, and for the median beta of
-the deep linear network: all but l1 train where beta is 2 / learning rate.
+the deep linear network: all but l1 train where beta is 2 / learning rate. The tables
+are in docs/results/landscape.md.
 
-Reference: Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
-Optimization?, NeurIPS 2018. https://arxiv.org/abs/1805.11604
+Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
 
 import dataclasses
 
 import numpy as np
-import pandas as pd
 
 from keras_norms import diagnostics
 from recipes.engine import command, results, training
-from recipes.smoothness import _figures as figures
-from recipes.smoothness import _numbers as numbers
+from recipes.smoothness import _reports as reports
 from recipes.smoothness import _training as descent
 
 # In units of the learning rate (Appendix A.2.2).
@@ -93,45 +84,44 @@ def run(settings):
     rows = []
     for norm in settings.norms:
         found = outcomes.of(norm=norm)
-        measured = numbers.over_seeds(found, of_run)
-        rows.append({"norm": norm} | numbers.summary(found) | measured)
+        measured = reports.over_seeds(found, of_run)
+        rows.append({"norm": norm} | reports.summary(found) | measured)
     directory = settings.directory("landscape")
     note = (
         "Loss and accuracies of the last interval; medians over the measured steps; "
         "the highest loss and beta of all steps. "
     )
-    text = numbers.table(rows, COLUMNS, note + results.note(settings.seeds))
+    text = reports.table(rows, COLUMNS, note + results.note(settings.seeds))
     results.write(directory, text, {"rows": rows})
-    runs, title = numbers.runs_of(outcomes, settings), settings.about()
-    scores = ["train_loss"]
-    if settings.network == "vgg":
-        scores += ["train_accuracy", "test_accuracy"]
-    figures.training(directory / "training.png", runs, settings, *scores)
+    runs, title = reports.runs_of(outcomes, settings), settings.about()
+    scores = ["train_loss", "train_accuracy", "test_accuracy"]
+    if settings.network == "dln":
+        scores = scores[:1]
+    reports.training_curves(directory / "training.png", runs, settings, *scores)
     distances = ["gradient_distance_min", "gradient_distance_max"]
     columns = [
-        (["loss_min", "loss_max"], f"loss ({settings.unit()})", figures.LOG),
-        (distances, "|grad L(W - s g) - g|", figures.LOG),
-        ("effective_beta", "effective beta", figures.LOG),
+        (f"loss ({settings.unit()})", ["loss_min", "loss_max"]),
+        ("|grad L(W - s g) - g|", distances),
+        ("effective beta", "effective_beta"),
     ]
-    figures.bands(directory / "landscape.png", runs, columns, title)
-    figures.predictiveness(directory / "predictiveness.png", runs, title)
+    reports.bands(directory / "landscape.png", runs, columns, title)
+    reports.predictiveness(directory / "predictiveness.png", runs, title)
     return directory
+
+
+MEDIANS = ["loss_range", "gradient_distance", "relative_distance", "effective_beta"]
 
 
 def of_run(outcome):
     """What a run was like: medians over its steps, the highest of all, and a count."""
-    lines = numbers.lines(outcome)
-    farthest = lines["gradient_distance_max"]
-    medians = {
-        "loss_range": lines["loss_max"] - lines["loss_min"],
-        "gradient_distance": farthest,
-        "relative_distance": farthest / lines["gradient_norm"].replace(0, np.nan),
-        "effective_beta": lines["effective_beta"],
-    }
+    lines = reports.lines(outcome)
+    lines["loss_range"] = lines["loss_max"] - lines["loss_min"]
+    lines["gradient_distance"] = lines["gradient_distance_max"]
+    norm = lines["gradient_norm"].replace(0, np.nan)
+    lines["relative_distance"] = lines["gradient_distance"] / norm
     return {
-        **pd.DataFrame(medians).median(),
-        "largest_loss_max": lines["loss_max"].max(),
-        "largest_effective_beta": lines["effective_beta"].max(),
+        **lines[MEDIANS].median(),
+        **lines[["loss_max", "effective_beta"]].max().add_prefix("largest_"),
         "not_finite": lines["not_finite"].sum(),
     }
 

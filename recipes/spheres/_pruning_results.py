@@ -6,24 +6,21 @@ import pandas as pd
 from recipes.engine import data, figures, results
 
 METHODS = {"gamma": "smallest gamma", "mean": "small gamma, mean kept"}
-METHODS["merge"] = "and merging"
+METHODS |= {"merge": "and merging"}
 LOSS = 0.01  # of accuracy
 GONE = {"channels": "channels", "parameters": "weights", "macs": "multiply-accumulates"}
 KEYS = {"accuracy": "as pruned", "recalibrated": "statistics recalibrated"}
 
 
 def by_method(lines):
-    """The lines of each method after that of the whole network, by what is gone."""
-    lines = sorted(lines, key=lambda line: line["channels"])
-    return {
-        method: [line for line in lines if line["method"] in ("whole", method)]
-        for method in METHODS
-    }
+    """A DataFrame of each method, from the whole network on, by what is gone."""
+    lines = pd.DataFrame(lines).sort_values("channels", kind="stable")
+    return {name: lines[lines["method"].isin(["whole", name])] for name in METHODS}
 
 
 def limits(points):
     """One point less than the whole network has, of each of `KEYS`."""
-    return {key: points["merge"][0][key] - LOSS for key in KEYS}
+    return {key: points["merge"][key].iloc[0] - LOSS for key in KEYS}
 
 
 def shares(points):
@@ -42,9 +39,8 @@ def share_at(lines, limit, key, gone):
 
     It is interpolated linearly; that of the last line where no line is below.
     """
-    lines = pd.DataFrame(sorted(lines, key=lambda line: line["channels"]))
-    below = lines.index[lines[key] < limit]
-    if below.empty:
+    below = np.flatnonzero(lines[key] < limit)
+    if not below.size:
         return float(lines[gone].iloc[-1])
     pair = lines.iloc[[below[0], max(below[0] - 1, 0)]]
     return float(np.interp(limit, pair[key], pair[gone]))
@@ -59,9 +55,8 @@ def draw(path, points, settings):
     for row, (key, limit) in zip(axes, limits(points).items()):
         for axis, gone in zip(row, ("channels", "macs")):
             for method, label in METHODS.items():
-                lines = pd.DataFrame(points[method])
                 style = {"ms": 3, "color": colour_of[label], "label": label}
-                axis.plot(lines[gone], lines[key], "o-", **style)
+                axis.plot(points[method][gone], points[method][key], "o-", **style)
             axis.axhline(limit, color="black", ls="--", lw=1, label="one point lost")
             axis.set(ylim=(0, 1), xlabel=f"{GONE[gone]}\nremoved")
             axis.label_outer()

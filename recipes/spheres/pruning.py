@@ -1,6 +1,6 @@
 """Channels of a trained network that can go: small gamma, and values that agree.
 
-The small run, on scikit-learn's digits, and that of the table below:
+The small run, on scikit-learn's digits, and that of the numbers below:
 
     python -m recipes.spheres.pruning
     python -m recipes.spheres.pruning --dataset=cifar10 --data_dir=<where it is> \
@@ -20,23 +20,15 @@ without training after it (`--gamma_l1` trains with Liu et al.'s penalty on gamm
   deviates by t at most.
 
 With ResNet-20 after 4 epochs of CIFAR-10 (75.0 %), one point of accuracy is lost where
-this share of channels and of multiply-accumulates is gone:
+0.8, 1.9 and 4.0 % of the channels are gone in these ways, and with statistics that are
+recalibrated 4.3, 6.2 and 5.7 %; on digits (98.3 %) then 7.6, 3.6 and 6.8 %. Merging
+helps where they are not, but not for the reason given: units correlate with those of
+the nearest gamma and beta by 0.203, with any other by 0.212. The run took 20 minutes of
+two cores, the small one 3 of one, on an Intel Xeon that other work shared. More, also
+on speed, is in docs/results/pruning.md.
 
-                               as pruned      recalibrated
-    smallest gamma             0.8,  2.0 %    4.3, 10.5 %
-    small gamma, mean kept     1.9,  6.5 %    6.2, 18.3 %
-    and merging                4.0, 11.6 %    5.7, 15.3 %
-
-Merging helps where statistics are not recalibrated, but not for the reason given: units
-correlate with those of the nearest gamma and beta by 0.203, with any other by 0.212. On
-digits (98.3 %) recalibrated networks lose the point at 7.6, 3.6 and 6.8 % of channels.
-The run took 20 minutes of two cores, the small one 3 of one, on an Intel Xeon that
-other work shared. More, also on speed, is in docs/results/pruning.md.
-
-Reference: Sun et al., New Interpretations of Normalization Methods in Deep Learning,
-AAAI 2020, Section 2.2. https://arxiv.org/abs/2006.09104. Liu et al., Learning Efficient
-Convolutional Networks through Network Slimming, ICCV 2017.
-https://arxiv.org/abs/1708.06519
+Reference: Sun et al., AAAI 2020, Section 2.2. https://arxiv.org/abs/2006.09104
+Liu et al., Network Slimming, ICCV 2017. https://arxiv.org/abs/1708.06519
 """
 
 import dataclasses
@@ -46,14 +38,16 @@ from functools import partial
 
 import keras
 import numpy as np
+import pandas as pd
 from keras import ops
 
-from keras_norms import prune, recalibrate
-from recipes.engine import classifier, command, data, files, training
+from keras_norms import CBN, prune, recalibrate
+from keras_norms.surgery.channels import Channels
+from keras_norms.surgery.graph import Graph
+from recipes.engine import classifier, command, data, files, optimizers, training
 from recipes.engine.run import Run
 from recipes.engine.settings import setting
 from recipes.spheres import _pruning_results as results
-from recipes.spheres import _slimming
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,9 +82,82 @@ class Settings(Slimmed):
         return Slimmed(**{name: getattr(self, name) for name in names})
 
 
+@keras.saving.register_keras_serializable(package="keras_norms_recipes")
+class SlimmingSGD(optimizers.SGD):
+    """SGD of the loss and `gamma_l1` times the sum of |gamma| (Liu et al., Eq. 1)."""
+
+    def __init__(self, *args, gamma_l1=0.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gamma_l1 = gamma_l1
+
+    def apply(self, grads, trainable_variables=None):
+        variables = trainable_variables or self._trainable_variables
+        grads = [
+            g + self.gamma_l1 * ops.sign(v) if v.name == "gamma" else g
+            for g, v in zip(grads, variables)
+        ]
+        return super().apply(grads, trainable_variables)
+
+    def get_config(self):
+        return {**super().get_config(), "gamma_l1": self.gamma_l1}
+
+
+def compiled(model):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=["accuracy"])
+    return model
+
+
+def own_norms(model):
+    """The |gamma|, over the input's deviation, of norms whose channels one layer makes.
+
+    A dict by name; norms of channels that cannot go are not in it.
+    """
+    channels = Channels(Graph(model))
+    makers = [channels.roots(labels.ids) for labels in channels.makers.values()]
+    roots, counts = np.unique(np.concatenate(makers), return_counts=True)
+    alone = roots[(counts == 1) & ~channels.is_fixed(roots)]
+    found = {}
+    for unit, (labels, _) in channels.passers.items():
+        layer, gamma = unit.layer, getattr(unit.layer, "gamma", None)
+        if gamma is not None and np.isin(channels.roots(labels.ids), alone).all():
+            rho = layer.rho if isinstance(layer, CBN) else 1
+            found[layer.name] = np.abs(ops.convert_to_numpy(gamma / rho))
+    return found
+
+
+def without_smallest(model, share, images):
+    """The network without the given share of channels of the smallest |gamma|.
+
+    As Liu et al.: over all layers, each of which keeps one channel, and without beta.
+    """
+    gammas = own_norms(model)
+    limit = np.quantile(np.concatenate(list(gammas.values())), share)
+    model = copy(model)
+    for name, gamma in gammas.items():
+        dead = gamma < min(limit, np.max(gamma))
+        layer = model.get_layer(name)
+        for variable in (layer.gamma, layer.beta):
+            if variable is not None:
+                variable.assign(ops.convert_to_numpy(variable) * ~dead)
+    return prune(model, images, gamma=0.0, similarity=None)
+
+
+def copy(model):
+    """A model that shares no weights with the one that it is a copy of."""
+
+    def call(layer, *args, mask=None, **kwargs):
+        # Of images there are no masks, which most layers would not take.
+        return layer(*args, **kwargs)
+
+    twin = keras.models.clone_model(model, call_function=call)
+    twin.set_weights(model.get_weights())
+    return compiled(twin)
+
+
 def problem(settings):
     """The training of a classifier by `SlimmingSGD`, as long as `until` says."""
-    optimizer = partial(_slimming.SlimmingSGD, gamma_l1=settings.gamma_l1)
+    optimizer = partial(SlimmingSGD, gamma_l1=settings.gamma_l1)
     epochs = min(settings.until or settings.epochs, settings.epochs)
     return classifier.problem(settings, optimizer=optimizer)._replace(epochs=epochs)
 
@@ -102,7 +169,7 @@ def trained(settings):
     if found.results["diverged"]:
         raise ValueError(f"The training in {settings.runs_dir}/{name} diverged.")
     try:
-        return _slimming.compiled(keras.saving.load_model(path))
+        return compiled(keras.saving.load_model(path))
     except Exception as error:  # of the many kinds of zipfile, Keras and h5py
         raise files.damaged(path, f"it cannot be loaded ({error})") from None
 
@@ -137,7 +204,7 @@ def measure(recorded, settings):
             recorded.log(**point(method, model, level, images, more, test))
     points = results.by_method(recorded.metrics)
     outcome = {
-        "accuracy": points["merge"][0]["accuracy"],
+        "accuracy": recorded.metrics[0]["accuracy"],
         "premise": premise(model, images),
         "shares": results.shares(points),
         "speeds": speeds(points, model, images, test[0]),
@@ -152,11 +219,11 @@ def measure(recorded, settings):
 def speeds(points, model, images, x):
     """How fast two merged networks are: the last within a point, and the last."""
     limit = results.limits(points)["recalibrated"]
-    merged = sorted(points["merge"][1:], key=lambda line: line["level"])
-    chosen = [line for line in merged if line["recalibrated"] >= limit][-1:]
-    chosen += merged[-1:] if merged[-1:] != chosen else []
+    merged = points["merge"].iloc[1:].sort_values("level")
+    within = merged[merged["recalibrated"] >= limit]
+    chosen = pd.concat([within[-1:], merged[-1:]]).drop_duplicates("level")
     found = []
-    for line in chosen:
+    for line in chosen.to_dict("records"):
         nets = model, pruned_by("merge", model, line["level"], images).model
         calls = [partial(net.predict, x, batch_size=128, verbose=0) for net in nets]
         # In turns, the fastest of each; the first compiles.
@@ -169,23 +236,21 @@ def speeds(points, model, images, x):
 def pruned_by(method, model, level, images):
     """The network pruned by one of `METHODS`; the level is a share or a tolerance."""
     if method == "gamma":
-        return _slimming.without_smallest(model, level, images)
+        return without_smallest(model, level, images)
     similarity = None if method == "mean" else 1.0
     return prune(model, images, gamma=level, similarity=similarity)
 
 
 def point(method, model, level, images, more, test):
-    """What is left by one of `METHODS`, or `"whole"`, at a level.
+    """What is left by one of `METHODS`, or `"whole"`, at a level, a dict.
 
-    Returns:
-        Dict of `method`, `level`, the shares of `channels`, `parameters` and `macs`
-        that are gone, the `error` of the outputs on `images` (the root of the mean
-        square, relative), and test accuracy, `accuracy` and, after recalibration on
-        `more` images, `recalibrated`.
+    It has `method`, `level`, the shares of `channels`, `parameters` and `macs` that are
+    gone, the `error` of the outputs on `images` (the root of the mean square, relative)
+    and test `accuracy`, which is `recalibrated` after recalibration on `more` images.
     """
     line = {"method": method, "level": level}
     line |= dict.fromkeys(("channels", "parameters", "macs"), 0.0)
-    smaller = _slimming.copy(model)
+    smaller = copy(model)
     if method != "whole":
         pruned = pruned_by(method, model, level, images)
         smaller, line["channels"] = pruned.model, pruned.share
@@ -205,13 +270,12 @@ def point(method, model, level, images, more, test):
 def premise(model, images):
     """Whether units with about the same gamma and beta have about the same outputs.
 
-    Returns:
-        Dict of means over all units of `own_norms` that vary: |correlation| of outputs
-        with those of the unit of the layer whose (gamma, beta) is `nearest`, its mean
-        over `all` others, and its maximum, `most`.
+    A dict of means over all units of `own_norms` that vary: |correlation| of outputs
+    with those of the unit of the layer whose (gamma, beta) is `nearest`, its mean over
+    `all` others, and its maximum, `most`.
     """
     found = {"nearest": [], "all": [], "most": []}
-    for name in _slimming.own_norms(model):
+    for name in own_norms(model):
         layer = model.get_layer(name)
         values = keras.Model(model.inputs[0], layer.output)(images, training=False)
         rows = np.float64(ops.convert_to_numpy(values)).reshape(-1, values.shape[-1])

@@ -1,24 +1,80 @@
-"""The pictures of Santurkar et al.: bands, curves and histograms over the steps.
+"""What came out of runs: numbers over steps and seeds, tables, pictures.
 
-`runs` is a dict from a norm to its runs, each the data frame of `_numbers.lines`.
+`runs` is a dict from a norm to its runs, each the data frame of `lines`.
 """
 
 import numpy as np
 import pandas as pd
 
-from recipes.engine import figures
+from recipes.engine import figures, results, training
 
-LOG = {"yscale": "log"}
+SCORES = (*training.SCORES, "recalibrated_test_accuracy")
+# By the last word of a key; the axis of all other values is logarithmic.
+LIMITS = {"accuracy": (0, 1), "cosine": (-1.05, 1.05)}
 
 
-def training(path, runs, settings, *scores):
+def lines(outcome):
+    """The lines of metrics.jsonl as a data frame, NaN in place of `None`."""
+    return pd.DataFrame(outcome.metrics).where(pd.notna, np.nan).infer_objects()
+
+
+def runs_of(outcomes, settings):
+    """The runs of every norm."""
+    return {norm: list(map(lines, outcomes.of(norm=norm))) for norm in settings.norms}
+
+
+def summary(outcomes):
+    """How the runs of one norm trained: two counts, and their scores `over_seeds`."""
+    return {
+        "diverged": sum(outcome.results["diverged"] for outcome in outcomes),
+        "seeds": len(outcomes),
+        **over_seeds(outcomes, lambda each: pd.Series(each.results).filter(SCORES)),
+    }
+
+
+def over_seeds(outcomes, of_run):
+    """Of each number in what `of_run` makes of outcomes: `mean_and_std`.
+
+    Runs that diverged are left out, where not all did.
+    """
+    trained = [each for each in outcomes if not each.results["diverged"]]
+    found = pd.DataFrame([of_run(outcome) for outcome in trained or outcomes])
+    return {key: results.mean_and_std(found[key].dropna()) for key in found}
+
+
+def medians(outcomes, layer, keys):
+    """The medians of `<layer>_<key>` over steps, by key, `over_seeds`."""
+    names = {f"{layer}_{key}": key for key in keys}
+
+    return over_seeds(
+        outcomes, lambda each: lines(each)[[*names]].median().rename(names)
+    )
+
+
+def table(rows, columns, note):
+    """Rows as Markdown, and a note; the columns are a dict from a key to a title."""
+    keys = [key for key in columns if any(row.get(key) for row in rows)]
+    cells = [[_cell(row.get(key)) for key in keys] for row in rows]
+    return results.markdown([columns[key] for key in keys], cells) + f"\n{note}\n"
+
+
+def _cell(value):
+    if isinstance(value, list):
+        return results.epochs(value)
+    if isinstance(value, str) or value is None:
+        return value or "–"
+    deviation = "" if value["std"] is None else f" ± {value['std']:.2g}"
+    return f"{value['mean']:.4g}{deviation}"
+
+
+def training_curves(path, runs, settings, *scores):
     """Draws losses and accuracies over the steps, a curve for each run."""
     label_of = {
-        "train_loss": (f"training loss ({settings.unit()})", LOG),
-        "train_accuracy": ("training accuracy", {"ylim": (0, 1)}),
-        "test_accuracy": ("test accuracy", {"ylim": (0, 1)}),
+        "train_loss": f"training loss ({settings.unit()})",
+        "train_accuracy": "training accuracy",
+        "test_accuracy": "test accuracy",
     }
-    columns = [(key, *label_of[key]) for key in scores]
+    columns = [(label_of[key], key) for key in scores]
     size = (4.2 + 2.8 * len(scores), 3.4)
     _draw(path, [(runs, columns)], settings.about(), size)
 
@@ -26,25 +82,21 @@ def training(path, runs, settings, *scores):
 def bands(path, runs, columns, title):
     """Draws values of each norm over the steps, beside those of no norm.
 
-    `columns` is a list of the key of a curve, or a list of those of a band's lower and
-    upper edge, with the label with the unit, and a dict of settings of the axes.
+    `columns` is a list of the label with the unit, and the key of a curve, or a list of
+    those of a band's lower and upper edge.
     """
     others = [norm for norm in runs if norm != "none"] or list(runs)
-    rows = []
-    for other in others:
-        shown = {norm: runs[norm] for norm in ("none", other) if norm in runs}
-        rows.append((shown, columns))
+    shown = [[norm for norm in ("none", other) if norm in runs] for other in others]
+    rows = [({norm: runs[norm] for norm in norms}, columns) for norms in shown]
     _draw(path, rows, title)
 
 
 def by_layer(path, runs, layers, columns, title):
     """Draws values of layers, a row each: see `bands`, the keys are `<layer>_<key>`."""
-    rows = []
-    for layer in layers:
-        own = [
-            (f"{layer}_{key}", "", {"title": label} | of) for key, label, of in columns
-        ]
-        rows.append((runs, own))
+    rows = [
+        (runs, [(label, f"{layer}_{key}") for label, key in columns])
+        for layer in layers
+    ]
     _draw(path, rows, title, names=layers)
 
 
@@ -53,11 +105,14 @@ def _draw(path, rows, title, size=None, names=()):
     if size:
         figure.set_size_inches(size)
     for of_row, (runs, columns) in zip(axes, rows):
-        for axis, (keys, label, settings) in zip(of_row, columns):
+        for axis, (label, keys) in zip(of_row, columns):
             for norm, of_norm in runs.items():
-                for lines in of_norm:
-                    _curve(axis, lines, keys, _style(norm))
-            axis.set(ylabel=label, **settings)
+                for each in of_norm:
+                    _curve(axis, each, keys, _style(norm))
+            limits = LIMITS.get(str(keys).rpartition("_")[2])
+            shown = {"ylim": limits} if limits else {"yscale": "log"}
+            shown["title" if names else "ylabel"] = label
+            axis.set(**shown)
     for axis, name in zip(axes[:, 0], names):
         axis.set_ylabel(name)
     for axis in axes[-1]:
@@ -86,8 +141,8 @@ def predictiveness(path, runs, title):
     for norm, of_norm in runs.items():
         for part, axis in enumerate(axes[0]):
             some = pd.concat(
-                lines[len(lines) * part // 3 : len(lines) * (part + 1) // 3]
-                for lines in of_norm
+                each[len(each) * part // 3 : len(each) * (part + 1) // 3]
+                for each in of_norm
             )
             if some.empty:
                 continue
@@ -108,10 +163,10 @@ def histograms(path, runs, layers, title, shown=8):
     counts in equal bins, and `<layer>_edges` the lowest and the highest edge of these.
     """
     figure, axes = figures.subplots(len(layers), len(runs), title, sharey=True)
-    for column, (norm, (lines, *_)) in zip(axes.T, runs.items()):
-        places = np.linspace(0, len(lines) - 1, min(shown, len(lines))).astype(int)
+    for column, (norm, (first, *_)) in zip(axes.T, runs.items()):
+        places = np.linspace(0, len(first) - 1, min(shown, len(first))).astype(int)
         for axis, layer in zip(column, layers):
-            some = lines[[f"{layer}_histogram", f"{layer}_edges"]].iloc[places]
+            some = first[[f"{layer}_histogram", f"{layer}_edges"]].iloc[places]
             _ridges(axis, some.to_numpy(), figures.shades(range(shown)))
             axis.set_yticks([])
             axis.grid(False)
