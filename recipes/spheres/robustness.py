@@ -14,12 +14,12 @@ Claim (BN, GN, LN and WN; here CBN, WS and CWN as well): under Gaussian noise an
 BIM attack all of them lose accuracy, and with weight decay they lose less of it, for
 the growing norm of the weights amplifies the attack. Pixels go from 0 to 1; noise and
 radii are in these units, and the paper does not give them. The small run (ResNet-8 on
-digits, 14 trainings) takes 4.6 minutes of one core of an Intel Xeon. All lose accuracy;
-under BIM (l_inf) BN loses 38.1 points without decay and 35.8 with it (the paper, on
-CIFAR-10: 43.1 and 33.8), GN 33.6 and 27.2 (38.9 and 35.6); without decay WS+GN loses
-least, 28.1, and CBN most, 45.0.
+digits, 14 trainings) takes 4.5 minutes of two cores of an AMD EPYC that other work
+shares. All lose accuracy; under BIM (l_inf) BN loses 36.9 points without decay and 34.7
+with it (the paper, on CIFAR-10: 43.1 and 33.8), GN 33.1 and 31.1 (38.9 and 35.6);
+without decay WS+GN loses least, 27.8, and WN most, 44.4, CBN 43.6.
 
-One run each, 360 test images: the standard error is 2.6 points. Decay helps six of
+One run each, 360 test images: the standard error is 2.6 points. Decay helps five of
 seven norms here, and in the paper BN and GN; the norm of scale-invariant weights cannot
 be why. The tables are in docs/results/robustness.md.
 
