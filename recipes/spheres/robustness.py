@@ -19,7 +19,7 @@ shares. All lose accuracy; under BIM (l_inf) BN loses 36.9 points without decay 
 with it (the paper, on CIFAR-10: 43.1 and 33.8), GN 33.1 and 31.1 (38.9 and 35.6);
 without decay WS+GN loses least, 27.8, and WN most, 44.4, CBN 43.6.
 
-One run each, 360 test images: the standard error is 2.6 points. Decay helps five of
+One run each, 360 test images: the standard error is 2.6 points. Decay helps six of
 seven norms here, and in the paper BN and GN; the norm of scale-invariant weights cannot
 be why. The tables are in docs/results/robustness.md.
 
