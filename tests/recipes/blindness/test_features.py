@@ -9,14 +9,9 @@ from recipes.blindness import features
 from recipes.engine import training
 from recipes.models import norms
 from tests.support import tiny
+from tests.support.backend import numpy, thorough_on
 
-SMALL = {
-    "train_size": 400,
-    "test_size": 60,
-    "width": 1,
-    "epochs": 1,
-    "batch_size": 16,
-}
+pytestmark = thorough_on("jax")
 
 
 def silhouette(points, labels):
@@ -52,47 +47,32 @@ def test_batches_of_one_label():
         orders.append(images.tolist())
     assert orders[0] != orders[1]
     # A function of the seed and the number alone, also from a later epoch on.
-    batches.first_epoch = 1
-    assert batches[0][0].ravel().tolist() == orders[1][:3]
+    later = features.OneLabel(x, y, batch_size=3, seed=1, first_epoch=1)
+    assert later[0][0].ravel().tolist() == orders[1][:3]
     other = features.OneLabel(x, y, batch_size=3, seed=2)
     assert other[0][0].ravel().tolist() != orders[0][:3]
-
-
-def test_too_few_images_of_a_label():
-    y = np.array([0, 0, 0, 1, 1])
     with pytest.raises(ValueError, match="at most 2, the training images"):
-        features.OneLabel(np.zeros((5, 1, 1, 1)), y, 3, seed=0)
+        features.OneLabel(x[:5], np.array([0, 0, 0, 1, 1]), 3, seed=0)
 
 
 @pytest.mark.parametrize("norm", ["none", "layer", "cbn"])
 def test_vgg_has_one_norm_before_the_second_dense_layer_from_the_top(norm):
     model = features.build("vgg11", (32, 32, 3), 10, norm, 1 / 64)
-    kinds = (
-        keras.layers.Dense,
-        keras.layers.BatchNormalization,
-        keras.layers.GroupNormalization,
-        CBN,
-    )
-    kept = [layer for layer in model.layers if isinstance(layer, kinds)]
-    names = ["dense1", "norm", "dense2", "logits"]
-    assert [layer.name for layer in kept] == [
-        name for name in names if norm != "none" or name != "norm"
-    ]
+    layers = keras.layers
+    kinds = (layers.Dense, layers.BatchNormalization, layers.GroupNormalization, CBN)
+    found = [layer.name for layer in model.layers if isinstance(layer, kinds)]
+    assert found == ["dense1", *["norm"] * (norm != "none"), "dense2", "logits"]
     assert model.get_layer("dense2").units == 64
     assert model.get_layer("stage5_conv2").filters == 8
     if norm != "none":
-        assert isinstance(
-            model.get_layer("norm"), type(norms.get(norm).layer(1, name="x"))
-        )
+        kind = type(norms.get(norm).layer(1, name="x"))
+        assert type(model.get_layer("norm")) is kind
 
 
 def test_residual_networks_are_normalised_everywhere():
     model = features.build("resnet8", (8, 8, 1), 10, "layer", 1 / 4)
-    found = [
-        layer
-        for layer in model.layers
-        if isinstance(layer, keras.layers.GroupNormalization)
-    ]
+    kind = keras.layers.GroupNormalization
+    found = [layer for layer in model.layers if isinstance(layer, kind)]
     assert len(found) == 9 and {layer.groups for layer in found} == {1}
     below, last = features.split(model)
     assert below.output_shape == (None, 16) and last.name == "logits"
@@ -101,10 +81,8 @@ def test_residual_networks_are_normalised_everywhere():
 def test_layer_normalization_is_over_the_whole_sample():
     layer = norms.get("layer").layer(3, name="x")
     x = np.random.default_rng(0).normal(2, 3, size=(2, 4, 5, 3)).astype("float32")
-    y = keras.ops.convert_to_numpy(layer(x))
-    axes = (1, 2, 3)
-    mean, deviation = x.mean(axes, keepdims=True), x.std(axes, keepdims=True)
-    np.testing.assert_allclose(y, (x - mean) / deviation, atol=1e-4)
+    mean, deviation = x.mean((1, 2, 3), keepdims=True), x.std((1, 2, 3), keepdims=True)
+    np.testing.assert_allclose(numpy(layer(x)), (x - mean) / deviation, atol=1e-4)
 
 
 def test_silhouette():
@@ -121,8 +99,7 @@ def test_silhouette():
     assert features.silhouette(points, np.zeros(40)) is None
 
 
-def test_measure(tmp_path):
-    """Of features that are known: those of an affine classifier."""
+def test_scores_of_an_affine_classifier(tmp_path):
     rng = np.random.default_rng(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6)])
     model.add(keras.layers.Dense(3))
@@ -143,93 +120,68 @@ def test_measure(tmp_path):
     assert found["silhouette_of_picture"] == pytest.approx(score, abs=1e-4)
 
 
-@pytest.fixture
-def small_network(monkeypatch):
+def sweep(runs_dir, **others):
+    small = {"train_size": 400, "test_size": 60, "width": 1, "batch_size": 16}
+    small |= {"epochs": 1, "seeds": 1, "workers": 1, "runs_dir": str(runs_dir)}
+    return features.Settings(**small, **others)
+
+
+def test_run(tmp_path, monkeypatch):
+    measure = features.measure
+
     def build(network, image_shape, num_classes, norm, width):
         norm = norms.get(norm)
         return tiny.build(network, image_shape, num_classes, norm, "relu")
 
+    def checked(model, *arguments):
+        before = model.get_weights()
+        found = measure(model, *arguments)
+        for weight, same in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(weight, same)
+        return found
+
     monkeypatch.setattr(features, "build", build)
-    training._last.clear()
-
-
-def sweep(runs_dir, **others):
-    return features.Settings(**SMALL | others, workers=1, runs_dir=str(runs_dir))
-
-
-def test_run(tmp_path, small_network):
-    settings = sweep(tmp_path, norms=("none", "cbn"), seeds=1)
-    directory = features.run(settings)
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "results.json",
-        "table.md",
-        "vgg11.png",
-    ]
+    monkeypatch.setattr(features, "measure", checked)
+    monkeypatch.setattr(training, "_last", {})
+    directory = features.run(sweep(tmp_path, norms=("none", "cbn")))
+    files = sorted(path.name for path in directory.iterdir())
+    assert files == ["results.json", "table.md", "vgg11.png"]
     rows = json.loads((directory / "results.json").read_text())["rows"]
     assert [row["norm"] for row in rows] == ["none", "cbn"]
     for row in rows:
         for kind in features.KINDS:
             assert (row[kind]["recalibrated"] is None) == (row["norm"] == "none")
             assert -1 <= row[kind]["silhouette"]["mean"] <= 1
-            run = tmp_path / f"features-digits-vgg11-{row['norm']}-{kind}-seed0"
-            (run,) = tmp_path.glob(f"{run.name}-*")
+            name = f"features-digits-vgg11-{row['norm']}-{kind}-seed0"
+            (run,) = tmp_path.glob(f"{name}-*")
             found = json.loads((run / "results.json").read_text())
             assert found["test"]["silhouette"] == row[kind]["silhouette"]["mean"]
             assert np.load(run / "picture.npz")["points"].shape == (60, 2)
     text = (directory / "table.md").read_text()
     assert f" {rows[1]['one_label']['silhouette']['mean']:.3f} |" in text
-    # Again: complete, so that nothing is trained.
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("features-*/*")}
-    features.run(settings)
-    assert before and before == {path: path.stat().st_mtime_ns for path in before}
 
 
-def test_goes_on_where_it_was(tmp_path, small_network):
-    def settings(place):
-        own = SMALL | {"epochs": 2, "learning_rate": 0.01, "seed": 3}
-        return features.Training(**own, runs_dir=str(tmp_path / place))
+def test_runs_that_diverge(tmp_path, monkeypatch):
+    def lost(settings):
+        return training.Outcome(settings, {"name": "x", "diverged": True}, [])
 
-    whole = features.train(settings("whole"))
-    half = training.train(settings("parts"), "features", features.problem, until=1)
-    assert half.results["epochs"] == 1
-    parts = features.train(settings("parts"))
-    for key in ("train_loss", "test_accuracy"):
-        assert parts.results[key] == pytest.approx(whole.results[key], rel=1e-4)
-    assert parts.results["test"]["silhouette"] == pytest.approx(
-        whole.results["test"]["silhouette"], abs=1e-4
-    )
-
-
-def test_measuring_leaves_the_network_as_it_is(tmp_path, small_network):
-    before = []
-
-    def measure(model, problem, settings, run):
-        before.extend(model.get_weights())
-        found = features.measure(model, problem, settings, run)
-        assert found["recalibrated"] is not None
-        for weight, same in zip(model.get_weights(), before, strict=True):
-            np.testing.assert_array_equal(weight, same)
-        return found
-
-    settings = features.Training(**SMALL, runs_dir=str(tmp_path))
-    training.train(settings, "", features.problem, at_end=measure)
-    assert before
-
-
-def test_a_run_that_diverges(tmp_path, small_network):
-    settings = sweep(tmp_path, norms=("none",), seeds=1, learning_rate=1e30)
-    directory = features.run(settings)
+    monkeypatch.setattr(features, "train", lost)
+    directory = features.run(sweep(tmp_path, norms=("none",)))
     (row,) = json.loads((directory / "results.json").read_text())["rows"]
     assert row["mixed"]["silhouette"] is None
     assert "| no normalization |" in (directory / "table.md").read_text()
+    assert (directory / "vgg11.png").exists()
 
 
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="`epochs` must be at least 1"):
-        features.Training(epochs=0)
-    with pytest.raises(ValueError, match="`norm` must not normalise kernels"):
-        features.Training(norm="ws+gn")
-    with pytest.raises(ValueError, match="`kind` must be of one_label, mixed"):
-        features.Training(kind="sorted")
-    with pytest.raises(ValueError, match="`model` must be one of"):
-        features.Training(network="vgg12")
+@pytest.mark.parametrize(
+    "bad,message",
+    [
+        ({"epochs": 0}, "`epochs` must be at least 1"),
+        ({"norm": "ws+gn"}, "`norm` must not normalise kernels"),
+        ({"kind": "sorted"}, "`kind` must be of one_label, mixed"),
+        ({"network": "vgg12"}, "`model` must be one of"),
+    ],
+)
+def test_bad_arguments(bad, message):
+    with pytest.raises(ValueError, match=message):
+        features.Training(**bad)
