@@ -81,7 +81,7 @@ def measure(model, problem, settings):
     probe = keras.Model(model.inputs, outputs)
     ((x, _),) = data.other_batches(settings, 1)
     weights, values = model.get_weights(), {}
-    outputs = probe(x, training=True)
+    outputs = probe([x], training=True)
     for stage, layer, (inputs, _) in zip(LAYERS, layers, outputs, strict=True):
         arrays = inputs, layer.gamma, layer.beta, layer.rho, layer.moving_mean
         eta, tau = assumption_values(*map(ops.convert_to_numpy, arrays))

@@ -7,16 +7,19 @@ from recipes.engine.precision import available
 from tests.support.backend import thorough_on
 
 pytestmark = thorough_on("jax")
-NORMS = ("none", "BN", "BN, inference", "CBN", "CBN, beta 0.5", "LN")
+NORMS = ("none", "CBN", "BN, inference", "CBN, beta 0.5", "BN", "LN")
 
 
-def test_run(tmp_path):
-    settings = layers.Settings(norms=NORMS, samples=32, seeds=1, runs_dir=str(tmp_path))
+@pytest.mark.parametrize(
+    "norms", [NORMS[:2], pytest.param(NORMS, marks=pytest.mark.thorough)]
+)
+def test_run(norms, tmp_path):
+    settings = layers.Settings(norms=norms, samples=32, seeds=1, runs_dir=str(tmp_path))
     directory = layers.run(settings)
     files = sorted(path.name for path in directory.iterdir())
     assert files == ["results.json", "shares.png", "table.md"]
     rows = json.loads((directory / "results.json").read_text())["rows"]
-    assert len(rows) == len(NORMS) * len(available()) * 2
+    assert len(rows) == len(norms) * len(available()) * 2
     table = (directory / "table.md").read_text()
     assert all(table.count(f"{dtype}, mixed\n") == 1 for dtype in available())
     table, of = " ".join(table.split()), {}
@@ -33,7 +36,7 @@ def test_run(tmp_path):
         assert shares["third"] > 1e-2
         of.setdefault(norm, []).append(shares)
     # The stored statistics of a new layer are no normalisation.
-    for none, inference in zip(of["none"], of["BN, inference"], strict=True):
+    for none, inference in zip(of["none"], of.get("BN, inference", [])):
         assert inference == pytest.approx(none, rel=1e-3)
 
 
