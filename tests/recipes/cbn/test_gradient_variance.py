@@ -6,6 +6,7 @@ import pytest
 
 from recipes.cbn import gradient_variance
 from recipes.engine import data
+from recipes.engine.training import Outcome
 from tests.support import tiny
 from tests.support.backend import thorough_on
 
@@ -36,18 +37,33 @@ def test_measure_of_a_linear_model(monkeypatch):
         gradient_variance.Settings(batches=1)
 
 
-def test_run(tmp_path, tiny_network):
-    own = {"activations": ("relu",), "norms": ("cbn_batch",), "batches": 3}
-    own |= {"runs_dir": str(tmp_path), "workers": 1}
-    settings = gradient_variance.Settings(**tiny.SETTINGS, **own)
-    directory = gradient_variance.run(settings)
+def test_run(tmp_path, monkeypatch):
+    def trained(settings):
+        values = {"gradient_variance": 4.0, "gradient_squared_norm": 1.0}
+        line = {"epoch": 1, "train_loss": 1.0} | values
+        results = {"name": settings.label(), "diverged": False}
+        return Outcome(settings, results, [line])
+
+    monkeypatch.setattr(gradient_variance, "train", trained)
+    own = {"activations": ("relu",), "norms": ("cbn_batch", "cbn"), "batches": 3}
+    own |= {"epochs": 2, "runs_dir": str(tmp_path), "workers": 1}
+    directory = gradient_variance.run(gradient_variance.Settings(**own))
     files = sorted(path.name for path in directory.iterdir())
     assert files == ["gradient_variance.png", "results.json", "table.md"]
-    (row,) = json.loads((directory / "results.json").read_text())["rows"]
-    assert row["norm"] == "cbn_batch" and row["gradient_variance"]["first rate"] > 0
+    rows = json.loads((directory / "results.json").read_text())["rows"]
+    assert [row["norm"] for row in rows] == ["cbn_batch", "cbn"]
+    assert all(row["gradient_variance"]["first rate"] == 4 for row in rows)
+    assert all("batches3" in row["runs"][0]["name"] for row in rows)
     table = (directory / "table.md").read_text()
     assert table.count("| CBN without AMAT |") == 2 and "(1.00)" in table
-    assert "batches3" in row["runs"][0]["name"]
+
+
+@pytest.mark.thorough
+def test_a_training_is_measured(tmp_path, tiny_network):
+    own = {"activation": "relu", "batches": 3, "runs_dir": str(tmp_path)}
+    settings = gradient_variance.Measured(**tiny.SETTINGS, **own)
+    lines = gradient_variance.train(settings).metrics
+    assert len(lines) == 2 and all(line["gradient_variance"] > 0 for line in lines)
 
 
 def test_by_phase():
