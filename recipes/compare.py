@@ -24,9 +24,7 @@ Epochs until 90 % test accuracy on digits, and the test accuracy of the last epo
     BN                 79.0       87.6       91.1       89.7       91.2
     CBN                91.2       91.7       92.0       91.6       92.2
 
-Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and
-Beyond, TPAMI 2023, Tables 1-4 and Figures 4-6.
-https://doi.org/10.1109/TPAMI.2023.3319005
+Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
 import dataclasses
@@ -113,24 +111,18 @@ def table(rows, settings):
     cell = {(row["model"], row["norm"], row["activation"]): row for row in rows}
     several = len(settings.models) > 1
     header = [*["model"] * several, "norm", *settings.activations]
-    parts = []
-    for title, form in (
-        ("Test accuracy after the last epoch, %", _accuracy),
-        (
-            f"Epochs until the test accuracy is {settings.target_accuracy:.0%}",
-            lambda row: results.epochs(row["epochs_to_target"]),
-        ),
-    ):
-        lines = [
-            [
-                *[model] * several,
-                figures.NAME_OF.get(norm, norm),
-                *(form(cell[model, norm, each]) for each in settings.activations),
-            ]
-            for model, norm in itertools.product(settings.models, settings.norms)
-        ]
-        parts.append(f"{title}\n\n{results.markdown(header, lines)}")
-    return "\n".join([*parts, results.note(settings.seeds) + LOOK]) + "\n"
+    accuracies, epochs = [], []
+    for model, norm in itertools.product(settings.models, settings.norms):
+        names = [*[model] * several, figures.NAME_OF.get(norm, norm)]
+        of = [cell[model, norm, each] for each in settings.activations]
+        accuracies.append([*names, *map(_accuracy, of)])
+        epochs.append([*names, *(results.epochs(r["epochs_to_target"]) for r in of)])
+    return (
+        "Test accuracy after the last epoch, %\n\n"
+        f"{results.markdown(header, accuracies)}\n"
+        f"Epochs until the test accuracy is {settings.target_accuracy:.0%}\n\n"
+        f"{results.markdown(header, epochs)}\n{results.note(settings.seeds)}{LOOK}\n"
+    )
 
 
 def _accuracy(row):
@@ -141,30 +133,26 @@ def _accuracy(row):
 def details(rows):
     """All numbers of all rows as Markdown."""
     header = ["model", "activation", "norm", "test accuracy, %", "training loss"]
-    lines = [
-        [
-            *(row[key] for key in ("model", "activation", "norm")),
-            _accuracy(row),
-            results.spread(row["train_loss"], 4),
-            results.epochs(row["epochs_to_target"]),
-            results.spread(row["seconds_per_step"], 1, 1000),
-        ]
-        for row in rows
-    ]
+    lines, speeds = [], ""
+    for row in rows:
+        names = row["model"], row["activation"], row["norm"]
+        loss = results.spread(row["train_loss"], 4)
+        epochs = results.epochs(row["epochs_to_target"])
+        seconds = results.spread(row["seconds_per_step"], 1, 1000)
+        lines.append([*names, _accuracy(row), loss, epochs, seconds])
+        if "trials_at_once" in row:
+            speeds += (
+                f"- {', '.join(names)}: {row['trials_at_once']} trials at once, "
+                f"{row['images_per_second']:,.0f} images per second\n"
+            )
     text = results.markdown([*header, "epochs", "ms per step"], lines) + (
         "\nTraining loss (cross-entropy) of the last epoch. A step is one batch of "
         "training, without compilation.\n"
     )
-    if speeds := [row for row in rows if "trials_at_once" in row]:
+    if speeds:
         text += (
             "\nTrained together in one program, where a step is that of all trials "
-            "divided by their number:\n\n"
-        )
-        text += "".join(
-            f"- {row['model']}, {row['activation']}, {row['norm']}: "
-            f"{row['trials_at_once']} trials at once, "
-            f"{row['images_per_second']:,.0f} images per second\n"
-            for row in speeds
+            f"divided by their number:\n\n{speeds}"
         )
     return text
 

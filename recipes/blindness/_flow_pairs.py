@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recipes.engine import data
+from recipes.engine import data, imagenet
 
 
 class Pair:
@@ -50,12 +50,9 @@ class Pair:
         self.x_train, self.y_train = whole(images.x_train, images.y_train)
         self.x_test, self.y_test = whole(images.x_test, images.y_test)
         if train_size is not None:
-            if not 2 <= train_size <= len(self.x_train):
-                raise ValueError(
-                    f"Argument `train_size` must be between 2 and {len(self.x_train)}, "
-                    f"the training images of both classes. Received: {train_size}"
-                )
-            order = np.random.default_rng(0).permutation(len(self.x_train))[:train_size]
+            count, about = len(self.x_train), "the training images of both classes"
+            imagenet.check_size("train_size", train_size, count, about)
+            order = np.random.default_rng(0).permutation(count)[:train_size]
             self.x_train, self.y_train = self.x_train[order], self.y_train[order]
         self.image_shape = self.x_train.shape[1:]
 
@@ -63,10 +60,6 @@ class Pair:
     def log_volume(self):
         """log p of pixels in [0, 1] less this is that of pixels in [0, levels]."""
         return np.prod(self.image_shape) * np.log(self.levels)
-
-    def batches(self, batch_size, seed, first_epoch=0):
-        """Endless `data.Batches` of dequantised training images in [0, 1]."""
-        return _Batches(self, batch_size, seed, first_epoch)
 
     def dequantised(self, x, seed=0):
         """`(x + u) / levels`, u uniform in [0, 1), in float32."""
@@ -85,10 +78,10 @@ class Pair:
         return alphas * first[:count] + (1 - alphas) * second[:count]
 
 
-class _Batches(data.Batches):
-    """Noise is a function of the seed and the number of the batch, as the order is."""
+class Batches(data.Batches):
+    """Dequantised training images in [0, 1], the noise of the seed and the number."""
 
-    def __init__(self, pair, batch_size, seed, first_epoch):
+    def __init__(self, pair, batch_size, seed, first_epoch=0):
         x, y = pair.x_train, pair.y_train
         super().__init__(x, y, batch_size, seed, first_epoch=first_epoch)
         self.pair = pair

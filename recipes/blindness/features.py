@@ -35,8 +35,7 @@ The claim holds, and BN with fresh statistics is no better. VGG-16, ResNet-34 an
 DenseNets, with one seed, show the same. The full run has not been made; for a reduced
 one of CIFAR-10 see docs/results/blindness_features.md.
 
-Reference: Zhou, Shen, Chen, Tang and Zhang, Batch Normalization Is Blind to the First
-and Second Derivatives of the Loss, 2022. https://arxiv.org/abs/2205.15146
+Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """
 
 import dataclasses
@@ -53,10 +52,8 @@ from recipes import models
 from recipes.engine import command, data, figures, files, results, training
 from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import norms
-from recipes.models.vgg import vgg
 
 KINDS = ("one_label", "mixed")
-DEPTH = {"vgg11": 11, "vgg16": 16}
 COLUMNS = {
     "silhouette": ("test", "silhouette"),
     "of the picture": ("test", "silhouette_of_picture"),
@@ -86,7 +83,7 @@ class Training(Images):
     def __post_init__(self):
         super().__post_init__()
         models.check(self.network, "relu")
-        if self.network in DEPTH and norms.get(self.norm).wrapper is not None:
+        if self.network in models.SMALL and norms.get(self.norm).wrapper is not None:
             raise ValueError(
                 "Argument `norm` must not normalise kernels where the network has one "
                 f"norm. Received: norm={self.norm!r} with network={self.network!r}"
@@ -136,16 +133,14 @@ class OneLabel(data.Batches):
 def build(network, image_shape, num_classes, norm, width=1.0):
     """A `keras.Model` whose last layer makes the logits.
 
-    VGG-11 and VGG-16 have two hidden Dense layers and one norm, before the second of
-    all Dense layers from the top; other networks are normalised everywhere. `width` is
-    a factor of all channels and sizes.
+    VGG-11 and VGG-16 have one norm, before the second Dense layer from the top; other
+    networks are normalised everywhere. `width` is a factor of all channels and sizes.
     """
     kind, shape = norms.get(norm), (image_shape, num_classes)
-    if network in DEPTH:
+    if make := models.SMALL.get(network):
         size = max(1, round(width * 4096))
         layer = kind.layer(size, name="norm") if kind.layer else None
-        plain, hidden = norms.get("none"), (size, size)
-        model = vgg(DEPTH[network], *shape, plain, "relu", hidden, layer, place=2)
+        model = make(*shape, norms.get("none"), "relu", (size, size), layer)
     else:
         model = models.build(network, *shape, kind, "relu")
     return models.scaled(model, width) if width != 1 else model
@@ -156,15 +151,11 @@ def problem(settings):
     images = data.enlarged(data.images(settings))
     some, rate = slice(settings.test_size), settings.learning_rate
     kind = OneLabel if settings.kind == "one_label" else data.Batches
-    x, y, size = images.x_train, images.y_train, settings.batch_size
-
-    def batches(first_epoch=0):
-        return kind(x, y, size, settings.seed, first_epoch=first_epoch)
-
+    of = images.x_train, images.y_train, settings.batch_size, settings.seed
     return training.Problem(
         network=functools.partial(_network, settings, images),
-        batches=batches,
-        steps=batches().steps,
+        batches=lambda first_epoch=0: kind(*of, first_epoch=first_epoch),
+        steps=kind(*of).steps,
         epochs=settings.epochs,
         test=(images.x_test[some], images.y_test[some]),
         schedule=keras.optimizers.schedules.PiecewiseConstantDecay([], [rate]),
@@ -280,9 +271,8 @@ def summary(outcomes):
     found = {}
     for name, (part, key) in COLUMNS.items():
         values = [(each.results.get(part) or {}).get(key) for each in outcomes]
-        count = sum(value is not None for value in values)
         number = results.mean_and_std(values)
-        found[name] = number and number | {"count": count}
+        found[name] = number and number | {"count": len(values) - values.count(None)}
     return found
 
 

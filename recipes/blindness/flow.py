@@ -29,8 +29,7 @@ BN does tell them apart, so that the claim does not hold as it stands. Its gap i
 smaller one, but BN is the better flow after these 992 steps. With `--nobetween`, norms
 in the networks alone, both have the same gap (205.8 and 205.9, seed 0).
 
-Reference: Zhou, Shen, Chen, Tang and Zhang, Batch Normalization Is Blind to the First
-and Second Derivatives of the Loss, 2022. https://arxiv.org/abs/2205.15146
+Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from recipes.blindness._flow_pairs import Pair
+from recipes.blindness._flow_pairs import Batches, Pair
 from recipes.engine import command, data, figures, optimizers, results, training
 from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import norms
@@ -102,17 +101,15 @@ class Settings(Training, Sweep):
         return [run for classes in self.classes for run in runs(classes=classes)]
 
 
-class _Nats(keras.callbacks.Callback):
+def _nats(problem, settings):
     """Logs likelihoods in nats an image; those of training with batch statistics."""
+    pixels, volume = np.prod(problem.images.image_shape), problem.images.log_volume
 
-    def __init__(self, problem, settings):
-        super().__init__()
-        self.pair = problem.images
-
-    def on_epoch_end(self, epoch, logs=None):
+    def log(epoch, logs):
         for part, loss in (("train", logs["loss"]), ("test", logs["val_loss"])):
-            nats = -loss * np.prod(self.pair.image_shape) - self.pair.log_volume
-            logs[f"{part}_log_likelihood"] = float(nats)
+            logs[f"{part}_log_likelihood"] = float(-loss * pixels - volume)
+
+    return keras.callbacks.LambdaCallback(on_epoch_end=log)
 
 
 def problem(settings):
@@ -120,7 +117,7 @@ def problem(settings):
     where = {"data_dir": settings.data_dir, "download": settings.download}
     part = settings.classes, settings.size, settings.train_size
     pair = Pair(settings.dataset, *part, **where)
-    batches = functools.partial(pair.batches, settings.batch_size, settings.seed)
+    batches = functools.partial(Batches, pair, settings.batch_size, settings.seed)
     steps, rate = batches().steps, settings.learning_rate
     return training.Problem(
         network=functools.partial(_network, settings, pair.image_shape),
@@ -139,8 +136,7 @@ def _network(settings, image_shape):
     sizes = {name: getattr(settings, name) for name in names}
     if halved := ARCHITECTURES[settings.architecture]:
         sizes[halved] = max(1, sizes[halved] // 2)
-    of = image_shape, settings.norm, settings.between
-    model = RealNVP(*of, **sizes, name="realnvp")
+    model = RealNVP(image_shape, settings.norm, settings.between, **sizes)
     model.compile(
         keras.optimizers.Adam(settings.learning_rate, global_clipnorm=1.0),
         # Nats a pixel: the largest norm of the gradient is then one for all sizes.
@@ -151,30 +147,21 @@ def _network(settings, image_shape):
 
 def train(settings):
     """Trains a flow on two classes and measures it; see `measure` for the results."""
-    hooks = {"at_end": _measured, "callbacks": [_Nats]}
+    hooks = {"at_end": measure, "callbacks": [_nats]}
     return training.train(settings, "flow", problem, **hooks)
 
 
-def _measured(model, problem, settings, run):
-    bits = _bits(run.metrics[-1]["train_log_likelihood"], model.dimensions)
-    return measure(model, problem.images, settings.pairs) | {"train_bits_per_dim": bits}
-
-
-def _bits(nats, dimensions):
-    return float(-nats / dimensions / np.log(2))
-
-
-def measure(model, pair, pairs=None):
+def measure(model, problem, settings, run):
     """Likelihoods of real and interpolated test images under a flow at inference.
 
-    At most `pairs` pairs are interpolated; all where None. The dict has `mean` and
-    `std`, over pairs, of the log-likelihood at each `alpha`; that of `real` images
-    (alpha 0 and 1) and those `between` (1/2); `gap` and `auroc`, how far these are
-    `apart`; `batch_gap` and `batch_auroc`, the same in training mode, where the 500
-    real ones are one batch, and the 250 between another; `test_log_likelihood` and
-    `bits_per_dim` of all test images; and `round_trip`, the largest
-    |inverse(transform(x)) - x| of 500 of them.
+    The dict has `mean` and `std`, over pairs, of the log-likelihood at each `alpha`;
+    that of `real` images (alpha 0 and 1) and those `between` (1/2); `gap` and `auroc`,
+    how far these are `apart`; `batch_gap` and `batch_auroc`, the same in training mode,
+    where the 500 real ones are one batch, and the 250 between another;
+    `test_log_likelihood`, and `bits_per_dim` of all test images and of training; and
+    `round_trip`, the largest |inverse(transform(x)) - x| of 500 test images.
     """
+    pair = problem.images
 
     def log_likelihood(x):
         x = pair.dequantised(x)
@@ -184,7 +171,10 @@ def measure(model, pair, pairs=None):
     def in_training(x):
         return ops.convert_to_numpy(model(pair.dequantised(x), training=True))
 
-    interpolated = pair.interpolated(ALPHAS, pairs)
+    def bits(nats):
+        return float(-nats / model.dimensions / np.log(2))
+
+    interpolated = pair.interpolated(ALPHAS, settings.pairs)
     of_alpha = [log_likelihood(x) for x in interpolated]
     real, between = _real_and_between(of_alpha)
     gap, auroc = apart(real, between)
@@ -206,8 +196,9 @@ def measure(model, pair, pairs=None):
         "batch_gap": batch_gap,
         "batch_auroc": batch_auroc,
         "test_log_likelihood": test,
-        "bits_per_dim": _bits(test, model.dimensions),
+        "bits_per_dim": bits(test),
         "round_trip": float(np.abs(back - x).max()),
+        "train_bits_per_dim": bits(run.metrics[-1]["train_log_likelihood"]),
     }
 
 

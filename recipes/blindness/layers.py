@@ -16,13 +16,10 @@ work shared; TensorFlow); docs/results/blindness.md has all of it:
     BN                  1.8e-7      2.3e-7        0.99       0.66
     CBN, beta 0         1.7e-7      1.7e-7        0.99       0.66
     CBN, beta 0.5         0.43        0.46        1.0        0.63
-    NoisyBN               0.10        0.22        1.0        0.71
     LpNorm inf          3.4e-7        2.2         1.1        1.8
     LN                    0.98        1.0         1.0        0.98
-    WS                    1.1         1.0         1.0        1.0
 
-Reference: Zhou, Shen, Chen, Tang and Zhang, Batch Normalization Is Blind to the First
-and Second Derivatives of the Loss, 2022. https://arxiv.org/abs/2205.15146
+Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """
 
 import dataclasses

@@ -19,8 +19,7 @@ is 5 Dense layers of 100 with ReLU and one of 1; its inputs are Gaussian, 100 in
     float32      0    1.7e-7 ± 1.5e-7    1.9e-7 ± 1.2e-7    0.48 ± 0.34
     float64      0    2.7e-16 ± 1.6e-16  3.0e-16 ± 1.6e-16  0.47 ± 0.36
 
-Reference: Zhou, Shen, Chen, Tang and Zhang, Batch Normalization Is Blind to the First
-and Second Derivatives of the Loss, 2022, Table 1. https://arxiv.org/abs/2205.15146
+Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """
 
 import dataclasses

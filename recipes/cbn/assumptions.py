@@ -24,7 +24,6 @@ but in the first layer, and not for tanh; the tau_k of sigmoid is 2 to 5:
     sigmoid               100   100   100           0     0     0
     tanh                   25    43    50          43    34    13
     relu                   94   100   100          53   100   100
-    selu                   88   100   100          87   100   100
     swish                  94   100   100          42   100   100
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
@@ -81,19 +80,13 @@ def measure(model, problem, settings):
     outputs = [[layer.input, layer.output] for layer in layers]
     probe = keras.Model(model.inputs, outputs)
     ((x, _),) = data.other_batches(settings, 1)
-    outputs, state = probe.stateless_call(
-        [v.value for v in probe.trainable_variables],
-        [v.value for v in probe.non_trainable_variables],
-        ops.convert_to_tensor(x),
-        training=True,
-    )
-    place = {v.path: i for i, v in enumerate(probe.non_trainable_variables)}
-    values = {}
+    weights, values = model.get_weights(), {}
+    outputs = probe([x], training=True)
     for stage, layer, (inputs, _) in zip(LAYERS, layers, outputs, strict=True):
-        moving_mean = state[place[layer.moving_mean.path]]
-        arrays = inputs, layer.gamma, layer.beta, layer.rho, moving_mean
+        arrays = inputs, layer.gamma, layer.beta, layer.rho, layer.moving_mean
         eta, tau = assumption_values(*map(ops.convert_to_numpy, arrays))
         values |= {f"eta {stage}": eta.tolist(), f"tau {stage}": tau.tolist()}
+    model.set_weights(weights)
     return values
 
 

@@ -21,10 +21,9 @@ Xeon). AMAT lowers it, as claimed; the fixed eta does so too, and not less:
 
                               BN       CBN, eta = 0.9     CBN with AMAT
     sigmoid     2.87  9.93  24.4    0.49  0.12  0.28    1.00  0.66  0.61
-    tanh        0.88  5.24  4.67    0.43  0.53  0.59    1.00  0.54  0.52
     relu        1.16  1.81  1.76    0.50  0.47  0.47    1.14  0.38  0.35
-    selu        1.32  2.49  1.58    0.77  0.38  0.50    1.00  0.64  0.60
-    swish       1.28  2.33  2.12    0.49  0.47  0.46    1.00  0.41  0.41
+
+All activations: docs/results/cbn_gradient_variance.md.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """

@@ -19,8 +19,6 @@ slower than 1 and 2, which is not as claimed:
     sigmoid     10.1   96.2   98.1   97.8   97.2   94.4
     tanh         9.9   56.6   97.2   98.4   98.5   98.9
     relu        97.4   97.8   98.5   98.9   98.7   98.2
-    selu        97.3   98.3   98.4   98.7   98.1   98.2
-    swish       97.3   98.0   98.4   98.8   99.0   99.3
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """

@@ -17,23 +17,14 @@ CONVOLUTIONS = ((96, 11, True), (256, 5, True), (384, 3, False), (384, 3, False)
 CONVOLUTIONS += ((256, 3, True),)  # filters, size of the kernel, a maximum behind it
 
 
-def alexnet(
-    input_shape,
-    num_classes,
-    norm=None,
-    place=1,
-    activation="relu",
-    added=(20,) * 5,
-    width=1.0,
-):
+def alexnet(input_shape, num_classes, norm=None, place=1, width=1.0):
     """Builds the network, from `(batch, *input_shape)` to logits.
 
     Args:
-        input_shape, num_classes, activation: See `recipes.models.build`.
+        input_shape, num_classes: See `recipes.models.build`.
         norm, place: See `dense_head`. Places 1, 2 and 3 are AlexNet-1, AlexNet-2 and
             AlexNet-3 of the paper.
-        added: Sizes of the added Dense layers.
-        width: Factor of all other channels and sizes.
+        width: Factor of all channels and sizes but those of the added layers.
     """
     x = inputs = layers.Input(input_shape, name="image")
     for index, (filters, size, pool) in enumerate(CONVOLUTIONS, start=1):
@@ -41,10 +32,10 @@ def alexnet(
         if index == 1:
             size, stride = (11, 4) if min(input_shape[:2]) >= 64 else (3, 1)
         x = conv2d(max(1, round(width * filters)), size, stride, name=name)(x)
-        x = layers.Activation(activation, name=f"{name}_activation")(x)
+        x = layers.Activation("relu", name=f"{name}_activation")(x)
         if pool:
             x = layers.MaxPooling2D(3, 2, padding="same", name=f"{name}_pool")(x)
     x = layers.Flatten(name="flat")(x)
-    hidden = (max(1, round(width * 4096)),) * 2
-    x = dense_head(x, (*hidden, *added), num_classes, activation, norm, place)
+    hidden = max(1, round(width * 4096))
+    x = dense_head(x, (hidden, hidden, *[20] * 5), num_classes, "relu", norm, place)
     return Model(inputs, x, name="alexnet")

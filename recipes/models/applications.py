@@ -40,11 +40,6 @@ def application(name, input_shape, num_classes, norm, activation):
         num_classes, activation: See `recipes.models.build`.
         norm: A `recipes.models.norms.Norm`.
     """
-    if min(input_shape[:2]) < 32:  # what keras.applications takes
-        raise ValueError(
-            "Argument `input_shape` must be 32x32 pixels at least. "
-            f"Received: input_shape={input_shape}"
-        )
     sizes = {"input_shape": input_shape, "classes": num_classes}
     model = APPLICATIONS[name](weights=None, classifier_activation=None, **sizes)
     replaced, changes = keras.activations.relu, {"kernel_initializer": "he_normal"}

@@ -6,11 +6,11 @@ shape of an image: the half of the ones is kept.
 
 A norm between couplings has to be inverted. Batch normalization with its moving
 statistics, at inference, is an affine map. In training its statistics are those of the
-batch; the log-determinant then is that of a sample with the statistics held constant,
-as in Dinh et al. (of the batch as a whole there is no inverse: its mean is lost). Layer
-normalization loses the mean and the deviation of a sample, so that it has neither
-inverse nor density; here it takes them from the half that the coupling before it kept,
-which makes it a coupling itself, exact in both modes.
+batch, and gradients go through them; the log-determinant then is that of a sample with
+the statistics held constant, as in Dinh et al. (of the batch as a whole there is no
+inverse: its mean is lost). Layer normalization loses the mean and the deviation of a
+sample, so that it has neither inverse nor density; here it takes them from the half
+that the coupling before it kept, which makes it a coupling itself, exact in both modes.
 
 Reference: Dinh, Sohl-Dickstein and Bengio, Density estimation using Real NVP, 2017,
 Sections 3.2 to 3.7 and Appendix E. https://arxiv.org/abs/1605.08803
@@ -66,10 +66,8 @@ class FactorOut(layers.Layer):
 class Coupling(layers.Layer):
     """Affine coupling, with s = scale * tanh of what the network returns.
 
-    Args:
-        network: A `keras.Model` from an image to one with twice the channels, those
-            of s before those of t.
-        mask: Array of zeros and ones of the shape of an image: ones are kept.
+    `network` is a `keras.Model` from an image to one with twice the channels, those of
+    s before those of t.
     """
 
     def __init__(self, network, mask, **kwargs):
@@ -94,45 +92,22 @@ class Coupling(layers.Layer):
         return (y - t) * ops.exp(-s)
 
 
-class FlowBatchNormalization(layers.Layer):
-    """Batch normalization without affine weights, as a step of the flow.
+class FlowBatchNormalization(layers.BatchNormalization):
+    """Batch normalization without affine weights; `inverse` is that of inference."""
 
-    In training the statistics are the batch's, and gradients go through them. The
-    log-determinant takes them as constants. `inverse` has the moving statistics: it is
-    that of inference, not of training.
-
-    Args:
-        momentum: Float, of the moving statistics.
-    """
-
-    def __init__(self, momentum=0.9, **kwargs):
-        super().__init__(**kwargs)
-        self.momentum = momentum
-
-    def build(self, input_shape):
-        weights = {"shape": (input_shape[-1],), "trainable": False}
-        self.moving_mean = self.add_weight(
-            **weights, initializer="zeros", name="moving_mean"
-        )
-        self.moving_variance = self.add_weight(
-            **weights, initializer="ones", name="moving_variance"
-        )
+    def __init__(self, **kwargs):
+        super().__init__(-1, 0.9, EPSILON, center=False, scale=False, **kwargs)
 
     def call(self, x, training=None):
+        mean, variance = moving = self.moving_mean, self.moving_variance
         if training:
             mean, variance = ops.moments(x, (0, 1, 2))
-            for stored, new in (
-                (self.moving_mean, mean),
-                (self.moving_variance, variance),
-            ):
+            for stored, new in zip(moving, (mean, variance)):
                 kept = self.momentum * stored.value
                 stored.assign(kept + (1 - self.momentum) * ops.stop_gradient(new))
-        else:
-            mean, variance = self.moving_mean, self.moving_variance
         log_deviation = 0.5 * ops.log(variance + EPSILON)
+        log_det = -x.shape[1] * x.shape[2] * ops.sum(log_deviation)
         y = (x - mean) * ops.exp(-log_deviation)
-        pixels = x.shape[1] * x.shape[2]
-        log_det = -pixels * ops.sum(log_deviation)
         return y, log_det + ops.zeros_like(x[:, 0, 0, 0])
 
     def inverse(self, y):
@@ -143,10 +118,7 @@ class FlowLayerNormalization(layers.Layer):
     """Layer normalization of one half of an image by the statistics of the other.
 
     The mean and the deviation of a sample are over height, width and channels of the
-    half that is kept. Nothing depends on the batch.
-
-    Args:
-        mask: Array of zeros and ones of the shape of an image: ones are kept.
+    half that is kept.
     """
 
     def __init__(self, mask, **kwargs):
@@ -164,8 +136,7 @@ class FlowLayerNormalization(layers.Layer):
         mask = ops.cast(self.mask, x.dtype)
         mean, log_deviation = self._statistics(x, mask)
         y = mask * x + (1 - mask) * (x - mean) * ops.exp(-log_deviation)
-        changed = float((1 - self.mask).sum())
-        return y, -changed * log_deviation[:, 0, 0, 0]
+        return y, -float((1 - self.mask).sum()) * log_deviation[:, 0, 0, 0]
 
     def inverse(self, y):
         mask = ops.cast(self.mask, y.dtype)

@@ -13,23 +13,20 @@ from keras import Model, layers
 from recipes.models.head import conv2d, dense_head
 
 
-def lenet(
-    input_shape, num_classes, norm=None, place=1, activation="relu", added=(20,) * 7
-):
+def lenet(input_shape, num_classes, norm=None, place=1):
     """Builds the network, from `(batch, *input_shape)` to logits.
 
     Args:
-        input_shape, num_classes, activation: See `recipes.models.build`.
+        input_shape, num_classes: See `recipes.models.build`.
         norm, place: See `dense_head`. Places 1, 2 and 3 are LeNet-1, LeNet-2 and
             LeNet-3 of the paper.
-        added: Sizes of the added Dense layers.
     """
     x = inputs = layers.Input(input_shape, name="image")
     for index, filters in enumerate((6, 16), start=1):
         name = f"conv{index}"
         x = conv2d(filters, 5, name=name)(x)
-        x = layers.Activation(activation, name=f"{name}_activation")(x)
+        x = layers.Activation("relu", name=f"{name}_activation")(x)
         x = layers.MaxPooling2D(padding="same", name=f"{name}_pool")(x)
     x = layers.Flatten(name="flat")(x)
-    x = dense_head(x, (120, 84, *added), num_classes, activation, norm, place)
+    x = dense_head(x, (120, 84, *[20] * 7), num_classes, "relu", norm, place)
     return Model(inputs, x, name="lenet")

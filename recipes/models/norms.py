@@ -83,10 +83,6 @@ def after(kind, wrapper=None, **arguments):
     return Norm(lambda channels, name: kind(**arguments, name=name), "after", wrapper)
 
 
-def scaled_cwn(layer, name):
-    return CWN(layer, scale=2**0.5, name=name)
-
-
 def cbn(rho=1.0, omega=10.0, placement="before", kind=CBN, amat=True, **arguments):
     """A `Norm` of CBN layers. `rho` is a number, or what `stage_rho` returns."""
 
@@ -134,7 +130,7 @@ NORMS = {
     "group": Norm(group_normalization, "after"),
     "rms": after(keras.layers.RMSNormalization),
     "ws": Norm(wrapper=WS),
-    "cwn": Norm(wrapper=scaled_cwn),
+    "cwn": Norm(wrapper=partial(CWN, scale=2**0.5)),
     "wn": Norm(wrapper=WN),
     "ws+gn": Norm(group_normalization, "after", WS),
     "cwn+bn": after(BN, CWN, **PYTORCH),

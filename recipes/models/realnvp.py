@@ -26,14 +26,11 @@ from recipes.models.head import conv2d
 
 
 def residual_network(shape, width, blocks, norm, name):
-    """The network of s and t, with zeros for twice the channels until it is trained.
+    """The network of s and t: zeros for twice the channels until it is trained.
 
-    Args:
-        shape: `(height, width, channels)` of its input.
-        width: Channels of all convolutions but the last.
-        blocks: Number of residual blocks of two 3x3 convolutions.
-        norm: A `norms.Norm`.
-        name: Start of the names of its layers.
+    `shape` is that of its input, `width` the channels of all convolutions but the last,
+    `blocks` the number of residual blocks of two 3x3 convolutions, `norm` a
+    `norms.Norm`, `name` the start of the names of its layers.
     """
 
     def convolution(x, name):
@@ -71,41 +68,23 @@ class RealNVP(keras.Model):
         width, blocks: See `residual_network`.
     """
 
-    def __init__(
-        self,
-        image_shape,
-        norm="bn",
-        between=True,
-        scales=2,
-        couplings=3,
-        width=32,
-        blocks=2,
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        counts = {"scales": scales, "couplings": couplings}
-        counts |= {"width": width, "blocks": blocks}
-        for key, value in counts.items():
-            if value < 1:
-                raise ValueError(
-                    f"Argument `{key}` must be at least 1. Received: {key}={value}"
-                )
+    def __init__(self, image_shape, norm, between, scales, couplings, width, blocks):
+        super().__init__(name="realnvp")
         if any(size % 2 ** (scales - 1) for size in image_shape[:2]):
             raise ValueError(
                 "Argument `image_shape` must have a height and a width that "
                 f"{scales} scales can halve {scales - 1} times. "
                 f"Received: image_shape={image_shape}"
             )
-        self.image_shape = tuple(image_shape)
         self.dimensions = math.prod(image_shape)
         self.steps = [flow_steps.Logit(name="logit")]
         place = flow_steps.BETWEEN.get(norm) if between else None
         norm = norms.get(norm)
 
         def couple(shape, kind, count):
+            mask = 1 - flow_steps.MASKS[kind](shape)
             for i in range(count):
-                mask = flow_steps.MASKS[kind](shape)
-                mask = mask if i % 2 == 0 else 1 - mask
+                mask = 1 - mask
                 name = f"scale{scale}_{kind}{i + 1}"
                 network = residual_network(shape, width, blocks, norm, name)
                 steps = [flow_steps.Coupling(network, mask, name=name)]
@@ -126,10 +105,7 @@ class RealNVP(keras.Model):
         scale = scales
         couple((h, w, c), "checkerboard", couplings + 1)
         self._last_shape = (h, w, c)
-        self.build((None, *image_shape))
-
-    def build(self, input_shape):
-        pass  # the steps are built
+        self.built = True  # as the steps are
 
     def call(self, x, training=None):
         """The log-likelihood of images `(batch, height, width, channels)`, `(batch,)`.

@@ -39,47 +39,37 @@ def resnet(depth, input_shape, num_classes, norm, activation, activate_sum=True)
             "Argument `depth` must be 6n + 2 with n >= 1, or 18 or 34. "
             f"Received: depth={depth}"
         )
-    make = _Layers(norm, activation, activate_sum)
+
+    def conv(x, filters, size, stride, name):
+        layer = conv2d(filters, size, stride, use_bias=norm.use_bias, name=name)
+        return norm.after(norm.convolution(layer)(x), name)
+
+    def act(x, name):
+        return layers.Activation(activation, name=f"{name}_activation")(x)
+
+    def block(x, filters, stride, name):
+        conv1, conv2 = f"{name}_conv1", f"{name}_conv2"
+        branch = norm.before(x, conv1)
+        if stride != 1 or x.shape[-1] != filters:
+            x = conv(branch, filters, 1, stride, f"{name}_shortcut")
+        branch = act(conv(branch, filters, 3, stride, conv1), conv1)
+        branch = conv(norm.before(branch, conv2), filters, 3, 1, conv2)
+        add = layers.Add(name=f"{name}_sum")
+        if activate_sum:
+            return act(add([x, branch]), name)
+        return add([x, act(branch, name)])
+
     inputs = layers.Input(input_shape, name="image")
     blocks = LARGE.get(depth, ((depth - 2) // 6,) * 3)
     filters, size, stride = (64, 7, 2) if depth in LARGE else (16, 3, 1)
-    x = make.act(make.conv(inputs, filters, size, stride, "stem"), "stem")
+    x = act(conv(inputs, filters, size, stride, "stem"), "stem")
     if depth in LARGE:
         x = layers.MaxPooling2D(3, 2, padding="same", name="stem_pool")(x)
     for stage, count in enumerate(blocks, start=1):
         for index in range(count):
             stride = 2 if stage > 1 and index == 0 else 1
-            x = make.block(x, filters, stride, f"stage{stage}_block{index}")
+            x = block(x, filters, stride, f"stage{stage}_block{index}")
         filters *= 2
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     x = dense_head(norm.before(x, "logits"), (), num_classes, activation)
     return Model(inputs, x, name=f"resnet{depth}")
-
-
-class _Layers:
-    """Makes the parts of a network of one norm and one activation."""
-
-    def __init__(self, norm, activation, activate_sum):
-        self.norm = norm
-        self.activation = activation
-        self.activate_sum = activate_sum
-
-    def conv(self, x, filters, size, stride, name):
-        bias = self.norm.use_bias
-        layer = conv2d(filters, size, stride, use_bias=bias, name=name)
-        return self.norm.after(self.norm.convolution(layer)(x), name)
-
-    def act(self, x, name):
-        return layers.Activation(self.activation, name=f"{name}_activation")(x)
-
-    def block(self, x, filters, stride, name):
-        conv1, conv2 = f"{name}_conv1", f"{name}_conv2"
-        branch = self.norm.before(x, conv1)
-        if stride != 1 or x.shape[-1] != filters:
-            x = self.conv(branch, filters, 1, stride, f"{name}_shortcut")
-        branch = self.act(self.conv(branch, filters, 3, stride, conv1), conv1)
-        branch = self.conv(self.norm.before(branch, conv2), filters, 3, 1, conv2)
-        add = layers.Add(name=f"{name}_sum")
-        if self.activate_sum:
-            return self.act(add([x, branch]), name)
-        return add([x, self.act(branch, name)])

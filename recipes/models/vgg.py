@@ -23,30 +23,16 @@ CONVOLUTIONS = {
 }
 
 
-def vgg(
-    depth,
-    input_shape,
-    num_classes,
-    norm,
-    activation,
-    hidden=(),
-    head_norm=None,
-    place=2,
-):
+def vgg(depth, input_shape, num_classes, norm, activation, hidden=(), head_norm=None):
     """Builds the network, from `(batch, *input_shape)` to logits.
 
     Args:
-        depth: 11, 13, 16 or 19, the layers with weights in the paper's networks.
+        depth: A key of `CONVOLUTIONS`: the layers with weights in the paper's networks.
         input_shape, num_classes, activation: See `recipes.models.build`.
         norm: A `recipes.models.norms.Norm` for the convolutions and the logits.
         hidden: Sizes of the hidden Dense layers, in the paper `(4096, 4096)`.
-        head_norm, place: A norm among these and its place, see `dense_head`.
+        head_norm: A layer before the last hidden one, if any; see `dense_head`.
     """
-    if depth not in CONVOLUTIONS:
-        raise ValueError(
-            f"Argument `depth` must be one of {sorted(CONVOLUTIONS)}. "
-            f"Received: depth={depth}"
-        )
     x = inputs = layers.Input(input_shape, name="image")
     for stage, (filters, convs) in enumerate(zip(FILTERS, CONVOLUTIONS[depth]), 1):
         for index in range(1, convs + 1):
@@ -61,7 +47,7 @@ def vgg(
     # A 32x32 image is one position by now; of a larger one this takes the mean.
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     x = norm.before(x, "logits")
-    place = place if hidden else 1
+    place = 2 if hidden else 1
     x = dense_head(x, hidden, num_classes, activation, head_norm, place)
     return Model(inputs, x, name=f"vgg{depth}")
 

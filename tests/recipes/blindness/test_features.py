@@ -9,30 +9,9 @@ from recipes.blindness import features
 from recipes.engine import training
 from recipes.models import norms
 from tests.support import tiny
+from tests.support.backend import thorough_on
 
-SMALL = {
-    "train_size": 400,
-    "test_size": 60,
-    "width": 1,
-    "epochs": 1,
-    "batch_size": 16,
-}
-
-
-def silhouette(points, labels):
-    """Rousseeuw's (1987), straight from its definition, in float64."""
-    points = np.asarray(points, "float64")
-    distances = np.sqrt(np.square(points[:, None] - points).sum(-1))
-    scores = []
-    for i, own in enumerate(labels):
-        others = [j for j in np.flatnonzero(labels == own) if j != i]
-        if not others:
-            scores.append(0.0)
-            continue
-        a = distances[i, others].mean()
-        b = min(distances[i, labels == other].mean() for other in set(labels) - {own})
-        scores.append((b - a) / max(a, b))
-    return np.mean(scores)
+pytestmark = thorough_on("jax")
 
 
 def test_batches_of_one_label():
@@ -52,77 +31,43 @@ def test_batches_of_one_label():
         orders.append(images.tolist())
     assert orders[0] != orders[1]
     # A function of the seed and the number alone, also from a later epoch on.
-    batches.first_epoch = 1
-    assert batches[0][0].ravel().tolist() == orders[1][:3]
+    later = features.OneLabel(x, y, batch_size=3, seed=1, first_epoch=1)
+    assert later[0][0].ravel().tolist() == orders[1][:3]
     other = features.OneLabel(x, y, batch_size=3, seed=2)
     assert other[0][0].ravel().tolist() != orders[0][:3]
-
-
-def test_too_few_images_of_a_label():
-    y = np.array([0, 0, 0, 1, 1])
     with pytest.raises(ValueError, match="at most 2, the training images"):
-        features.OneLabel(np.zeros((5, 1, 1, 1)), y, 3, seed=0)
+        features.OneLabel(x[:5], np.array([0, 0, 0, 1, 1]), 3, seed=0)
 
 
 @pytest.mark.parametrize("norm", ["none", "layer", "cbn"])
-def test_vgg_has_one_norm_before_the_second_dense_layer_from_the_top(norm):
+def test_places_of_norms(norm):
+    """In VGG one before the second Dense layer from the top, elsewhere everywhere."""
     model = features.build("vgg11", (32, 32, 3), 10, norm, 1 / 64)
-    kinds = (
-        keras.layers.Dense,
-        keras.layers.BatchNormalization,
-        keras.layers.GroupNormalization,
-        CBN,
-    )
-    kept = [layer for layer in model.layers if isinstance(layer, kinds)]
-    names = ["dense1", "norm", "dense2", "logits"]
-    assert [layer.name for layer in kept] == [
-        name for name in names if norm != "none" or name != "norm"
-    ]
+    layers = keras.layers
+    kinds = (layers.Dense, layers.BatchNormalization, layers.GroupNormalization, CBN)
+    found = [layer.name for layer in model.layers if isinstance(layer, kinds)]
+    assert found == ["dense1", *["norm"] * (norm != "none"), "dense2", "logits"]
     assert model.get_layer("dense2").units == 64
     assert model.get_layer("stage5_conv2").filters == 8
-    if norm != "none":
-        assert isinstance(
-            model.get_layer("norm"), type(norms.get(norm).layer(1, name="x"))
-        )
-
-
-def test_residual_networks_are_normalised_everywhere():
-    model = features.build("resnet8", (8, 8, 1), 10, "layer", 1 / 4)
-    found = [
-        layer
-        for layer in model.layers
-        if isinstance(layer, keras.layers.GroupNormalization)
-    ]
-    assert len(found) == 9 and {layer.groups for layer in found} == {1}
+    model = features.build("resnet8", (8, 8, 1), 10, norm, 1 / 4)
+    found = [layer for layer in model.layers if isinstance(layer, kinds[1:])]
+    assert len(found) == {"none": 0, "layer": 9, "cbn": 7}[norm]
+    assert all(layer.groups == 1 for layer in found if norm == "layer")
     below, last = features.split(model)
     assert below.output_shape == (None, 16) and last.name == "logits"
 
 
-def test_layer_normalization_is_over_the_whole_sample():
-    layer = norms.get("layer").layer(3, name="x")
-    x = np.random.default_rng(0).normal(2, 3, size=(2, 4, 5, 3)).astype("float32")
-    y = keras.ops.convert_to_numpy(layer(x))
-    axes = (1, 2, 3)
-    mean, deviation = x.mean(axes, keepdims=True), x.std(axes, keepdims=True)
-    np.testing.assert_allclose(y, (x - mean) / deviation, atol=1e-4)
-
-
 def test_silhouette():
-    rng = np.random.default_rng(0)
-    points = rng.normal(size=(40, 5)).astype("float32")
-    labels = rng.integers(0, 4, 40)
-    labels[0] = 4  # alone
-    found = features.silhouette(points, labels)
-    assert found == pytest.approx(silhouette(points, labels), abs=1e-5)
-    apart = points + 100 * labels[:, None]
-    assert features.silhouette(apart, labels) > 0.9
-    for nothing in (np.zeros((40, 5)), np.where(points > 2, np.nan, points)):
+    # Two labels, two points each, 1 and about 10 apart; by hand.
+    points, labels = np.array([[0.0], [1], [10], [11]]), np.array([0, 0, 1, 1])
+    expected = (1 - 1 / 10.5 + 1 - 1 / 9.5) / 2
+    assert features.silhouette(points, labels) == pytest.approx(expected)
+    for nothing in (np.zeros((4, 1)), np.where(points > 2, np.nan, points)):
         assert features.silhouette(nothing, labels) is None
-    assert features.silhouette(points, np.zeros(40)) is None
+    assert features.silhouette(points, np.zeros(4)) is None
 
 
-def test_measure(tmp_path):
-    """Of features that are known: those of an affine classifier."""
+def test_scores_of_an_affine_classifier(tmp_path):
     rng = np.random.default_rng(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6)])
     model.add(keras.layers.Dense(3))
@@ -132,104 +77,78 @@ def test_measure(tmp_path):
     model.layers[0].set_weights([kernel, bias])
     points = x @ kernel + bias
     logits = points @ np.array(model.layers[1].get_weights()[0], "float64")
-    path = tmp_path / "picture.npz"
-    found = features.scores(features.split(model), x, y, path)
+    found = features.scores(features.split(model), x, y, tmp_path / "picture.npz")
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == y).mean())
-    assert found["silhouette"] == pytest.approx(silhouette(points, y), abs=1e-4)
+    expected = features.silhouette(points, y)
+    assert found["silhouette"] == pytest.approx(expected, abs=1e-4)
     assert found["constant"] == 0.5
-    with np.load(path) as file:
+    with np.load(tmp_path / "picture.npz") as file:
         assert file["points"].shape == (30, 2)
-        score = silhouette(file["points"], file["labels"])
+        score = features.silhouette(file["points"], file["labels"])
     assert found["silhouette_of_picture"] == pytest.approx(score, abs=1e-4)
 
 
-@pytest.fixture
-def small_network(monkeypatch):
+def sweep(runs_dir, **others):
+    small = {"train_size": 400, "test_size": 60, "width": 1, "batch_size": 16}
+    small |= {"epochs": 1, "seeds": 1, "workers": 1, "runs_dir": str(runs_dir)}
+    return features.Settings(**small, **others)
+
+
+@pytest.mark.parametrize(
+    "norm,kind",
+    [
+        ("cbn", "one_label"),
+        pytest.param("none", "mixed", marks=pytest.mark.thorough),
+    ],
+)
+def test_run(norm, kind, tmp_path, monkeypatch):
+    measure = features.measure
+
     def build(network, image_shape, num_classes, norm, width):
         norm = norms.get(norm)
         return tiny.build(network, image_shape, num_classes, norm, "relu")
 
-    monkeypatch.setattr(features, "build", build)
-    training._last.clear()
-
-
-def sweep(runs_dir, **others):
-    return features.Settings(**SMALL | others, workers=1, runs_dir=str(runs_dir))
-
-
-def test_run(tmp_path, small_network):
-    settings = sweep(tmp_path, norms=("none", "cbn"), seeds=1)
-    directory = features.run(settings)
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "results.json",
-        "table.md",
-        "vgg11.png",
-    ]
-    rows = json.loads((directory / "results.json").read_text())["rows"]
-    assert [row["norm"] for row in rows] == ["none", "cbn"]
-    for row in rows:
-        for kind in features.KINDS:
-            assert (row[kind]["recalibrated"] is None) == (row["norm"] == "none")
-            assert -1 <= row[kind]["silhouette"]["mean"] <= 1
-            run = tmp_path / f"features-digits-vgg11-{row['norm']}-{kind}-seed0"
-            (run,) = tmp_path.glob(f"{run.name}-*")
-            found = json.loads((run / "results.json").read_text())
-            assert found["test"]["silhouette"] == row[kind]["silhouette"]["mean"]
-            assert np.load(run / "picture.npz")["points"].shape == (60, 2)
-    text = (directory / "table.md").read_text()
-    assert f" {rows[1]['one_label']['silhouette']['mean']:.3f} |" in text
-    # Again: complete, so that nothing is trained.
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("features-*/*")}
-    features.run(settings)
-    assert before and before == {path: path.stat().st_mtime_ns for path in before}
-
-
-def test_goes_on_where_it_was(tmp_path, small_network):
-    def settings(place):
-        own = SMALL | {"epochs": 2, "learning_rate": 0.01, "seed": 3}
-        return features.Training(**own, runs_dir=str(tmp_path / place))
-
-    whole = features.train(settings("whole"))
-    half = training.train(settings("parts"), "features", features.problem, until=1)
-    assert half.results["epochs"] == 1
-    parts = features.train(settings("parts"))
-    for key in ("train_loss", "test_accuracy"):
-        assert parts.results[key] == pytest.approx(whole.results[key], rel=1e-4)
-    assert parts.results["test"]["silhouette"] == pytest.approx(
-        whole.results["test"]["silhouette"], abs=1e-4
-    )
-
-
-def test_measuring_leaves_the_network_as_it_is(tmp_path, small_network):
-    before = []
-
-    def measure(model, problem, settings, run):
-        before.extend(model.get_weights())
-        found = features.measure(model, problem, settings, run)
-        assert found["recalibrated"] is not None
+    def checked(model, *arguments):
+        before = model.get_weights()
+        found = measure(model, *arguments)
         for weight, same in zip(model.get_weights(), before, strict=True):
             np.testing.assert_array_equal(weight, same)
         return found
 
-    settings = features.Training(**SMALL, runs_dir=str(tmp_path))
-    training.train(settings, "", features.problem, at_end=measure)
-    assert before
+    monkeypatch.setattr(features, "build", build)
+    monkeypatch.setattr(features, "measure", checked)
+    monkeypatch.setattr(training, "_last", {})
+    directory = features.run(sweep(tmp_path, norms=(norm,), kinds=(kind,)))
+    files = sorted(path.name for path in directory.iterdir())
+    assert files == ["results.json", "table.md", "vgg11.png"]
+    (row,) = json.loads((directory / "results.json").read_text())["rows"]
+    text = (directory / "table.md").read_text()
+    assert (row[kind]["recalibrated"] is None) == (norm == "none")
+    score = row[kind]["silhouette"]["mean"]
+    assert -1 <= score <= 1 and f" {score:.3f} |" in text
+    (run,) = tmp_path.glob(f"features-digits-vgg11-{norm}-{kind}-seed0-*")
+    found = json.loads((run / "results.json").read_text())
+    assert found["test"]["silhouette"] == score
+    assert np.load(run / "picture.npz")["points"].shape == (60, 2)
 
 
-def test_a_run_that_diverges(tmp_path, small_network):
-    settings = sweep(tmp_path, norms=("none",), seeds=1, learning_rate=1e30)
-    directory = features.run(settings)
+def test_runs_that_diverge(tmp_path, monkeypatch):
+    def lost(settings):
+        return training.Outcome(settings, {"name": "x", "diverged": True}, [])
+
+    monkeypatch.setattr(features, "train", lost)
+    directory = features.run(sweep(tmp_path, norms=("none",)))
     (row,) = json.loads((directory / "results.json").read_text())["rows"]
     assert row["mixed"]["silhouette"] is None
     assert "| no normalization |" in (directory / "table.md").read_text()
+    assert (directory / "vgg11.png").exists()
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="`epochs` must be at least 1"):
-        features.Training(epochs=0)
-    with pytest.raises(ValueError, match="`norm` must not normalise kernels"):
-        features.Training(norm="ws+gn")
-    with pytest.raises(ValueError, match="`kind` must be of one_label, mixed"):
-        features.Training(kind="sorted")
-    with pytest.raises(ValueError, match="`model` must be one of"):
-        features.Training(network="vgg12")
+    for bad, must in (
+        ({"norm": "ws+gn"}, "`norm` must not normalise kernels"),
+        ({"kind": "sorted"}, "`kind` must be of one_label, mixed"),
+        ({"network": "vgg12"}, "`model` must be one of"),
+    ):
+        with pytest.raises(ValueError, match=must):
+            features.Training(**bad)

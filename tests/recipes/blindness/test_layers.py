@@ -4,56 +4,43 @@ import pytest
 
 from recipes.blindness import layers
 from recipes.engine.precision import available
+from tests.support.backend import thorough_on
 
-NORMS = ("none", "BN", "BN, inference", "CBN", "CBN, beta 0.5", "LN")
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    runs_dir = str(tmp_path_factory.mktemp("runs"))
-    settings = layers.Settings(norms=NORMS, samples=32, seeds=1, runs_dir=runs_dir)
-    return layers.run(settings)
+pytestmark = thorough_on("jax")
+NORMS = ("none", "CBN", "BN, inference", "CBN, beta 0.5", "BN", "LN")
 
 
-def test_run(directory):
+@pytest.mark.parametrize(
+    "norms", [NORMS[:2], pytest.param(NORMS, marks=pytest.mark.thorough)]
+)
+def test_run(norms, tmp_path):
+    settings = layers.Settings(norms=norms, samples=32, seeds=1, runs_dir=str(tmp_path))
+    directory = layers.run(settings)
     files = sorted(path.name for path in directory.iterdir())
     assert files == ["results.json", "shares.png", "table.md"]
     rows = json.loads((directory / "results.json").read_text())["rows"]
-    assert len(rows) == len(NORMS) * len(available()) * 2
-    text = (directory / "table.md").read_text()
-    for dtype in available():
-        assert text.count(f"{dtype}, mixed\n") == 1
-    text = " ".join(text.split())
+    assert len(rows) == len(norms) * len(available()) * 2
+    table = (directory / "table.md").read_text()
+    assert all(table.count(f"{dtype}, mixed\n") == 1 for dtype in available())
+    table, of = " ".join(table.split()), {}
     for row in rows:
-        assert f"| {row['norm']} | {row['shares']['first']:.1e} |" in text
-
-
-def test_what_the_rows_say(directory):
-    rows = json.loads((directory / "results.json").read_text())["rows"]
-    for row in rows:
+        shares, norm = row["shares"], row["norm"]
+        assert f"| {norm} | {shares['first']:.1e} |" in table
         limit = {"float32": 1e-4, "float64": 1e-12}[row["dtype"]]
-        first, diagonal = row["shares"]["first"], row["shares"]["diagonal"]
-        blind_to_first = row["norm"] in ("BN", "CBN")
-        assert first < limit if blind_to_first else first > 1e-2
-        if blind_to_first:
-            assert diagonal < limit
-        if row["norm"] in ("none", "BN, inference", "LN"):
-            assert diagonal > 1e-2
-        assert row["shares"]["third"] > 1e-2
-
-
-def test_stored_statistics_of_a_new_layer_are_no_normalisation(directory):
-    rows = json.loads((directory / "results.json").read_text())["rows"]
-    shares = {
-        name: [row["shares"] for row in rows if row["norm"] == name]
-        for name in ("none", "BN, inference")
-    }
-    for none, inference in zip(*shares.values(), strict=True):
+        if norm in ("BN", "CBN"):
+            assert max(shares["first"], shares["diagonal"]) < limit
+        else:
+            assert shares["first"] > 1e-2
+        if norm in ("none", "BN, inference", "LN"):
+            assert shares["diagonal"] > 1e-2
+        assert shares["third"] > 1e-2
+        of.setdefault(norm, []).append(shares)
+    # The stored statistics of a new layer are no normalisation.
+    for none, inference in zip(of["none"], of.get("BN, inference", [])):
         assert inference == pytest.approx(none, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", layers.NORMS)
 def test_every_norm_can_be_made(name):
-    norm = layers.NORMS[name]()
-    model = layers.network(norm, (8, 8, 1), seed=0)
+    model = layers.network(layers.NORMS[name](), (8, 8, 1), seed=0)
     assert model.output_shape == (None, layers.CLASSES)

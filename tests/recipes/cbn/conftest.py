@@ -9,6 +9,4 @@ from tests.support import tiny
 def tiny_network(monkeypatch):
     """Classifiers are tiny ones, in this process."""
     monkeypatch.setattr(models, "build", tiny.build)
-    training._last.clear()
-    yield
-    training._last.clear()
+    monkeypatch.setattr(training, "_last", {})

@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 
 from recipes.cbn import max_lr
-from recipes.engine import classifier, training
+from recipes.engine import training
 from tests.support import tiny
+from tests.support.backend import thorough_on
+
+pytestmark = thorough_on("jax")
 
 
 def test_gradient_norm_and_steps_of_a_linear_model():
@@ -14,10 +17,9 @@ def test_gradient_norm_and_steps_of_a_linear_model():
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=(12, n)).astype("float32") for n in (3, 2))
     w = rng.normal(size=(3, 2)).astype("float32")
-    model = keras.Sequential(
-        [keras.layers.Input((3,)), keras.layers.Dense(2, None, False)]
-    )
-    model.layers[0].set_weights([w])
+    dense = keras.layers.Dense(2, use_bias=False)
+    model = keras.Sequential([keras.layers.Input((3,)), dense])
+    dense.set_weights([w])
     model.compile(max_lr.MeasuringSGD(0.1, 0.9, 0.01), "mse")
     model.fit(x, y, batch_size=6, shuffle=False, epochs=1, verbose=0)
 
@@ -36,62 +38,32 @@ def test_gradient_norm_and_steps_of_a_linear_model():
     assert max_lr.measure(model, problem, None)["gradient_norm"] == 0
 
 
-def test_measuring_changes_no_training(tmp_path, tiny_network):
-    settings = classifier.Training(
-        **tiny.SETTINGS,
-        activation="relu",
-        norm="mean_removal",
-        runs_dir=str(tmp_path),
-    )
-    curves = []
-    for train in (classifier.train, max_lr.train):
-        training._last.clear()
-        metrics = train(settings).metrics
-        curves.append([line["train_loss"] for line in metrics])
-    np.testing.assert_allclose(*curves, rtol=1e-5)
-
-
-def test_max_lr(tmp_path, tiny_network):
-    settings = max_lr.Settings(
-        **tiny.SETTINGS,
-        activations=("relu",),
-        norms=("none", "cbn"),
-        learning_rates=(0.1, 1e30),
-        runs_dir=str(tmp_path),
-        workers=1,
-    )
-    directory = max_lr.run(settings)
+def test_run(tmp_path, tiny_network):
+    own = {"activations": ("relu",), "norms": ("none",), "workers": 1}
+    own |= {"learning_rates": (0.1, 1e30), "runs_dir": str(tmp_path)}
+    directory = max_lr.run(max_lr.Settings(**tiny.SETTINGS, **own))
     files = sorted(path.name for path in directory.iterdir())
     assert files == ["accuracy.png", "gradient_norm.png", "results.json", "table.md"]
     results = json.loads((directory / "results.json").read_text())
-    lost = next(row for row in results["rows"] if row["learning_rate"] == 1e30)
-    assert lost["norm"] == "none" and not lost["trains"] and lost["runs"][0]["diverged"]
+    _, lost = results["rows"]
+    assert lost["learning_rate"] == 1e30 and lost["runs"][0]["diverged"]
+    assert not lost["trains"] and results["max_learning_rate"].keys() == {"relu"}
     table = (directory / "table.md").read_text()
-    assert table.count("| relu ") == 2 and "diverged ✗" in table
+    assert table.count("| relu ") == 1 and "diverged ✗" in table
 
 
-def line(loss, accuracy):
-    return {"train_loss": loss, "train_accuracy": accuracy, "guessing": 0.1}
-
-
-@pytest.mark.parametrize(
-    "last,expected",
-    [(line(0.1, 0.9), True), (line(2.1, 0.2), True), (line(2.3, 0.1), False)],
-)
-def test_trains(last, expected):
-    assert max_lr.trains([line(9.0, 0.1), last]) == expected
-    assert not max_lr.trains([last, {"train_loss": None, "train_accuracy": 0.9}])
+def test_trains():
+    curve = {"train_loss": 9.0, "train_accuracy": 0.1, "guessing": 0.1}
+    good = curve | {"train_loss": 2.1, "train_accuracy": 0.2}
+    assert max_lr.trains([curve, good]) and not max_lr.trains([good, curve])
+    assert not max_lr.trains([good, good | {"train_loss": None}])
 
 
 def test_largest():
+    trains = {("none", 0.1): False, ("cbn", 0.01): True, ("cbn", 0.1): True}
+    trains |= {("none", 1.0): False, ("cbn", 1.0): False}
     rows = [
-        {"activation": "relu", "norm": norm, "learning_rate": rate, "trains": trains}
-        for norm, rate, trains in [
-            ("none", 0.1, False),
-            ("none", 1.0, False),
-            ("cbn", 0.01, True),
-            ("cbn", 0.1, True),
-            ("cbn", 1.0, False),
-        ]
+        {"activation": "relu", "norm": norm, "learning_rate": rate, "trains": found}
+        for (norm, rate), found in trains.items()
     ]
     assert max_lr.largest(rows) == {"relu": {"none": None, "cbn": 0.1}}

@@ -4,13 +4,19 @@ import keras
 import numpy as np
 import pytest
 
-from keras_norms import AMAT, CBN
+from keras_norms import CBN
 from recipes.models import norms
 from recipes.models.cbn_parts import L2Norm, MeanRemoval
 from tests.support.autodiff import training_step
+from tests.support.backend import numpy, thorough_on
 
-OMEGA, RATE, EPSILON = 10.0, 0.03, 1e-5
-RHO = 2.0
+pytestmark = thorough_on("jax")
+OMEGA, RATE, EPSILON, RHO = 10.0, 0.03, 1e-5, 2.0
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def mean(x):
+    return x.mean((0, 1, 2))
 
 
 def batches(count=3):
@@ -21,7 +27,7 @@ def batches(count=3):
 
 
 class Average:
-    """A debiased exponential average of the batches so far, SPEC of CBN."""
+    """A debiased exponential average of the batches so far."""
 
     def __init__(self, eta):
         self.eta, self.weight, self.value = eta, 0.0, 0.0
@@ -33,51 +39,46 @@ class Average:
         return self.value
 
 
-def layer_of(kind, **weights):
+def layer_and_step(kind, name, value):
+    """A layer that has one weight, and its training step with the loss sum(y^3)."""
     layer = kind(rho=RHO, omega=OMEGA, epsilon=EPSILON)
     layer.set_learning_rate(RATE)
     layer.build((None, 3, 2, 5))
-    for name, value in weights.items():
-        getattr(layer, name).assign(value)
-    return layer
+    assert [w.name for w in layer.trainable_variables] == [name]
+    layer.trainable_variables[0].assign(value)
+    return layer, training_step(layer, lambda y: keras.ops.sum(y * y * y))
 
 
 def test_mean_removal():
     beta, average = np.linspace(-1, 1, 5), Average(1 - OMEGA * RATE)
-    layer = layer_of(MeanRemoval, beta=beta)
-    assert [w.name for w in layer.trainable_variables] == ["beta"]
-    step = training_step(layer, lambda y: keras.ops.sum(y * keras.ops.square(y)))
+    layer, step = layer_and_step(MeanRemoval, "beta", beta)
     for x in batches():
         y, dx, dbeta = step(x.astype("float32"))
-        expected = x - average(x.mean((0, 1, 2))) + beta
-        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+        expected = x - average(mean(x)) + beta
+        np.testing.assert_allclose(y, expected, **CLOSE)
         g = 3 * expected**2
-        np.testing.assert_allclose(dx, g - g.mean((0, 1, 2)), rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(dbeta, g.sum((0, 1, 2)), rtol=1e-4, atol=1e-4)
-    y = keras.ops.convert_to_numpy(layer(x.astype("float32"), training=False))
-    np.testing.assert_allclose(y, x - average.value + beta, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(dx, g - mean(g), **CLOSE)
+        np.testing.assert_allclose(dbeta, g.sum((0, 1, 2)), **CLOSE)
+    y = numpy(layer(x.astype("float32"), training=False))
+    np.testing.assert_allclose(y, x - average.value + beta, **CLOSE)
 
 
 def test_l2_norm():
     gamma, average = np.linspace(0.5, 2, 5), Average(1 - OMEGA * RATE)
-    layer = layer_of(L2Norm, gamma=gamma)
-    assert [w.name for w in layer.trainable_variables] == ["gamma"]
-    step = training_step(layer, lambda y: keras.ops.sum(y * keras.ops.square(y)))
+    layer, step = layer_and_step(L2Norm, "gamma", gamma)
     for x in batches():
         y, dx, dgamma = step(x.astype("float32"))
-        square = np.square(x).mean((0, 1, 2))
+        square = mean(x**2)
         root = RHO * np.sqrt(average(square) + EPSILON)
-        np.testing.assert_allclose(y, gamma * x / root, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(y, gamma * x / root, **CLOSE)
         # The ratio of both roots is a constant for the gradient.
         g, a = 3 * y**2, gamma / root
-        k = a * (g * x).mean((0, 1, 2)) / (square + EPSILON)
-        np.testing.assert_allclose(dx, a * g - k * x, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(
-            dgamma, (g * x / root).sum((0, 1, 2)), rtol=1e-4, atol=1e-4
-        )
-    y = keras.ops.convert_to_numpy(layer(x.astype("float32"), training=False))
+        k = a * mean(g * x) / (square + EPSILON)
+        np.testing.assert_allclose(dx, a * g - k * x, **CLOSE)
+        np.testing.assert_allclose(dgamma, (g * x / root).sum((0, 1, 2)), **CLOSE)
+    y = numpy(layer(x.astype("float32"), training=False))
     root = RHO * np.sqrt(average.value + EPSILON)
-    np.testing.assert_allclose(y, gamma * x / root, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(y, gamma * x / root, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", [MeanRemoval, L2Norm])
@@ -88,25 +89,17 @@ def test_parts_save_and_load(kind, tmp_path):
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     assert isinstance(again.layers[0], kind) and again.layers[0].initial_rho == 3.0
-    expected, found = (model.predict(x, verbose=0), again.predict(x, verbose=0))
-    np.testing.assert_array_equal(found, expected)
-
-
-def layer_named(name):
-    norm = norms.get(name, RHO, OMEGA)
-    layer = norm.layer(5, name="x")
-    return norm, layer
+    np.testing.assert_array_equal(numpy(again(x)), numpy(model(x)))
 
 
 @pytest.mark.parametrize("name", ["bn_before", "bn_rho", "bn_rho_amat"])
 def test_coupled_norms_are_bn_with_rho(name):
-    norm, layer = layer_named(name)
-    x = batches(1)[0].astype("float32")
+    norm = norms.get(name, RHO, OMEGA)
+    layer, x = norm.layer(5, name="x"), batches(1)[0].astype("float32")
     layer.build(x.shape)
     layer.beta.assign(np.full(5, 3.0))
-    y = keras.ops.convert_to_numpy(layer(x, training=True))
-    centered = x - x.mean((0, 1, 2))
-    expected = centered / np.sqrt(x.var((0, 1, 2)) + EPSILON) / RHO + 3
+    y = numpy(layer(x, training=True))
+    expected = (x - mean(x)) / np.sqrt(x.var((0, 1, 2)) + EPSILON) / RHO + 3
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
     assert norm.placement == ("before" if name == "bn_before" else "after")
 
@@ -114,43 +107,27 @@ def test_coupled_norms_are_bn_with_rho(name):
 @pytest.mark.parametrize(
     "name,eta", [("cbn", None), ("cbn_batch", 0.0), ("cbn_fixed", 0.9)]
 )
-def test_which_average_a_norm_uses(name, eta):
-    norm, layer = layer_named(name)
+def test_which_average_a_norm_uses(name, eta, recwarn):
+    norm = norms.get(name, RHO, OMEGA)
+    layer = norm.layer(5, name="x")
     assert norm.amat == (eta is None)
     if norm.amat:  # what the callback does
         layer.set_learning_rate(RATE)
         eta = 1 - OMEGA * RATE
-    mean, square = Average(eta), Average(eta)
+    center, square = Average(eta), Average(eta)
     for x in batches():
-        y = keras.ops.convert_to_numpy(layer(x.astype("float32"), training=True))
-        shifted = x - mean(x.mean((0, 1, 2)))
-        root = np.sqrt(square(np.square(shifted).mean((0, 1, 2))) + EPSILON)
+        y = numpy(layer(x.astype("float32"), training=True))
+        shifted = x - center(mean(x))
+        root = np.sqrt(square(mean(shifted**2)) + EPSILON)
         np.testing.assert_allclose(y, shifted / root / RHO, rtol=1e-4, atol=1e-5)
+    assert not [w for w in recwarn if "AMAT" in str(w.message)]
 
 
 @pytest.mark.parametrize("name", sorted(norms.CBN_FAMILY))
 def test_the_family_has_rho_and_omega(name):
-    norm, layer = layer_named(name)
+    layer = norms.get(name, RHO, OMEGA).layer(5, name="x")
     assert isinstance(layer, CBN) and layer.initial_rho == RHO
+    assert layer.omega == (1 if name == "cbn_fixed" else OMEGA)
     assert norms.NORMS[name].layer(1, name="x").initial_rho == 1.0
     with pytest.raises(ValueError, match="`rho` must be.*rho=0"):
         norms.get(name, rho=0.0)
-
-
-@pytest.mark.parametrize("name", ["cbn_batch", "cbn_fixed", "bn_rho", "bn_before"])
-def test_norms_without_amat_need_no_callback(name, recwarn):
-    _, layer = layer_named(name)
-    model = keras.Sequential([keras.layers.Input((3, 2, 5)), layer])
-    model.compile("sgd", "mse")
-    x = batches(1)[0].astype("float32")
-    model.fit(x, x, verbose=0)
-    assert not [w for w in recwarn if "AMAT" in str(w.message)]
-
-
-def test_amat_finds_the_parts():
-    layers = [MeanRemoval(), L2Norm()]
-    model = keras.Sequential([keras.layers.Input((3, 2, 5)), *layers])
-    model.compile(keras.optimizers.SGD(0.125), "mse")
-    x = batches(1)[0].astype("float32")
-    model.fit(x, x, verbose=0, callbacks=[AMAT()])
-    assert [float(layer.learning_rate.numpy()) for layer in layers] == [0.125] * 2
