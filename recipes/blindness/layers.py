@@ -9,8 +9,8 @@ on those of one label in it. The numbers are shares: how much of the term arrive
 norm's input, relative to how much of the loss itself does; 0 is blind. Layers are in
 training mode, but for "BN, inference".
 
-Mean of 3 seeds, mixed labels, float32 (a minute of one core of an Intel Xeon that other
-work shared; TensorFlow); docs/results/blindness.md has all of it:
+Mean of 3 seeds, mixed labels, float32 (a minute on an AMD EPYC;
+TensorFlow); docs/results/blindness.md has all of it:
 
                          first    diagonal   off-diagonal   third
     BN                  1.8e-7      2.3e-7        0.99       0.66

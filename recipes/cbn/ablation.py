@@ -10,18 +10,19 @@ The parts are the place (before the linear layer), decoupling (the shift before 
 norm), a tuned rho, and AMAT. The paper does not say which rho it chose; `--rho_before`
 (rows 2 and 5) and `--rho_after` (rows 6 and 7) are those that `recipes.cbn.rho` found.
 
-Test accuracy in %, mean of three seeds, ResNet-8 on digits (102 trainings, 13 minutes
-on 2 shared cores of an Intel Xeon); in brackets the paper's, ResNet-20 on CIFAR-10. The
-mean over activations goes up with each part, most of it with rho:
+Test accuracy in %, mean of two seeds, ResNet-8 on digits (68 trainings, @TIME@
+on two cores of an AMD EPYC); in brackets the paper's, ResNet-20 on CIFAR-10. The mean
+over activations goes up with each part, most of it with rho and least with AMAT:
 
     row        sigmoid        tanh        relu        selu       swish
-    1 (BN)  97.5 [79.0] 98.3 [87.6] 98.1 [91.1] 97.8 [89.7] 98.4 [91.2]
-    3       97.6 [88.8] 97.8 [89.9] 98.3 [91.3] 98.4 [91.1] 98.4 [91.7]
-    4       98.1 [89.8] 97.4 [91.3] 98.6 [91.5] 98.4 [91.2] 98.4 [91.9]
-    5       98.1 [90.9] 98.8 [91.4] 99.1 [91.6] 98.6 [91.5] 99.3 [91.9]
-    2 (CBN) 98.1 [91.2] 98.9 [91.7] 99.2 [92.0] 98.7 [91.6] 99.3 [92.2]
+    1 (BN)  97.5 [79.0] 98.3 [87.6] 97.9 [91.1] 97.8 [89.7] 98.5 [91.2]
+    3       97.1 [88.8] 97.9 [89.9] 98.8 [91.3] 98.6 [91.1] 99.0 [91.7]
+    4       97.9 [89.8] 97.6 [91.3] 98.9 [91.5] 98.6 [91.2] 99.0 [91.9]
+    5       97.9 [90.9] 99.0 [91.4] 98.9 [91.6] 98.8 [91.5] 99.3 [91.9]
+    2 (CBN) 97.9 [91.2] 99.0 [91.7] 98.9 [92.0] 98.9 [91.6] 99.3 [92.2]
 
-Rows 6 and 7, parts after the linear layer, are in docs/results/cbn_ablation.md.
+Rows 6 and 7, parts after the linear layer, and three seeds are in
+docs/results/cbn_ablation.md.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
