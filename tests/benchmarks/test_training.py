@@ -6,22 +6,23 @@ import keras
 import pytest
 
 from benchmarks import amat, memory, network, networks, training
+from tests.support.backend import BACKEND, thorough_on
+
+pytestmark = thorough_on("jax")
 
 
 def small(size):
-    bn = keras.layers.BatchNormalization
-    return keras.Sequential(
-        [
-            keras.Input((size, size, 3)),
-            keras.layers.Conv2D(4, 3, use_bias=False),
-            bn(),
-            keras.layers.ReLU(),
-            keras.layers.Conv2D(4, 3, use_bias=False),
-            bn(),
-            keras.layers.GlobalAveragePooling2D(),
-            keras.layers.Dense(2),
-        ]
-    )
+    layers = [
+        keras.Input((size, size, 3)),
+        keras.layers.Conv2D(4, 3, use_bias=False),
+        keras.layers.BatchNormalization(),
+        keras.layers.ReLU(),
+        keras.layers.Conv2D(4, 3, use_bias=False),
+        keras.layers.BatchNormalization(),
+        keras.layers.GlobalAveragePooling2D(),
+        keras.layers.Dense(2),
+    ]
+    return keras.Sequential(layers)
 
 
 @pytest.fixture
@@ -75,8 +76,18 @@ def test_network(small_network):
     assert all(line.split(" | ")[5] == floor for line in lines[2:])
 
 
-@pytest.mark.parametrize("rate", amat.RATES)
+@pytest.mark.parametrize(
+    "rate",
+    [
+        "schedule",
+        *(
+            pytest.param(r, marks=pytest.mark.thorough)
+            for r in ("constant", "callback")
+        ),
+    ],
+)
 def test_amat(small_network, rate):
+    assert rate in amat.RATES
     row = amat.measure(rate, "small", 8, 2, steps=2, rounds=2)
     assert 0 < row["direct_share"] < 1
     low, high = row["ratio_interval"]
@@ -94,7 +105,7 @@ class Meter:
 
 
 def test_memory(small_network, monkeypatch):
-    if keras.backend.backend() == "jax":
+    if BACKEND == "jax":
         peaks = [
             memory.by_the_compiler(f"small:32:{batch}", "bn", "float32")["peak_bytes"]
             for batch in (8, 16)
