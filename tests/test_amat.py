@@ -8,11 +8,14 @@ from keras import layers, ops
 from keras.callbacks import BackupAndRestore, LearningRateScheduler, ReduceLROnPlateau
 
 from keras_norms import AMAT, CBN
-from tests.support.backend import BACKEND, not_torch, thorough_on
+from tests.support.backend import BACKEND, not_torch
 from tests.support.rates import (
     COSINE,
+    EAGER,
     MOST_STEPS,
     PIECEWISE,
+    TWO_STEPS,
+    XLA,
     OneHot,
     Twice,
     branches,
@@ -25,23 +28,16 @@ from tests.support.rates import (
     recorder,
     told,
     used,
+    ways,
 )
 
 thorough = pytest.mark.thorough
-EAGER, XLA = {"run_eagerly": True}, {"jit_compile": True}
-# An execution of two steps straddles epochs of three.
-TWO_STEPS = {"steps_per_execution": 2}
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(EAGER, marks=thorough_on("jax")),
-        pytest.param(XLA, marks=not_torch),
-        pytest.param(TWO_STEPS, marks=not_torch),
-    ],
-    ids=str,
+rates = pytest.mark.parametrize(
+    "rate", [pytest.param(0.3, marks=thorough), PIECEWISE], ids=type
 )
+
+
+@ways(XLA, TWO_STEPS, later=[EAGER])
 def test_schedule(way):
     model, norm = recorder(PIECEWISE, **way)
     check(fit(model, AMAT()), norm, rates_of(PIECEWISE, range(6)))
@@ -59,15 +55,7 @@ class RateAfterBatch(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = self.rates.pop(batch)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        {},
-        pytest.param(EAGER, marks=thorough),
-        pytest.param(XLA, marks=[thorough, not_torch]),
-    ],
-    ids=str,
-)
+@ways({}, later=[EAGER, XLA])
 @pytest.mark.parametrize("amat_first", [True, False])
 def test_callbacks_that_change_the_rate(amat_first, way):
     model, norm = recorder(0.5, **way)
@@ -89,7 +77,7 @@ def test_a_rate_changed_between_executions():
     check(model, norm, [0.5] * 2 + [0.4] * 4)
 
 
-@pytest.mark.parametrize("rate", [0.3, PIECEWISE], ids=type)
+@rates
 def test_loss_scale_optimizer(rate):
     inner = keras.optimizers.SGD(rate)
     model, norm = recorder(keras.optimizers.LossScaleOptimizer(inner))
@@ -134,15 +122,8 @@ class Interrupt(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    "rate, amat_first",
-    [
-        (0.3, False),
-        (PIECEWISE, True),
-        pytest.param(0.3, True, marks=thorough),
-        pytest.param(PIECEWISE, False, marks=thorough),
-    ],
-)
+@rates
+@pytest.mark.parametrize("amat_first", [pytest.param(False, marks=thorough), True])
 def test_backup_and_restore_in_a_fresh_model(tmp_path, rate, amat_first):
     def callbacks():
         both = [AMAT(), BackupAndRestore(tmp_path)]
@@ -201,16 +182,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        {},
-        pytest.param(EAGER, marks=thorough),
-        pytest.param(XLA, marks=[thorough, not_torch]),
-        pytest.param(TWO_STEPS, marks=[thorough, not_torch]),
-    ],
-    ids=str,
-)
+@ways({}, later=[EAGER, XLA, TWO_STEPS])
 def test_every_norm_of_a_model_is_told(way):
     norms = {place: CBN(omega=0.2) for place in PLACES}
     model = branches(*(place(norm) for place, norm in norms.items()))
@@ -240,7 +212,7 @@ class Late(keras.Model):
         return self.dense(x) + 0 * unused
 
 
-@pytest.mark.parametrize("rate", [0.3, PIECEWISE], ids=type)
+@rates
 def test_models_that_are_not_built(rate):
     expected, norm = rates_of(rate, range(6)), CBN(omega=1)
     fit(compiled(keras.Sequential([norm, layers.Dense(1)]), rate), AMAT())

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tests.support.backend import tensorflow_only
+from tests.support.backend import tensorflow_only, thorough_on
+
+pytestmark = thorough_on("jax")
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 FIRST, SURGERY, DIAGNOSTICS = re.findall(
@@ -23,7 +25,7 @@ def batch(size, *shape):
 
 
 def test_layers_and_diagnostics(tmp_path):
-    names = batch(64, 12, 12, 1)
+    names = batch(64, 8, 8, 1)
     exec(FIRST, names)
     model, x = names["model"], names["x"]
     model.save(tmp_path / "model.keras")

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from tests.support.backend import thorough_on
 from tests.support.processes import run
 
-pytestmark = thorough_on("jax")
+pytestmark = pytest.mark.thorough
 
 
 def test_network(tmp_path):
@@ -20,7 +19,6 @@ def test_network(tmp_path):
     assert "| vgg16, 2 x 4 | bn |" in printed
 
 
-@pytest.mark.thorough
 def test_quantization():
     small = ["--norms=cbn,fused_cbn", "--seeds=1", "--epochs=1"]
     *_, cbn, fused = run("-m", "benchmarks.quantization", *small).splitlines()
@@ -28,7 +26,6 @@ def test_quantization():
     assert fused == cbn.replace("cbn", "fused_cbn")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, argument, expected",
     [

@@ -76,18 +76,9 @@ def test_network(small_network):
     assert all(line.split(" | ")[5] == floor for line in lines[2:])
 
 
-@pytest.mark.parametrize(
-    "rate",
-    [
-        "schedule",
-        *(
-            pytest.param(r, marks=pytest.mark.thorough)
-            for r in ("constant", "callback")
-        ),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("rate", amat.RATES)
 def test_amat(small_network, rate):
-    assert rate in amat.RATES
     row = amat.measure(rate, "small", 8, 2, steps=2, rounds=2)
     assert 0 < row["direct_share"] < 1
     low, high = row["ratio_interval"]

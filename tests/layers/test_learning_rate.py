@@ -9,16 +9,19 @@ from keras import ops
 
 from keras_norms import CBN
 from keras_norms.layers import learning_rate
-from tests.support.backend import BACKEND, jax_only, not_torch, numpy, tensorflow_only
+from tests.support.backend import BACKEND, jax_only, numpy, tensorflow_only
 from tests.support.rates import (
+    EAGER,
     MOST_STEPS,
     PIECEWISE,
+    XLA,
     Twice,
     branches,
     check,
     compiled,
     fit,
     rates_of,
+    ways,
 )
 
 not_jax = pytest.mark.skipif(BACKEND == "jax", reason="JAX has its own rule")
@@ -53,15 +56,7 @@ def custom(rate, cls=SetsTheRate, **way):
     return compiled(model, rate, **way), norm
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        {},
-        pytest.param({"run_eagerly": True}, marks=thorough),
-        pytest.param({"jit_compile": True}, marks=[thorough, not_torch]),
-    ],
-    ids=str,
-)
+@ways({}, later=[EAGER, XLA])
 def test_a_train_step_sets_the_rate(way):
     model, norm = custom(0.5, **way)
     halve = keras.callbacks.LearningRateScheduler(lambda epoch: 0.4 / (epoch + 1))

@@ -7,17 +7,31 @@ optimizer subtracted in step t.
 
 import keras
 import numpy as np
+import pytest
 from keras import ops
 from keras.optimizers.schedules import CosineDecay, PiecewiseConstantDecay
 
 from keras_norms import CBN
-from tests.support.backend import numpy
+from tests.support.backend import BACKEND, numpy
 
 MOST_STEPS = 21
 PER_EPOCH = 3
 
 PIECEWISE = PiecewiseConstantDecay([1, 3, 7], [0.4, 0.3, 0.2, 0.1])
 COSINE = CosineDecay(0.1, decay_steps=20, warmup_target=0.5, warmup_steps=3)
+
+
+EAGER, XLA = {"run_eagerly": True}, {"jit_compile": True}
+# An execution of two steps straddles epochs of three.
+TWO_STEPS = {"steps_per_execution": 2}
+
+
+def ways(*now, later=()):
+    """Arguments of `compile` to try, those that PyTorch has."""
+    ways = [w for w in (*now, *later) if BACKEND != "torch" or w in ({}, EAGER)]
+    marks = {False: pytest.mark.thorough, True: ()}
+    params = [pytest.param(way, marks=marks[way in now]) for way in ways]
+    return pytest.mark.parametrize("way", params, ids=str)
 
 
 class OneHot(keras.utils.PyDataset):
