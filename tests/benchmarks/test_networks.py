@@ -18,7 +18,7 @@ pytestmark = thorough_on("jax")
         ("bn", 21, 0, 0),
         ("none", 0, 0, 0),
         pytest.param("cbn", 0, 19, 0, marks=pytest.mark.thorough),
-        ("fused_cbn", 0, 19, 19),
+        pytest.param("fused_cbn", 0, 19, 19, marks=pytest.mark.thorough),
     ],
 )
 def test_resnet20_has_the_norm(norm, batch_normalizations, cbns, fused):
