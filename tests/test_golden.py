@@ -1,7 +1,10 @@
 """Saved files of every version and backend load, and damaged ones say so."""
 
-import ast
+import io
 import pathlib
+import re
+import tokenize
+import zipfile
 
 import keras
 import numpy as np
@@ -13,18 +16,21 @@ import keras_norms
 from tests.programs import golden
 
 FILES = sorted(golden.DIRECTORY.glob("*/*.keras"))
+BACKENDS = ("tensorflow", "jax", "torch")
+# Of each layer the file of one backend.
+FEW = {(f"0.1.0-{BACKENDS[i % 3]}", name) for i, name in enumerate(golden.MODELS)}
 
 
 def test_every_layer_has_files_of_every_backend():
     found = {(path.parent.name, path.stem) for path in FILES}
-    for backend in ("tensorflow", "jax", "torch"):
+    for backend in BACKENDS:
         first = f"0.1.0-{backend}"
         assert {name for version, name in found if version == first} == {*golden.MODELS}
-    saved = {
-        type(layer).__name__
-        for path in FILES
-        for layer in keras.models.load_model(path).layers
-    }
+    saved = set()
+    for path in FILES:
+        with zipfile.ZipFile(path) as file:
+            config = file.read("config.json").decode()
+            saved.update(re.findall(r'"class_name": "(\w+)"', config))
     public = [getattr(keras_norms, name) for name in keras_norms.__all__]
     public = {c.__name__ for c in public if isinstance(c, type)}
     assert public - {"AMAT"} <= saved
@@ -38,9 +44,13 @@ def test_every_layer_has_files_of_every_backend():
     assert registered and registered <= saved
 
 
-@pytest.mark.parametrize(
-    "path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}"
-)
+def case_of(path):
+    version, name = path.parent.name, path.stem
+    marks = () if (version, name) in FEW else pytest.mark.thorough
+    return pytest.param(path, marks=marks, id=f"{version}-{name}")
+
+
+@pytest.mark.parametrize("path", map(case_of, FILES))
 def test_outputs_are_those_of_the_version_that_wrote_the_file(path):
     model = keras.models.load_model(path)
     with np.load(path.with_suffix(".npz")) as file:
@@ -92,30 +102,15 @@ def test_keras_still_refuses_code_in_files(tmp_path):
 
 
 # What makes code out of what stands in a file.
-MODULES = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-CALLS = {"eval", "exec", "compile", "__import__", "enable_unsafe_deserialization"}
-KEYWORDS = {"allow_pickle", "safe_mode"}
+FORBIDDEN = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+FORBIDDEN |= {"eval", "exec", "__import__", "allow_pickle", "safe_mode", "Lambda"}
+FORBIDDEN |= {"enable_unsafe_deserialization"}
 
 
-def code_from_files(source):
+def forbidden_in(source):
     """The names in a module's source by which a file could become code."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found = {alias.name.split(".")[0] for alias in node.names} & MODULES
-        elif isinstance(node, ast.ImportFrom):
-            names = {alias.name for alias in node.names}
-            found = {(node.module or "").split(".")[0]} & MODULES
-            found |= names & (MODULES | CALLS | {"Lambda"})
-        elif isinstance(node, ast.Call):
-            called = node.func
-            # `model.compile` is another matter.
-            found = {called.id} & CALLS if isinstance(called, ast.Name) else set()
-            found |= {keyword.arg for keyword in node.keywords} & KEYWORDS
-        elif isinstance(node, ast.Attribute):
-            found = {node.attr} & {"Lambda", "enable_unsafe_deserialization"}
-        else:
-            continue
-        yield from found
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return FORBIDDEN & {token.string for token in tokens}
 
 
 def test_nothing_makes_code_out_of_files():
@@ -126,17 +121,6 @@ def test_nothing_makes_code_out_of_files():
         for path in (root / package).rglob("*.py")
     ]
     assert len(paths) > 80
-    found = {str(path): [*code_from_files(path.read_text())] for path in paths}
+    found = {str(path): forbidden_in(path.read_text()) for path in paths}
     assert not {path: names for path, names in found.items() if names}
-    for source in (
-        "import pickle.x",
-        "from pickle import loads",
-        "from keras.layers import Lambda",
-        "keras.layers.Lambda(f)",
-        "eval(text)",
-        "np.load(path, allow_pickle=True)",
-        "keras.models.load_model(path, safe_mode=False)",
-        "keras.config.enable_unsafe_deserialization()",
-    ):
-        assert [*code_from_files(source)]
-    assert not [*code_from_files("model.compile(); torch.eval()")]
+    assert forbidden_in("keras.models.load_model(path, safe_mode=False)")

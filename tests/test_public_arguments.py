@@ -1,13 +1,10 @@
 """A wrong argument is refused at once, by name, with what was received.
 
-Every public callable and argument has an entry in `tests.support.arguments`, or a test
-fails.
+Every public callable and argument is in `tests.support.arguments.table`.
 """
 
-import inspect
 import os
 import traceback
-import types
 
 import numpy as np
 import pytest
@@ -15,81 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keras_norms
-from keras_norms import surgery
 from keras_norms.layers import arguments
-from tests.support.arguments.diagnostics import DIAGNOSTICS
-from tests.support.arguments.kinds import POOL
-from tests.support.arguments.layers import LAYERS, SURGERY
-from tests.support.arguments.spaces import SPACES
-from tests.support.arguments.values import Tripwire
+from tests.support.arguments.kinds import FEW, POOL
+from tests.support.arguments.public import ENTRIES, LAYER_NAMES, QUICK
+from tests.support.arguments.table import KINDS, OWN, Tripwire
 from tuner import spaces
 
 PACKAGES = tuple(os.path.dirname(m.__file__) for m in (keras_norms, spaces))
-ENTRIES = LAYERS | SURGERY | DIAGNOSTICS | SPACES
-
-
-def exported(module):
-    """Public objects by name, those of public modules in it too."""
-    for name in module.__all__:
-        value = getattr(module, name)
-        if isinstance(value, types.ModuleType):
-            yield from exported(value) if hasattr(value, "__all__") else defined(value)
-        else:
-            yield name, value
-
-
-def defined(module):
-    """What a module that lists no names defines."""
-    for name, value in inspect.getmembers(module, callable):
-        if not name.startswith("_") and value.__module__ == module.__name__:
-            yield f"{module.__name__.rpartition('.')[2]}.{name}", value
-
-
-def methods(name, cls):
-    """The methods that a public class adds to those of Keras and of its own bases."""
-    bases = [base for base in cls.__mro__[1:]]
-    for method, value in vars(cls).items():
-        is_public = inspect.isfunction(value) and not method.startswith("_")
-        if is_public and not any(method in vars(base) for base in bases):
-            yield f"{name}.{method}", value
-
-
-def public():
-    """Name -> parameters of every public callable. Results are not made by users."""
-    sources = [exported(keras_norms), exported(surgery), defined(spaces)]
-    found = {}
-    for name, value in (pair for source in sources for pair in source):
-        if inspect.isclass(value) and issubclass(value, tuple):
-            continue
-        found[name] = value
-        if inspect.isclass(value):
-            found.update(methods(name, value))
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return {
-        name: {
-            parameter.name
-            for parameter in inspect.signature(value).parameters.values()
-            if parameter.kind not in kinds and parameter.name != "self"
-        }
-        for name, value in found.items()
-    }
-
-
-# Called by `FusedCBN` with what `call` gets, which Keras has looked at.
-CALLS = {"CBN.scale_and_shift"}
 CASES = [
     pytest.param(name, argument, id=f"{name}({argument})")
     for name, entry in ENTRIES.items()
     for argument in entry.kinds
 ]
+several = pytest.mark.parametrize(
+    "values", [FEW, pytest.param(POOL, marks=pytest.mark.thorough)], ids=["few", "all"]
+)
 
 
-def test_every_public_argument_has_an_entry():
-    expected = public()
-    without_arguments = {name for name, needed in expected.items() if not needed}
-    for name in set(expected) - CALLS - without_arguments:
-        assert name in ENTRIES, f"{name} has no entry in tests.support.arguments"
-        assert set(ENTRIES[name].kinds) == expected[name], name
+def test_the_table_has_nothing_else():
+    assert KINDS.keys() <= {name for each in ENTRIES.values() for name in each.kinds}
+    for name, kinds in OWN.items():
+        assert kinds.keys() <= ENTRIES[name].kinds.keys()
 
 
 @pytest.fixture
@@ -126,10 +69,11 @@ def descriptions(value):
         yield from (text for each in value for text in descriptions(each))
 
 
+@several
 @pytest.mark.parametrize("name, argument", CASES)
-def test_a_wrong_argument_is_refused(name, argument, armed):
+def test_a_wrong_argument_is_refused(name, argument, values, armed):
     kind = ENTRIES[name].kinds[argument]
-    for value in POOL:
+    for value in values:
         if kind.fits(value):
             continue
         received = refusal(name, argument, value)
@@ -138,12 +82,13 @@ def test_a_wrong_argument_is_refused(name, argument, armed):
         refusal(name, argument, value)
 
 
+@several
 @pytest.mark.parametrize(
-    "name, argument", [case for case in CASES if ENTRIES[case.values[0]].is_quick]
+    "name, argument", [case for case in CASES if case.values[0] in QUICK]
 )
-def test_what_fits_is_taken(name, argument):
+def test_what_fits_is_taken(name, argument, values):
     entry = ENTRIES[name]
-    for value in filter(entry.kinds[argument].fits, POOL):
+    for value in filter(entry.kinds[argument].fits, values):
         entry.call(**{**entry.good, argument: value})
 
 
@@ -164,6 +109,9 @@ ANYTHING = st.recursive(
 )
 
 
+NAMED = "loss", "norm", "tune", "_initializer", "_regularizer", "_constraint"
+
+
 @settings(deadline=None)
 @given(value=ANYTHING, case=st.sampled_from(CASES))
 def test_anything_else_is_refused_too(value, case):
@@ -171,8 +119,8 @@ def test_anything_else_is_refused_too(value, case):
     entry = ENTRIES[name]
     if entry.kinds[argument].fits(value):
         return
-    if isinstance(value, str) and argument in ("loss", "norm", "tune"):
-        return  # There are such losses, norms and hyperparameters.
+    if isinstance(value, str) and argument.endswith(NAMED):
+        return  # There are such losses, initializers, hyperparameters.
     Tripwire.armed = True
     try:
         refusal(name, argument, value)
@@ -180,16 +128,14 @@ def test_anything_else_is_refused_too(value, case):
         Tripwire.armed = False
 
 
-@pytest.mark.parametrize(
-    "name", ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
-)
+@pytest.mark.parametrize("name", LAYER_NAMES)
 def test_arguments_of_every_layer(name):
     entry = ENTRIES[name]
-    with pytest.raises(ValueError, match="no_such_thing"):
-        entry.call(**entry.good, no_such_thing=1)
-    with pytest.raises(ValueError, match="name.*Received: name=3"):
-        entry.call(**entry.good, name=3)
-    with pytest.raises(ValueError, match="trainable.*Received: trainable=3"):
-        entry.call(**entry.good, trainable=3)
-    with pytest.raises(ValueError, match="float99"):
-        entry.call(**entry.good, dtype="float99")
+    for wrong, message in (
+        ({"no_such_thing": 1}, "no_such_thing"),
+        ({"name": 3}, "name.*Received: name=3"),
+        ({"trainable": 3}, "trainable.*Received: trainable=3"),
+        ({"dtype": "float99"}, "float99"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            entry.call(**entry.good, **wrong)

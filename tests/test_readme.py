@@ -6,46 +6,61 @@ import re
 import keras
 import numpy as np
 import pytest
+from keras import layers
+
+from tests.support.backend import tensorflow_only, thorough_on
+
+pytestmark = thorough_on("jax")
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+FIRST, SURGERY, DIAGNOSTICS = re.findall(
+    r"```python\n(.*?)```", README.read_text(), re.DOTALL
+)
 
 
-def test_examples_are_found():
-    assert len(EXAMPLES) == 3
-
-
-def test_layers(tmp_path):
+def batch(size, *shape):
     rng = np.random.default_rng(0)
-    names = {
-        "x": rng.normal(size=(64, 28, 28, 1)).astype("float32"),
-        "y": rng.integers(0, 10, 64),
-    }
-    exec(EXAMPLES[0], names)
+    x = rng.normal(size=(size, *shape)).astype("float32")
+    return {"x": x, "y": rng.integers(0, 10, size)}
+
+
+def test_layers_and_diagnostics(tmp_path):
+    names = batch(64, 8, 8, 1)
+    exec(FIRST, names)
     model, x = names["model"], names["x"]
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(
         loaded.predict(x, verbose=0), model.predict(x, verbose=0)
     )
-    exec(EXAMPLES[2], names)
+    exec(DIAGNOSTICS, names)
     assert names["probe"].history["step"] == [20]
     assert names["largest"].shape == (2,)
 
 
-@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="exports")
+def small_network(weights, include_top, pooling, input_shape):
+    """Takes the place of ResNet-50, which takes a minute."""
+    x = inputs = keras.Input(input_shape)
+    for strides in (4, 2):
+        x = layers.Conv2D(8, 3, strides)(x)
+        x = layers.ReLU()(layers.BatchNormalization()(x))
+    return keras.Model(inputs, layers.GlobalAveragePooling2D()(x))
+
+
+@tensorflow_only  # which exports
+@pytest.mark.parametrize(
+    "network", [small_network, pytest.param(None, marks=pytest.mark.thorough)]
+)
 @pytest.mark.filterwarnings("ignore:fold")
-def test_surgery(tmp_path, monkeypatch):
+def test_surgery(network, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    names = {
-        "x": rng.normal(size=(8, 64, 64, 3)).astype("float32"),
-        "y": rng.integers(0, 10, 8),
-    }
+    if network is not None:
+        monkeypatch.setattr(keras.applications, "ResNet50", network)
+    names = batch(8, 64, 64, 3)
     # Nothing is downloaded in a test.
-    exec(EXAMPLES[1].replace('"imagenet"', "None"), names)
+    exec(SURGERY.replace('"imagenet"', "None"), names)
     expected = names["model"].predict(names["x"], verbose=0)
     folded = names["deployed"].predict(names["x"], verbose=0)
     np.testing.assert_allclose(folded, expected, atol=1e-5)
-    exported = keras.layers.TFSMLayer("resnet50", call_endpoint="serve")
+    exported = layers.TFSMLayer("resnet50", call_endpoint="serve")
     np.testing.assert_allclose(exported(names["x"]), expected, atol=1e-5)

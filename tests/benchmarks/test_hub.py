@@ -5,7 +5,7 @@ import pytest
 from benchmarks import hub
 
 
-@pytest.mark.hub
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", hub.NETWORKS)
 def test_networks_of_keras_hub(name):
     pytest.importorskip("keras_hub")

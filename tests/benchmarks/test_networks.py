@@ -1,81 +1,64 @@
 """The networks of the benchmarks and what is said of them."""
 
+import functools
+
 import keras
 import pytest
 
 from benchmarks import network, networks
-from keras_norms import CBN
-from keras_norms.layers.fused_cbn import FusedCBN
+from keras_norms import CBN, FusedCBN
+from tests.support.backend import numpy, thorough_on
 
-
-def count(model, cls):
-    return sum(isinstance(layer, cls) for layer in model._flatten_layers())
+pytestmark = thorough_on("jax")
 
 
 @pytest.mark.parametrize(
     "norm, batch_normalizations, cbns, fused",
-    [("bn", 21, 0, 0), ("none", 0, 0, 0), ("cbn", 0, 19, 0), ("fused_cbn", 0, 19, 19)],
+    [
+        ("bn", 21, 0, 0),
+        ("none", 0, 0, 0),
+        pytest.param("cbn", 0, 19, 0, marks=pytest.mark.thorough),
+        pytest.param("fused_cbn", 0, 19, 19, marks=pytest.mark.thorough),
+    ],
 )
 def test_resnet20_has_the_norm(norm, batch_normalizations, cbns, fused):
-    model = networks.build("resnet20", norm)
-    assert count(model, keras.layers.BatchNormalization) == batch_normalizations
-    assert count(model, CBN) == cbns
-    assert count(model, FusedCBN) == fused
+    model = networks.build("resnet20", norm, learning_rate=0.25)
+    layers = model._flatten_layers()
+    kinds = [type(layer) for layer in layers]
+    assert kinds.count(keras.layers.BatchNormalization) == batch_normalizations
+    assert (kinds.count(CBN), kinds.count(FusedCBN)) == (cbns, fused)
+    rates = {float(numpy(x.learning_rate)) for x in layers if isinstance(x, CBN)}
+    assert rates == ({0.25} if cbns else set())
+    assert (network.bytes_of_passes(model, 2, 0) == 0) == (norm == "none")
 
 
-def test_image_size():
+def test_build():
     assert networks.build("vgg16", "bn", 16).input_shape == (None, 16, 16, 3)
     assert networks.build("vgg16", "bn").input_shape == (None, 32, 32, 3)
-
-
-def test_cbn_is_told_a_rate():
-    model = networks.build("resnet20", "cbn", learning_rate=0.25)
-    rates = [x.learning_rate for x in model._flatten_layers() if isinstance(x, CBN)]
-    assert {float(keras.ops.convert_to_numpy(rate)) for rate in rates} == {0.25}
-
-
-def test_unknown_norm():
     with pytest.raises(ValueError, match="norm=layer"):
         networks.build("resnet20", "layer")
 
 
-def pair(dtype):
-    return keras.Sequential(
-        [
-            keras.Input((4, 4, 3)),
-            keras.layers.BatchNormalization(dtype=dtype),
-            keras.layers.Conv2D(5, 1, dtype=dtype),
-            keras.layers.BatchNormalization(dtype=dtype),
-        ]
-    )
-
-
-def test_bytes_of_passes():
-    elements = 2 * 4 * 4 * (3 + 5)
-    model = pair("float32")
-    assert network.bytes_of_passes(model, 2, cache=0) == 8 * 4 * elements
-    # Inside of the cache each tensor moves once.
-    assert network.bytes_of_passes(model, 2, cache=2**20) == 5 * 4 * elements
-    # 3 * 4 * 96 and 3 * 4 * 160 bytes: one of the two fits.
-    between = network.bytes_of_passes(model, 2, cache=1500)
-    assert between == 4 * 2 * 16 * (5 * 3 + 8 * 5)
-
-
-def test_bytes_of_passes_in_half_precision():
-    elements = 2 * 4 * 4 * (3 + 5)
-    model = pair("mixed_bfloat16")
-    assert network.bytes_of_passes(model, 2, cache=0) == 8 * 2 * elements
-
-
-def test_no_passes_without_norms():
-    assert network.bytes_of_passes(networks.build("resnet20", "none"), 2, 0) == 0
+@pytest.mark.parametrize(
+    "dtype, cache, expected",
+    [
+        ("float32", 0, 8 * 4 * (96 + 160)),
+        ("mixed_bfloat16", 0, 8 * 2 * (96 + 160)),
+        # Inside of the cache each tensor moves once.
+        ("float32", 2**20, 5 * 4 * (96 + 160)),
+        # 3 * 4 * 96 and 3 * 4 * 160 bytes: one of the two fits.
+        ("float32", 1500, 4 * (5 * 96 + 8 * 160)),
+    ],
+)
+def test_bytes_of_passes(dtype, cache, expected):
+    bn = functools.partial(keras.layers.BatchNormalization, dtype=dtype)
+    conv = keras.layers.Conv2D(5, 1, dtype=dtype)
+    model = keras.Sequential([keras.Input((4, 4, 3)), bn(), conv, bn()])
+    assert network.bytes_of_passes(model, 2, cache) == expected
 
 
 def test_parse():
     assert networks.parse("resnet20:32:128") == ("resnet20", 32, 128)
-
-
-@pytest.mark.parametrize("text", ["resnet20", "resnet20:32", "other:1:2", "vgg16:a:1"])
-def test_parse_refuses(text):
-    with pytest.raises(ValueError, match=f"Received: {text}"):
-        networks.parse(text)
+    for text in ("resnet20", "resnet20:32", "other:1:2", "vgg16:a:1"):
+        with pytest.raises(ValueError, match=f"Received: {text}"):
+            networks.parse(text)

@@ -58,15 +58,9 @@ MODELS = {
 def build(name):
     """Builds and trains a model for a few steps, so that no weight is as it began."""
     keras.utils.set_random_seed(0)
+    after = layers.Activation("tanh"), layers.GlobalAveragePooling2D(), layers.Dense(3)
     model = keras.Sequential(
-        [
-            keras.Input((6, 6, 3)),
-            *MODELS[name](),
-            layers.Activation("tanh"),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(3),
-        ],
-        name=name,
+        [keras.Input((6, 6, 3)), *MODELS[name](), *after], name=name
     )
     rng = np.random.default_rng(0)
     x = rng.normal(1, 2, (32, 6, 6, 3)).astype("float32")

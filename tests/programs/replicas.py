@@ -1,22 +1,27 @@
-"""What TensorFlow replicas compute, as JSON: run by test_tensorflow in a new process.
+"""What TensorFlow replicas compute, as JSON: run by `tests/devices`.
 
-A process can divide its CPU into devices only once, before it uses any.
+    KERAS_BACKEND=tensorflow python -m tests.programs.replicas [<name of a case> ...]
+
+Without names all cases, and what else replicas do. A process can divide its CPU into
+devices only once, before it uses any.
 """
 
 import functools
 import json
+import sys
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_norms import CBN, NoisyBN
-from tests.support.device_cases import CASES, build, data, errors
+from keras_norms import AMAT, NoisyBN
+from tests.support import rates
+from tests.support.device_cases import CASES, build, data, errors, numpy
 
 # How many replicas, and how many samples they share.
 SIZES = {name: [(2, 13)] for name in CASES} | {
-    "cbn": [(2, 13), (8, 13), (4, 3)],
-    "cbn, ratio": [(4, 13)],
+    "cbn": [(4, 3)],
+    "cbn, ratio": [(8, 13)],
     "fused": [(4, 13)],
     "lp inf": [(4, 13)],
 }
@@ -66,10 +71,6 @@ def collected(outputs, layer, together):
     }
 
 
-def numpy(x):
-    return keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
-
-
 def compared(name, count, batch):
     """The errors of two steps on `count` replicas against those on one device."""
     case = CASES[name]
@@ -104,53 +105,37 @@ def collectives(program, count):
     return sum(name.startswith("Collective") for name in operations) / count
 
 
-def of_batch_normalization(synchronized):
-    strategy = mirrored(2)
-    arrays = data(CASES["cbn"], 12)
-    with strategy.scope():
-        layer = keras.layers.BatchNormalization(synchronized=synchronized)
-        layer.build(arrays[0].shape)
-    return collectives(distributed(strategy, layer, arrays)[1], 2)
-
-
-def not_synchronized():
+def check_not_synchronized():
     """Each replica normalises alone, and both keep the mean of their averages."""
     strategy = mirrored(2)
     case = CASES["cbn, ratio"]
     arrays = data(case, 8)
     with strategy.scope():
         layer = build(case, 8)
-    ys = distributed(strategy, layer, arrays)[0]()[0]
+    outputs = distributed(strategy, layer, arrays)[0]()[0]
     alone = [build(case, 4) for _ in range(2)]
-    parts = [tf.constant(array) for array in np.split(arrays[0], 2)]
+    parts = np.split(arrays[0], 2)
     expected = [numpy(one(part, training=True)) for one, part in zip(alone, parts)]
-    statistics = [[numpy(v) for v in one.non_trainable_variables] for one in alone]
+    first, second = ([numpy(v) for v in one.non_trainable_variables] for one in alone)
+    assert np.abs(first[0] - second[0]).max() > 0.01
+    state = [numpy(v) for v in layer.non_trainable_variables]
     found = errors(
-        {
-            "outputs": [*map(numpy, ys)],
-            "state": [numpy(v) for v in layer.non_trainable_variables],
-        },
-        {
-            "outputs": expected,
-            "state": [(a + b) / 2 for a, b in zip(*statistics)],
-        },
+        {"outputs": [*map(numpy, outputs)], "state": state},
+        {"outputs": expected, "state": [(a + b) / 2 for a, b in zip(first, second)]},
     )
-    drift = [
-        np.ptp([numpy(part) for part in variable.value.values], axis=0).max()
-        for variable in layer.non_trainable_variables
-    ]
-    apart = np.abs(statistics[0][0] - statistics[1][0]).max()
-    return {**found, "drift": float(max(drift)), "apart": float(apart)}
+    assert max(found.values()) < 1e-5, found
+    for variable in layer.non_trainable_variables:
+        one, other = map(numpy, variable.value.values)
+        np.testing.assert_array_equal(one, other)
 
 
-def noise():
-    """Outputs of two replicas with the same input, with and without jitter."""
+def check_noise():
+    """An element has its own on each replica, a channel that of the whole batch."""
     strategy = mirrored(2)
     x = tf.constant(data(CASES["noisy"], 6)[0])
-    found = {}
     for jitter in (0.1, 0.0):
         arguments = {"seed": 3, "mean_jitter": jitter, "scale_jitter": jitter}
-        single = NoisyBN(**arguments)
+        single = NoisyBN(**arguments)(x, training=True)
         with strategy.scope():
             layer = NoisyBN(synchronized=True, **arguments)
             layer.build(x.shape)
@@ -160,41 +145,42 @@ def noise():
             return strategy.run(lambda x: layer(x, training=True), args=(x,))
 
         first, second = strategy.experimental_local_results(run(x))
-        found[str(jitter)] = {
-            "replicas": float(np.abs(first - second).max()),
-            "device": float(np.abs(first - single(x, training=True)).max()),
-        }
-    return found
+        apart = np.abs(first - second).max()
+        assert apart > 0.1 if jitter else apart < 1e-5, apart
+        # The first one's is that of a single device.
+        assert np.abs(first - single).max() < 1e-5
 
 
-def refusal():
-    """What a layer says under a strategy that Keras cannot train."""
-    with tf.distribute.MultiWorkerMirroredStrategy().scope():
-        try:
-            CBN().build((4, 3))
-        except ValueError as error:
-            return str(error)
-    return ""
+def check_amat():
+    """The rate of each step is the optimizer's, also on replicas."""
+    with mirrored(2).scope():
+        model, norm = rates.recorder(rates.PIECEWISE)
+    x = np.repeat(np.eye(6, rates.MOST_STEPS, dtype="float32"), 2, axis=0)
+    for part in np.split(x, 2):
+        model.fit(part, part[:, :1], 2, verbose=0, shuffle=False, callbacks=[AMAT()])
+    rates.check(model, norm, rates.rates_of(rates.PIECEWISE, range(6)))
+    assert keras.ops.convert_to_numpy(model.optimizer.iterations) == 6
+    assert model.distribute_strategy.num_replicas_in_sync == 2
 
 
-def main():
+def main(names):
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * 8,
     )
-    found = {"refusal": refusal()}  # first, as TensorFlow wants it
-    found["errors"] = {
+    check_amat()
+    found = {
         name: {
             f"{count} replicas, {batch}": compared(name, count, batch)
             for count, batch in SIZES[name]
         }
-        for name in CASES
+        for name in names or CASES
     }
-    found["batch_normalization"] = of_batch_normalization(True)
-    found["not_synchronized"] = not_synchronized()
-    found["noise"] = noise()
+    if not names:
+        check_not_synchronized()
+        check_noise()
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,7 +1,7 @@
 """Layers that must do on many devices what they do on one."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import keras
@@ -22,6 +22,7 @@ class Case(NamedTuple):
     make: Callable
     masked: bool = False
     error: float = 1e-5
+    collectives: tuple = (2, 2)
 
 
 def cbn(rate=0.02, **kwargs):
@@ -41,15 +42,8 @@ def ramp(shape, dtype=None):
     return keras.ops.convert_to_tensor(values, dtype)
 
 
-def wrapped(wrapper):
-    def make(synchronized):
-        return wrapper(keras.layers.Dense(4, kernel_initializer=ramp))
-
-    return make
-
-
-def partial(cls, *args, **kwargs):
-    return functools.partial(cls, *args, **kwargs)
+def wrapped(wrapper, synchronized):
+    return wrapper(keras.layers.Dense(4, kernel_initializer=ramp))
 
 
 # Noise depends on the position: without it, elements can be compared.
@@ -73,18 +67,20 @@ CASES = {
     "noisy": Case(quiet_bn),
     "noisy, masked": Case(quiet_bn, masked=True),
     "lp 1": Case(partial(lp, 1)),
-    "lp 1, centered": Case(partial(lp, 1, norm_of="centered")),
+    "lp 1, centered": Case(partial(lp, 1, norm_of="centered"), collectives=(3, 3)),
     "lp 2, masked": Case(lp, masked=True),
     "lp 2, centered": Case(partial(lp, norm_of="centered")),
-    "lp 3": Case(partial(lp, 3)),
-    "lp 3, centered, masked": Case(partial(lp, 3, norm_of="centered"), masked=True),
-    "lp inf": Case(partial(lp, np.inf)),
-    "lp inf, centered, masked": Case(
-        partial(lp, np.inf, norm_of="centered"), masked=True
+    "lp 3": Case(partial(lp, 3), collectives=(2, 3)),
+    "lp 3, centered, masked": Case(
+        partial(lp, 3, norm_of="centered"), masked=True, collectives=(3, 4)
     ),
-    "ws": Case(wrapped(WS)),
-    "cwn": Case(wrapped(CWN)),
-    "wn": Case(wrapped(WN)),
+    "lp inf": Case(partial(lp, np.inf), collectives=(2, 3)),
+    "lp inf, centered, masked": Case(
+        partial(lp, np.inf, norm_of="centered"), masked=True, collectives=(2, 3)
+    ),
+    "ws": Case(partial(wrapped, WS), collectives=(0, 1)),
+    "cwn": Case(partial(wrapped, CWN), collectives=(0, 1)),
+    "wn": Case(partial(wrapped, WN), collectives=(0, 1)),
 }
 
 
@@ -102,6 +98,10 @@ def build(case, batch, synchronized=False):
     layer = case.make(synchronized=synchronized)
     layer.build((batch, *FEATURES))
     return layer
+
+
+def numpy(x):
+    return keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
 
 
 def errors(actual, expected):

@@ -8,7 +8,7 @@ import keras
 import pytest
 
 pytestmark = [
-    pytest.mark.tpu,
+    pytest.mark.thorough,
     pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX only"),
 ]
 

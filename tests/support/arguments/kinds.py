@@ -13,6 +13,8 @@ POOL += [[], [None], [1.0], ["no_such"], (), (1, 2), (0.5, NAN), {}, {"a": 1}, s
 POOL += [np.float32(NAN), np.array(1.0), np.array([1.0, 2.0]), np.array([NAN, NAN])]
 POOL += [np.array([]), np.array(["a"]), np.array([None, {}]), np.array([1j, 2j])]
 POOL += [np.ones((2, 3, 4)), np.ones(1000)]
+# One of each kind.
+FEW = [None, "no_such", object(), -1, NAN, [None], np.array([NAN, NAN])]
 
 
 class Argument(NamedTuple):
@@ -87,10 +89,11 @@ ONLY_NONE = Argument(lambda v: v is None)
 TEXT = Argument(lambda v: isinstance(v, str))
 SWITCH = Argument(lambda v: isinstance(v, bool))
 POSITIVE, NOT_NEGATIVE = number(above=0), number(least=0)
-COUNT, SEED = integer(1), integer(0)
+COUNT = integer(1)
 # What a function takes, nobody knows before it is called.
 FUNCTION = Argument(lambda v: v is len or v is object)
 INITIALIZER = Argument(lambda v: v is len or is_array(v, 1, 2, 3))
 OPTIONAL_OBJECT = Argument(lambda v: v is None or v is len)
 VECTOR = Argument(is_vector)
+ANY_RANK = Argument(lambda v: like_array(v, 1, 2, 3))
 VARYING = Argument(lambda v: is_vector(v) and np.ptp(np.asarray(v, "float64")) > 0)

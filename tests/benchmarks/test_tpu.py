@@ -1,16 +1,13 @@
 """Layers and recipes compiled for TPUs by the real compiler, which needs no TPU."""
 
 import json
-import subprocess
-import sys
 
-import keras
 import pytest
 
-pytestmark = [
-    pytest.mark.tpu,
-    pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX only"),
-]
+from tests.support.backend import jax_only
+from tests.support.processes import run
+
+pytestmark = jax_only
 
 SCRIPT = """
 from benchmarks import tpu_compiler
@@ -49,32 +46,21 @@ print(json.dumps(costs))
 """
 
 
-def run(*arguments):
+@pytest.mark.thorough
+def test_bytes_and_collectives_of_a_layer():
     pytest.importorskip("libtpu")
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def costs():
-    return json.loads(run("-c", SCRIPT).splitlines()[-1])
-
-
-def test_moves_fewer_bytes_than_batch_normalization(costs):
+    costs = json.loads(run("-c", SCRIPT).splitlines()[-1])
     assert costs["cbn"]["gigabytes_moved"] < costs["bn"]["gigabytes_moved"]
-
-
-def test_takes_one_collective_each_way(costs):
+    # One each way.
     assert costs["cbn"]["collectives"] == {"all-reduce": 2}
     # The gradient of the kernel too; and nothing of it waits for the statistics.
     assert costs["fused"]["collectives"] == {"all-reduce": 1}
     assert costs["bn"]["all_reduces"] > 2
 
 
+@pytest.mark.thorough
 def test_a_recipe_on_256_chips(tmp_path):
+    pytest.importorskip("libtpu")
     output = tmp_path / "check.json"
     run(
         *("-m", "benchmarks.tpu", "--check", "--networks=resnet20"),
@@ -132,7 +118,5 @@ def test_prediction():
     # 8 hops along each ring, and four links.
     predicted = tpu_check.prediction({"slice": "v5e:16x16"} | row)
     assert predicted["collective_milliseconds"] == pytest.approx(0.32 + 0.2)
-    alone = tpu_check.prediction(
-        {"slice": "v5e:1x1"} | row | {"collectives": {}, "collective_megabytes": 0.0}
-    )
-    assert alone["efficiency"] == 1
+    alone = {"slice": "v5e:1x1", "collectives": {}, "collective_megabytes": 0.0}
+    assert tpu_check.prediction(row | alone)["efficiency"] == 1

@@ -1,6 +1,5 @@
 """CBN in training loops of one's own: the rate of each step is the optimizer's."""
 
-import functools
 import warnings
 
 import keras
@@ -10,24 +9,24 @@ from keras import ops
 
 from keras_norms import CBN
 from keras_norms.layers import learning_rate
-from tests.test_amat import (
-    BACKEND,
+from tests.support.backend import BACKEND, jax_only, numpy, tensorflow_only
+from tests.support.rates import (
+    EAGER,
+    MOST_STEPS,
     PIECEWISE,
+    XLA,
     Twice,
     branches,
     check,
     compiled,
     fit,
     rates_of,
-    recorder,
+    ways,
 )
 
-jax_only = pytest.mark.skipif(BACKEND != "jax", reason="JAX only")
 not_jax = pytest.mark.skipif(BACKEND == "jax", reason="JAX has its own rule")
-WAYS = [{}, {"run_eagerly": True}]
-if BACKEND != "torch":
-    WAYS += [{"jit_compile": True}]
-ways = pytest.mark.parametrize("way", WAYS, ids=str)
+thorough = pytest.mark.thorough
+X = np.eye(4, MOST_STEPS, dtype="float32")
 
 
 class SetsTheRate(keras.Model):
@@ -57,16 +56,13 @@ def custom(rate, cls=SetsTheRate, **way):
     return compiled(model, rate, **way), norm
 
 
-@ways
-def test_a_train_step_sets_a_rate_that_changes(way):
+@ways({}, later=[EAGER, XLA])
+def test_a_train_step_sets_the_rate(way):
     model, norm = custom(0.5, **way)
     halve = keras.callbacks.LearningRateScheduler(lambda epoch: 0.4 / (epoch + 1))
-    check(fit(model, halve), norm, [0.4] * 3 + [0.2] * 3)
-
-
-def test_a_train_step_sets_the_rate_of_a_schedule():
-    model, norm = custom(PIECEWISE)
-    check(fit(model, epochs=3), norm, rates_of(PIECEWISE, range(9)))
+    fit(model, halve)
+    fit(compiled(model, PIECEWISE, **way), first=2)
+    check(model, norm, [0.4] * 3 + [0.2] * 3 + rates_of(PIECEWISE, range(6)))
 
 
 @jax_only
@@ -87,7 +83,7 @@ def test_a_compiled_step_on_jax_needs_the_state():
             fit(custom(0.5, cls)[0])
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
+@tensorflow_only
 def test_a_layer_that_is_not_built_cannot_take_a_rate_that_is_not_known():
     import tensorflow as tf
 
@@ -112,7 +108,7 @@ def test_a_rate_that_is_no_number_is_refused(rate):
 
 def own_loop(model, optimizer, steps, compile=True):
     """Train in a loop of one's own. Yields after each step."""
-    x = ops.convert_to_tensor(np.eye(4, 12, dtype="float32"))
+    x = ops.convert_to_tensor(X)
     weights = model.trainable_variables
     optimizer.build(weights)
 
@@ -163,28 +159,23 @@ class Again(Twice):
         return keras.remat(lambda x: self.norm(x, training=training))(x)
 
 
-@pytest.mark.parametrize("compile", [True, False])
-@pytest.mark.parametrize(
-    "place", [None, Twice, pytest.param(Again, marks=not_jax)], ids=str
-)
-def test_a_schedule_in_a_loop_of_ones_own(place, compile):
-    norm = CBN()
-    model = branches(place(norm) if place else norm)
+@pytest.mark.parametrize("compile", [True, pytest.param(False, marks=thorough)])
+def test_a_schedule_in_a_loop_of_ones_own(compile):
+    places = [lambda norm: norm, Twice]
+    if BACKEND != "jax":  # Which has its own rule for what `remat` traces.
+        places += [Again]
+    norms = [CBN() for _ in places]
+    model = branches(*(place(norm) for place, norm in zip(places, norms)))
     optimizer = keras.optimizers.SGD(PIECEWISE)
-    # Before any step, and long after the layers are made.
-    norm.follow(PIECEWISE, None if BACKEND == "jax" else optimizer.iterations)
+    for norm in norms:  # Before any step, and long after the layers are made.
+        norm.follow(PIECEWISE, None if BACKEND == "jax" else optimizer.iterations)
     rates = [
-        float(ops.convert_to_numpy(norm.learning_rate))
+        [float(numpy(norm.learning_rate)) for norm in norms]
         for _ in own_loop(model, optimizer, 5, compile)
     ]
-    np.testing.assert_allclose(rates, rates_of(PIECEWISE, range(5)), rtol=1e-6)
-
-
-def test_a_schedule_in_fit_without_amat():
-    model, norm = recorder(PIECEWISE)
-    iterations = None if BACKEND == "jax" else model.optimizer.iterations
-    norm.follow(PIECEWISE, iterations)
-    check(fit(model), norm, rates_of(PIECEWISE, range(6)))
+    expected = rates_of(PIECEWISE, range(5))
+    for found in zip(*rates):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @not_jax
@@ -193,29 +184,25 @@ def test_a_schedule_needs_the_counter():
     model = branches(norm)
     optimizer = keras.optimizers.SGD(PIECEWISE)
     norm.follow(PIECEWISE)
-    before = [ops.convert_to_numpy(w) for w in model.weights]
+    before = [numpy(w) for w in model.weights]
     message = "'own'.*cannot count.*iterations=optimizer.iterations"
     for compile in (True, False):
         with pytest.raises(ValueError, match=message):
             next(own_loop(model, optimizer, 1, compile))
     for old, new in zip(before, model.weights):
-        np.testing.assert_array_equal(ops.convert_to_numpy(new), old)
-    model(np.eye(4, 12))
+        np.testing.assert_array_equal(numpy(new), old)
+    model(X)
     # Where all state is in the arguments of a step, it counts itself.
+    weights = [v.value for v in model.trainable_variables]
     state = [v.value for v in model.non_trainable_variables]
+    (place,) = (
+        i
+        for i, variable in enumerate(model.non_trainable_variables)
+        if variable is norm.learning_rate
+    )
     for expected in rates_of(PIECEWISE, range(4)):
-        _, state = model.stateless_call(
-            [v.value for v in model.trainable_variables],
-            state,
-            np.eye(4, 12),
-            training=True,
-        )
-        (rate,) = (
-            value
-            for variable, value in zip(model.non_trainable_variables, state)
-            if variable is norm.learning_rate
-        )
-        assert float(ops.convert_to_numpy(rate)) == pytest.approx(expected)
+        _, state = model.stateless_call(weights, state, X, training=True)
+        assert float(numpy(state[place])) == pytest.approx(expected)
 
 
 @jax_only
@@ -229,34 +216,36 @@ def test_a_counter_that_is_not_in_the_state_is_refused():
             next(own_loop(model, optimizer, 1, compile))
     # One that is in it, is read.
     with keras.StatelessScope([(optimizer.iterations, 4)]):
-        norm(np.eye(4, 12), training=True)
+        norm(X, training=True)
         assert float(norm.learning_rate) == pytest.approx(PIECEWISE(4))
 
 
 # The hint
 
 
-def hints_of(train):
+def hints_of(norm):
+    """How often training says that the layer was not told a rate."""
     learning_rate._explain_amat_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train()
-    return [w for w in caught if "without a learning rate" in str(w.message)]
+        norm(X, training=True)
+    return sum("without a learning rate" in str(w.message) for w in caught)
 
 
 def test_a_loaded_model_knows_whether_it_was_told(tmp_path):
-    def train(norm):
-        norm(np.eye(4, 12), training=True)
+    def made():
+        model = keras.Sequential([keras.Input((MOST_STEPS,)), CBN()])
+        return model, model.layers[0]
 
-    model = keras.Sequential([keras.Input((12,)), CBN()])
+    model, norm = made()
     model.save(tmp_path / "untold.keras")
-    model.layers[0].set_learning_rate(0.1)
+    norm.set_learning_rate(0.1)
     model.save(tmp_path / "told.keras")
     model.save_weights(tmp_path / "told.weights.h5")
     for file, hints in (("untold.keras", 1), ("told.keras", 0)):
         loaded = keras.models.load_model(tmp_path / file)
-        assert len(hints_of(functools.partial(train, loaded.layers[0]))) == hints
-    fresh = keras.Sequential([keras.Input((12,)), CBN()])
-    fresh.load_weights(tmp_path / "told.weights.h5")
-    assert not hints_of(functools.partial(train, fresh.layers[0]))
-    assert float(fresh.layers[0].learning_rate) == pytest.approx(0.1)
+        assert hints_of(loaded.layers[0]) == hints
+    model, norm = made()
+    model.load_weights(tmp_path / "told.weights.h5")
+    assert not hints_of(norm)
+    assert float(numpy(norm.learning_rate)) == pytest.approx(0.1)

@@ -1,0 +1,49 @@
+"""Several devices do what one device does with the whole batch."""
+
+import json
+import os
+
+import pytest
+
+from keras_norms import CBN
+from tests.support.backend import BACKEND, not_torch, tensorflow_only
+from tests.support.device_cases import CASES
+from tests.support.processes import run
+
+PROGRAMS = {"tensorflow": "replicas", "jax": "shards"}
+FEW = ["cbn", "fused, masked", "lp 3, centered, masked"]
+
+
+@not_torch
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param([], marks=pytest.mark.thorough)], ids=["few", "all"]
+)
+def test_as_one_device(names):
+    flags = {}
+    if BACKEND == "jax":
+        more = " --xla_force_host_platform_device_count=8"
+        flags["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + more
+    printed = run("-m", f"tests.programs.{PROGRAMS[BACKEND]}", *names, **flags)
+    found = json.loads(printed.splitlines()[-1])
+    assert [*found] == (names or [*CASES])
+    for name, sizes in found.items():
+        for size, case in sizes.items():
+            assert case["outputs"] < CASES[name].error, (name, size, case)
+            assert case["gradients"] < 1e-5, (name, size, case)
+            assert case["state"] < 1e-5, (name, size, case)
+            expected = CASES[name].collectives[BACKEND == "jax"]
+            assert case["collectives"] == expected, (name, size, case)
+
+
+@tensorflow_only
+@pytest.mark.parametrize(
+    "name", ["MultiWorkerMirroredStrategy", "ParameterServerStrategy"]
+)
+def test_what_keras_cannot_train_is_refused_by_build(name, monkeypatch):
+    import tensorflow as tf
+
+    # Not made by its own constructor, which needs a cluster.
+    strategy = object.__new__(getattr(tf.distribute, name))
+    monkeypatch.setattr(tf.distribute, "get_strategy", lambda: strategy)
+    with pytest.raises(ValueError, match="MirroredStrategy.*distribution.DataParallel"):
+        CBN().build((4, 3))

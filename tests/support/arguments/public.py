@@ -1,0 +1,86 @@
+"""Every public callable, with what fits its arguments."""
+
+import inspect
+import types
+
+import keras_norms
+from keras_norms import surgery
+from tests.support.arguments import table
+from tuner import spaces
+
+
+class Entry:
+    """A callable, arguments that fit, and the kind of each argument."""
+
+    def __init__(self, name, call):
+        self.call = call
+        own, good = table.OWN.get(name, {}), table.GOOD | table.OWN_GOOD.get(name, {})
+        if name.startswith("theorems."):
+            own, good = table.THEOREM, table.GOOD_FOR_THEOREM
+        self.kinds, self.good = {}, {}
+        for each in inspect.signature(call).parameters.values():
+            if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+                continue
+            ending = each.name[each.name.rfind("_") :]
+            kind = (
+                own.get(each.name)
+                or table.BY_ENDING.get(ending)
+                or table.KINDS.get(each.name)
+            )
+            assert kind, f"{name}({each.name}) has no kind in {table.__name__}"
+            self.kinds[each.name] = kind
+            if each.default is each.empty:
+                self.good[each.name] = good[each.name]
+
+
+def exported(module):
+    """Public objects by name, those of public modules in it too."""
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, types.ModuleType):
+            yield from exported(value) if hasattr(value, "__all__") else defined(value)
+        else:
+            yield name, value
+
+
+def defined(module):
+    """What a module that lists no names defines."""
+    for name, value in inspect.getmembers(module, callable):
+        if not name.startswith("_") and value.__module__ == module.__name__:
+            yield f"{module.__name__.rpartition('.')[2]}.{name}", value
+
+
+# Objects of the classes whose methods are public.
+OBJECTS = {"CBN": table.CBN, "WN": table.WN, "Objective": table.OBJECTIVE}
+OBJECTS["spaces.Range"] = spaces.RANGES["rho"]
+# Called by `FusedCBN` with what `call` gets, which Keras has looked at.
+INNER = "CBN.scale_and_shift"
+
+
+def methods(name, cls):
+    """The methods that a public class adds to those of its bases."""
+    for method, value in vars(cls).items():
+        is_public = inspect.isfunction(value) and not method.startswith("_")
+        if is_public and not any(method in vars(base) for base in cls.__mro__[1:]):
+            yield f"{name}.{method}", getattr(OBJECTS[name], method)
+
+
+def entries():
+    """Every public callable. Results are not made by users."""
+    for source in exported(keras_norms), exported(surgery), defined(spaces):
+        for name, value in source:
+            if not inspect.isclass(value):
+                yield name, value
+            elif not issubclass(value, tuple):
+                yield name, value
+                yield from methods(name, value)
+    yield "CBN.set_learning_rate", table.CBN.set_learning_rate
+    yield "CBN.follow", table.CBN.follow
+
+
+ENTRIES = {
+    name: Entry(name, call) for name, call in dict(entries()).items() if name != INNER
+}
+LAYER_NAMES = ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
+# What fits is tried of these; others would call the model.
+QUICK = [*LAYER_NAMES, "CBN.set_learning_rate", "CBN.follow", "spaces.Range.add"]

@@ -1,0 +1,275 @@
+"""Which values fit each argument of the public callables: by its name, mostly."""
+
+import keras
+import numpy as np
+from keras import layers
+
+import keras_norms
+from keras_norms import diagnostics
+from tests.support.arguments.kinds import (
+    ANY_RANK,
+    COUNT,
+    FUNCTION,
+    INF,
+    INITIALIZER,
+    NAN,
+    NEVER,
+    NOT_NEGATIVE,
+    ONLY_NONE,
+    OPTIONAL_OBJECT,
+    POSITIVE,
+    SWITCH,
+    TEXT,
+    VARYING,
+    VECTOR,
+    Argument,
+    choice,
+    integer,
+    is_array,
+    is_pair,
+    is_real,
+    number,
+)
+from tests.support.backend import BACKEND
+
+
+class Tripwire(layers.Layer):
+    """No wrong argument gets as far as a call of the model."""
+
+    armed = False
+
+    def call(self, inputs):
+        if Tripwire.armed:
+            raise AssertionError("The model was called.")
+        return inputs
+
+
+MODEL = keras.Sequential(
+    [
+        keras.Input((4,)),
+        Tripwire(),
+        layers.Dense(3, name="hidden"),
+        layers.BatchNormalization(name="norm"),
+        keras_norms.CBN(name="cbn"),
+        layers.Dense(2, name="outputs"),
+    ]
+)
+MODEL.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+PLAIN = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+X = np.random.default_rng(0).uniform(size=(6, 4)).astype("float32")
+Y = np.arange(6) % 2
+Z = np.random.default_rng(1).normal(size=6)
+TEXTS = np.full((6, 4), "a")
+WEIGHTS = [np.zeros(v.shape) for v in MODEL.trainable_variables]
+OBJECTIVE = diagnostics.Objective(MODEL, X, Y)
+SIZE = OBJECTIVE.start.size
+DENSE, RELU, BN = layers.Dense(3), layers.ReLU(), layers.BatchNormalization()
+CBN, WN = keras_norms.CBN(), keras_norms.WN(layers.Dense(3))
+WN.build((None, 4))
+
+
+class HyperParameters:
+    """What `tuner.spaces` needs of those of KerasTuner."""
+
+    def Float(self, name, *bounds, default, **kwargs):
+        return default
+
+    Choice = Float
+
+
+def is_list_of_names(v):
+    return isinstance(v, (list, tuple)) and v and all(isinstance(x, str) for x in v)
+
+
+def may_skip(v):
+    """What `convert` takes to know which layers it leaves."""
+    return v is None or callable(v) or isinstance(v, (list, tuple, set)) and not v
+
+
+BUILT = NEVER.refuses(keras.Sequential([DENSE]), keras.Model(), keras.Model, DENSE)
+NORMALIZED = BUILT.refuses(PLAIN)
+INPUTS = NEVER.refuses(X[:0], X[:, :3], X[:, None, :], TEXTS, [X, X], [X, X[:3]])
+LAYER = NEVER.refuses("Hidden", layers.Dense(2), layers.Dense, ["hidden"])
+LAYERS = Argument(lambda v: v is None or is_list_of_names(v))
+LAYERS = LAYERS.refuses("hidden", {"hidden"}, [layers.Dense], ["hidden", 3])
+OF_MODEL = ONLY_NONE.refuses(*LAYERS.wrong, ["Hidden"], [layers.Dense(2)])
+KERNEL = NEVER.refuses(RELU, layers.Dense, MODEL)
+DATA = NEVER.refuses(X[:0], X[:, :3], TEXTS, [X, X[:, :2]], [None, X], (TEXTS, Y))
+PAIRS = NEVER.refuses([X, X], X, [(X, Y), X], [(X, Y, Y)] * 2, [(None, Y)] * 2)
+OTHER_WEIGHTS = (WEIGHTS[:2], WEIGHTS[::-1])
+OF_SIX = NEVER.refuses(Z[:5], np.ones((6, 1)), [*Z[:5], NAN], ["a"] * 6)
+RATE = POSITIVE.or_none()
+PAIR = Argument(is_pair).or_none()
+
+# The arguments of a name, but for those below.
+KINDS = {
+    "model": BUILT,
+    "x": INPUTS,
+    "y": ONLY_NONE.refuses(Y[:0], Y[:5], [Y, Y[:5]], TEXTS),
+    "loss": Argument(lambda v: v is None or callable(v)).refuses(
+        [3], ["no_such"], [None]
+    ),
+    "data": DATA,
+    "batch": FUNCTION.refuses((X, Y, Y), (X, Y[:3]), [X], (None, Y)),
+    "batches": PAIRS,
+    "layer": LAYER.or_none(),
+    "layers": LAYERS,
+    "source": LAYER.or_none(),
+    "labels": ONLY_NONE.refuses(Y[:5], Y + 0.5, TEXTS),
+    "updated": ONLY_NONE.refuses(*OTHER_WEIGHTS, [X, None]),
+    "values": NEVER.refuses(*OTHER_WEIGHTS),
+    "vector": NEVER.refuses(WEIGHTS),
+    "point": ONLY_NONE.refuses(WEIGHTS),
+    "seed": integer(0),
+    "verbose": choice("auto", 0, 1, 2),
+    "learning_rate": RATE,
+    "step_size": RATE,
+    "step_range": Argument(lambda v: is_pair(v) or np.array_equal(v, [1, 2])).refuses(
+        (1, 2, 3), (2, 1), (0, 1), (1, INF), "12", [1, None]
+    ),
+    "direction": choice("gradient", "random"),
+    "bounds": ONLY_NONE.refuses(
+        (0, 0.5), (1, 0), "01", (0, "1"), (0, [1, 1]), (0, None)
+    ),
+    "count": integer(1, SIZE - 1).refuses(SIZE),
+    "which": choice("LA", "SA", "LM"),
+    "samples": integer(2),
+    "side": choice("input", "output"),
+    "v": ANY_RANK,
+    "axes": integer(-2, 1).refuses((0, 2), (0, 0), (1, -1), [0.0], "0"),
+    "log_dir": TEXT.or_none(),
+    # Of layers.
+    "axis": integer(),
+    "momentum": number(least=0, below=1),
+    "synchronized": Argument(lambda v: v is False or v is True and BACKEND != "torch"),
+    "mean_gradient": choice("shift", "ratio").refuses("Shift"),
+    "scale_range": number(least=1),
+    "p": Argument(lambda v: is_real(v) and v >= 1),
+    "norm_of": choice("input", "centered"),
+    "rate": Argument(lambda v: number().fits(v) or is_array(v, 0)),
+    "schedule": ONLY_NONE,
+    "iterations": ONLY_NONE,
+    # Of surgery.
+    "skip": Argument(may_skip).refuses(["hidden", 3], "Hidden", {"hidden": 1}),
+    "similarity": number(above=0, most=1).or_none(),
+    # Of tuner.spaces.
+    "hp": NEVER.refuses(HyperParameters),
+    "per": FUNCTION.refuses("stage"),
+    "tune": NEVER.refuses("rho,rho", "rho=1", "rho=a..b"),
+    "name": TEXT,
+    "low": number(least=0),
+    "high": number(above=0.5),
+    "default": number(least=0.5, most=4),
+    "grid": Argument(lambda v: is_pair(v) or type(v) is list and v == [1.0]).refuses(
+        (0.2, 2)
+    ),
+}
+KINDS |= dict.fromkeys(["batch_size", "every", "points", "steps"], COUNT)
+KINDS |= dict.fromkeys(["deviation", "epsilon", "rho"], POSITIVE)
+for name in "noise", "omega", "mean_jitter", "mean_range", "scale_jitter", "tolerance":
+    KINDS[name] = NOT_NEGATIVE
+for name in "center", "decouple", "gain", "log", "noise_at_inference", "scale":
+    KINDS[name] = SWITCH
+for name in "fused", "inline", "preserve", "training":
+    KINDS[name] = SWITCH
+BY_ENDING = {
+    "_initializer": INITIALIZER,
+    "_regularizer": OPTIONAL_OBJECT,
+    "_constraint": OPTIONAL_OBJECT,
+}
+ATTACK = {
+    "x": INPUTS.refuses(X.astype("int32")),
+    "y": NEVER.refuses(Y[:0], Y[:5], Y + 0.5, TEXTS, np.zeros((6, 1))),
+    "epsilon": NOT_NEGATIVE,
+    "norm": choice("inf", 2),
+}
+THEOREM = {
+    "g": OF_SIX,
+    "x": OF_SIX,
+    "optimum": OF_SIX,
+    "y": VARYING,
+    "w": VECTOR,
+    "gamma": number(),
+    "largest": NOT_NEGATIVE,
+    "hessian": NEVER.refuses(Z, np.eye(5), np.ones((6, 5)), np.eye(6) * NAN),
+}
+OWN = {
+    "NoisyBN": {"seed": integer(0, 2**31 - 1).or_none().refuses(2**31)},
+    "WS": {"layer": KERNEL.refuses([DENSE])},
+    "CWN": {"layer": KERNEL.refuses([DENSE]), "scale": POSITIVE},
+    "WN": {"layer": KERNEL.refuses([DENSE])},
+    "WN.data_init": {
+        "x": Argument(lambda v: is_array(v, 3)).refuses(X[:0], TEXTS, X[:, :3])
+    },
+    "FusedCBN": {
+        "layer": KERNEL.refuses([DENSE, RELU]),
+        "norm": ONLY_NONE.refuses(BN, keras_norms.CBN),
+    },
+    "convert": {
+        "norm": Argument(lambda v: v is len).refuses(keras.Model, MODEL, "CBN"),
+        "data": DATA.or_none(),
+    },
+    "recalibrate": {
+        "model": NORMALIZED,
+        "steps": COUNT.or_none(),
+        "batch_size": COUNT.or_none(),
+    },
+    "prune": {
+        "model": NORMALIZED,
+        "gamma": NOT_NEGATIVE.or_none(),
+        "steps": COUNT.or_none(),
+    },
+    "bim": ATTACK,
+    "robustness": ATTACK,
+    "blindness": {"layers": OF_MODEL},
+    "covariate_shift": {"layers": OF_MODEL},
+    "second_order": {"layer": LAYER},
+    "lipschitz_terms": {"layer": LAYER.refuses("hidden")},
+    "weight_geometry": {"tolerance": POSITIVE},
+    "hessian_vector_product": {
+        "vector": NEVER.refuses(*OTHER_WEIGHTS, [None] * len(WEIGHTS))
+    },
+    "GradientNoiseProbe": {"batches": PAIRS.refuses([(X, Y)])},
+    "BatchStatistics": {
+        "batch": Argument(
+            lambda v: v is None or callable(v) or is_array(v, 1, 2, 3)
+        ).refuses(X[:0], TEXTS, [X, None])
+    },
+    "spaces.cbn": {
+        "model": NEVER.refuses(DENSE, PLAIN),
+        "rho": PAIR.refuses((0, 1), (2, 1), "12"),
+        "omega": PAIR.refuses((-1, 1), (2, 2), (1, INF)),
+    },
+    "spaces.Range.add": {"grid": SWITCH},
+}
+
+# What fits those that must be given.
+GOOD = {
+    "model": MODEL,
+    "x": X,
+    "y": Y,
+    "v": X,
+    "data": X,
+    "batch": (X, Y),
+    "batches": [(X, Y), (X, Y)],
+    "layer": DENSE,
+    "norm": "cbn",
+    "values": WEIGHTS,
+    "vector": WEIGHTS,
+    "rate": 0.1,
+    "hp": HyperParameters(),
+    "tune": "rho",
+    "name": "rho",
+    "low": 0.5,
+    "high": 4.0,
+    "default": 2.0,
+    "grid": (1.5, 4.0),
+}
+GOOD_FOR_THEOREM = {"g": Z, "w": Z, "x": Z, "y": Z**2, "optimum": Z + 0.1}
+GOOD_FOR_THEOREM |= {"hessian": np.eye(6), "largest": 1.0}
+OWN_GOOD = {
+    "second_order": {"layer": "hidden"},
+    "lipschitz_terms": {"layer": "norm"},
+    "Objective.hessian_vector_product": {"vector": OBJECTIVE.start},
+    "spaces.Range.add": {"grid": True},
+}

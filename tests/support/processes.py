@@ -1,0 +1,18 @@
+"""Programs that tests start."""
+
+import os
+import subprocess
+import sys
+
+
+def run(*arguments, succeeds=True, **environment):
+    """What a Python process with these arguments and variables prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert (done.returncode == 0) is succeeds, done.stderr[-3000:]
+    return done.stdout if succeeds else done.stdout + done.stderr
