@@ -1,0 +1,286 @@
+"""convert, fold, and fold after convert: the outputs stay; what is left is known."""
+
+import numpy as np
+import pytest
+from keras import Sequential, layers, ops
+
+from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN, convert, prune
+from tests.support import surgery_models as m
+from tests.support.backend import numpy
+from tests.support.surgery_models import apply, bn, chain, dense, relu
+
+# Steps of `chain`
+cbn = apply(CBN)
+first = apply(layers.Conv2D, 4, 3, activation="relu")
+tanh = dense(4, "tanh")
+maximum = apply(layers.MaxPooling2D, 2)
+
+
+def einsum(equation, shape, bias=None, **kwargs):
+    return apply(layers.EinsumDense, equation, shape, bias_axes=bias, **kwargs)
+
+
+def conv(*args, padding="same", **kwargs):
+    return apply(layers.Conv2D, *args, padding=padding, **kwargs)
+
+
+def as_it_is(x):
+    return x
+
+
+def joined(*branches, axis=-1):
+    """Branches from the same tensor, side by side."""
+    return lambda x: layers.Concatenate(axis=axis)([branch(x) for branch in branches])
+
+
+def outputs(*branches):
+    return lambda x: [branch(x) for branch in branches]
+
+
+def summed(*branches):
+    return lambda x: layers.Add()([branch(x) for branch in branches])
+
+
+def norms_of_one_reader(*norms):
+    """A Dense layer before each norm, and one layer that reads all of them."""
+
+    def result(x):
+        reader = layers.Dense(3)
+        return layers.Add()([reader(norm(tanh(x))) for norm in norms])
+
+    return result
+
+
+def one_norm_for_two(x):
+    norm = CBN()
+    return norms_of_one_reader(norm, norm)(x)
+
+
+def calls_of_one_layer(*after, join=layers.Add):
+    """A layer called twice, and what is made of each of its outputs."""
+
+    def result(x):
+        shared = layers.Dense(4)
+        calls = shared(x), shared(relu(x))
+        return join()([step(y) for step, y in zip(after, calls)])
+
+    return result
+
+
+def called_on_its_own_output(x):
+    shared = layers.Conv2D(3, 3, padding="same")
+    return bn(shared(relu(bn(shared(x)))))
+
+
+def output_of_a_norm(x):
+    x = bn(dense()(x))
+    return [dense(2)(x), x]
+
+
+# Name -> shape of the input, steps, BatchNormalization and Rescaling layers that are
+# left by fold, which says so.
+CASES = {}
+
+
+def case(name, shape, *steps, left=0, shifts=0):
+    CASES[name] = shape, steps, left, shifts
+
+
+# Kinds of layers before a norm
+case("einsum without bias", (4,), einsum("ab,bc->ac", 5), bn)
+case("einsum of steps", (3, 4), einsum("abc,bcd->abd", (3, 2)), bn)
+case("einsum with bias", (3, 4), einsum("abc,cd->abd", (3, 2), "d"), bn)
+case("einsum, bias of steps", (3, 4), einsum("abc,cd->abd", (3, 2), "b"), bn, left=1)
+case("einsum of no channels", (3, 4), einsum("abc,b->abc", (3, 4)), bn, left=1)
+case("einsum over steps", (3, 4), einsum("abc,bd->adc", (2, 4)), bn, left=1)
+active = einsum("ab,bc->ac", 5, activation="relu")
+case("einsum with activation", (4,), active, bn, left=1)
+case("depthwise", (5, 4), apply(layers.DepthwiseConv1D, 3, use_bias=False), bn)
+case("norm on inputs", (4,), bn, bn, left=1)
+case("norm is an output", (4,), output_of_a_norm)
+case("two norms", (4,), dense(3), bn, cbn)
+for norm in (apply(NoisyBN), apply(LpNorm), apply(LpNorm, p=1.5), cbn):
+    name = f"norms of the package {len(CASES)}"
+    case(name, (7, 7, 3), conv(4, 3), norm, relu, conv(4, 3, strides=2), norm)
+case("operators", (6,), dense(), bn, lambda x: x * 2.0 + 1.0)
+
+# Kinds of layers after a norm
+case("sum reads it", (4,), tanh, cbn, summed(as_it_is, dense()), dense(2), left=1)
+case("function reads it", (4,), tanh, cbn, ops.square, dense(2), left=1)
+case("then no channels", (3, 4), cbn, einsum("abc,b->abc", (3, 4), "b"), left=1)
+case("then bias of steps", (3, 4), cbn, einsum("abc,cd->abd", (3, 2), "b"))
+case("then einsum over steps", (3, 4), cbn, einsum("abc,bd->adc", (2, 4)), left=1)
+linear, active = apply(layers.Activation, "linear"), apply(layers.Activation, "relu")
+pooling = layers.GlobalAveragePooling1D
+for name, step, left in (
+    ("linear activation", linear, 0),
+    ("activation", active, 1),
+    ("pooling", apply(pooling), 0),
+    ("pooling that keeps axes", apply(pooling, keepdims=True), 0),
+    ("pooling of channels", apply(pooling, "channels_first"), 1),
+    ("flattening", apply(layers.Flatten), 0),
+    ("flattening of channels first", apply(layers.Flatten, "channels_first"), 1),
+):
+    case(f"before {name}", (5, 4), tanh, cbn, step, dense(2), left=left)
+case("before reshaping", (6, 2), tanh, cbn, apply(layers.Reshape, (3, 2, 4)), dense(2))
+flat = apply(layers.Reshape, (24,))
+case("before reshaping of channels", (6, 2), tanh, cbn, flat, dense(2), left=1)
+
+# Shared layers
+case("norms of one reader", (4,), norms_of_one_reader(cbn, cbn), left=2)
+case("one norm of one reader", (4,), one_norm_for_two)
+equal = norms_of_one_reader(apply(CBN, name="equal"), apply(CBN, name="equal_too"))
+case("equal norms of one reader", (4,), equal)
+case("a norm of one of two calls", (4,), norms_of_one_reader(cbn, relu), left=1)
+case("norms of two calls", (4,), calls_of_one_layer(bn, bn), left=2)
+both = calls_of_one_layer(as_it_is, as_it_is, join=layers.Concatenate)
+case("norm of two calls joined", (4,), both, bn, left=1)
+case("called on its own output", (8, 8, 3), called_on_its_own_output, left=2)
+parts = joined(apply(layers.Conv1D, 4, 2), apply(layers.Conv1D, 4, 2), axis=1)
+case("joined along steps", (5, 4), parts, bn, left=1)
+
+# Zero padding after a norm: its shift stays
+for name, layer in {
+    "3x3": conv(5, 3),
+    "strides": conv(5, 3, strides=2, use_bias=False),
+    "dilation and groups": conv(4, 5, dilation_rate=2, groups=2),
+    "depthwise": apply(layers.DepthwiseConv2D, 3, padding="same", depth_multiplier=2),
+    "separable": apply(
+        layers.SeparableConv2D, 5, 3, padding="same", depth_multiplier=2
+    ),
+    "transposed": apply(layers.Conv2DTranspose, 5, 3, strides=2, padding="same"),
+    "transposed, wide strides": apply(layers.Conv2DTranspose, 5, 1, strides=2),
+}.items():
+    case(f"padded {name}", (9, 9, 3), first, cbn, layer, shifts=1)
+both = outputs(
+    chain(apply(layers.ZeroPadding2D, 2), conv(4, 3, padding="valid")),
+    chain(apply(layers.Dropout, 0.5), conv(4, 1)),
+)
+case("padding layer of one of two", (9, 9, 3), first, cbn, both, shifts=1)
+inner = apply(Sequential, [layers.ZeroPadding2D(2), layers.Conv2D(5, 3)])
+case("padding in another model", (9, 9, 3), first, cbn, inner, left=1)
+read_twice = outputs(as_it_is, summed(as_it_is, conv(4, 3)))
+case("norm is read and an output", (9, 9, 3), first, cbn, read_twice, left=1)
+# None
+coupled = apply(CBN, decouple=False, rho=2.0)
+for name, layer in {
+    "dilation": conv(5, 3, padding="valid", dilation_rate=2),
+    "1x1": conv(5, 1, strides=2),
+    "groups": conv(8, 3, padding="valid", groups=2),
+    "depthwise": apply(layers.DepthwiseConv2D, 3, depth_multiplier=2),
+    "separable": apply(layers.SeparableConv2D, 5, 3, depth_multiplier=3),
+    "transposed": apply(layers.Conv2DTranspose, 5, 1),
+    "dense": dense(5, use_bias=False),
+    "einsum": einsum("abcd,de->abce", (None, None, 5)),
+}.items():
+    case(f"valid {name}", (9, 9, 3), first, coupled, layer)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_models(name):
+    shape, steps, left, shifts = CASES[name]
+    model = m.model_of(shape, *steps)
+    equal = [layer for layer in model.layers if layer.name.startswith("equal")]
+    for layer in equal:
+        layer.set_weights(equal[0].get_weights())
+    says = "fold: " if left + shifts else ""
+    folded = m.check_fold(model, says=says)
+    assert len(m.norms_in(folded)) == left
+    assert len(m.of_class(folded, layers.Rescaling)) == shifts
+    assert not any(x.trainable for x in m.of_class(folded, layers.BatchNormalization))
+    if not m.norms_in(model):
+        return
+    x = m.batch_for(model)
+    converted = m.check_convert(model, "cbn", m.batch_for(model, seed=4), data=x)
+    assert not m.norms_in(converted)
+    m.check_fold(converted, x)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.startswith(("einsum", "depthwise"))]
+)
+def test_a_bias_where_the_norm_had_one(name):
+    shape, steps, *_ = CASES[name]
+    model = m.model_of(shape, *steps)
+    plain = m.quiet(convert, model, "cbn", preserve=False)
+    assert not m.norms_in(plain)
+    before, after = model.layers[1], plain.layers[1]
+    assert type(before) is type(after)
+    if name in ("einsum without bias", "einsum over steps", "depthwise"):
+        assert before.bias is None and after.bias is not None
+
+
+@pytest.mark.parametrize("wrapper", [WS, CWN, WN])
+@pytest.mark.parametrize(
+    "cls, arguments",
+    [
+        (layers.Conv2D, {"filters": 4, "kernel_size": 3, "use_bias": False}),
+        (layers.DepthwiseConv2D, {"kernel_size": 3}),
+        (layers.SeparableConv2D, {"filters": 4, "kernel_size": 3}),
+        (layers.Conv2DTranspose, {"filters": 4, "kernel_size": 3}),
+        (layers.Dense, {"units": 4, "activation": "tanh"}),
+    ],
+)
+def test_weight_normalization(wrapper, cls, arguments):
+    model = m.model_of((7, 7, 3), lambda x: wrapper(cls(**arguments))(x), bn)
+    folded = m.check_fold(model)
+    assert len(m.norms_in(folded)) == ("activation" in arguments)
+    assert type(folded.layers[1]) is cls
+
+
+def test_maps_pass_what_they_commute_with():
+    left = chain(
+        conv(4, 3), apply(layers.Dropout, 0.5), apply(layers.AveragePooling2D, 2)
+    )
+    right = chain(
+        conv(2, 3),
+        apply(layers.Cropping2D, 2),
+        *(apply(layers.UpSampling2D, 2), maximum, apply(layers.ZeroPadding2D, 0)),
+    )
+    model = m.model_of(
+        (8, 8, 3),
+        joined(left, right),
+        *(apply(layers.BatchNormalization, center=False, name="bn"), relu, cbn),
+        *(apply(layers.AveragePooling2D, 2), apply(layers.Flatten), dense(3)),
+    )
+    norm = model.get_layer("bn")
+    norm.gamma.assign(np.abs(numpy(norm.gamma)))
+    norm.moving_mean.assign(np.zeros(6))
+    assert not m.norms_in(m.check_fold(model))
+    # Maximum pooling does not commute with a negative scale.
+    norm.gamma.assign(-numpy(norm.gamma))
+    assert m.norms_in(m.check_fold(model)) == ["bn"]
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_a_channel_of_scale_zero(padding):
+    norm = apply(CBN, decouple=False, name="norm")
+    model = m.model_of((9, 9, 3), first, norm, conv(5, 3, padding=padding))
+    gamma = model.get_layer("norm").gamma
+    gamma.assign(numpy(gamma) * [1, 0, 1, 0])
+    assert len(m.norms_in(m.check_fold(model))) == (padding == "same")
+
+
+@pytest.mark.parametrize("norm", [layers.BatchNormalization, CBN])
+def test_another_axis_than_the_channels(norm):
+    """It stays in place, whatever is around it; the rest is folded."""
+    model = m.model_of(
+        (8, 3),
+        *(apply(layers.Conv1D, 4, 1), bn, apply(norm, axis=1, name="wrong")),
+        *(apply(layers.ZeroPadding1D, 1), apply(layers.Cropping1D, 2)),
+        *(apply(layers.UpSampling1D, 2), apply(norm, axis=1, name="steps"), dense()),
+        *(apply(layers.AveragePooling1D, 2), apply(pooling)),
+    )
+    assert m.norms_in(m.check_fold(model)) == ["wrong", "steps"]
+
+
+def test_sizes_that_are_not_known():
+    model = m.model_of((None, None, 3), first, cbn, conv(5, 3))
+    folded = m.check_fold(model, m.images(2, 9, 11, 3))
+    m.assert_same_outputs(folded, model, m.images(1, 6, 14, 3))
+    # Nothing in front of a flattening can move.
+    steps = conv(4, 3), bn, relu, conv(4, 1, activation="relu"), cbn
+    model = m.model_of((None, 2, 3), *steps, apply(layers.Flatten))
+    x = m.images(4, 6, 2, 3)
+    assert len(m.norms_in(m.check_fold(model, x))) == 1
+    assert prune(model, x, gamma=0.0).macs is None
