@@ -309,3 +309,28 @@ def in_policy(policy, model):
     made = keras.Sequential.from_config(config)
     made.set_weights(model.get_weights())
     return made
+
+
+class Block(layers.Layer):
+    """A layer of one's own: two norms, functions, the names of all other blocks."""
+
+    def __init__(self, filters=4, **kwargs):
+        super().__init__(**kwargs)
+        self.filters = filters
+        self.convs = [
+            layers.Conv2D(filters, 3, padding="same", use_bias=False, name=f"conv{i}")
+            for i in range(2)
+        ]
+        self.norms = {
+            str(i): layers.BatchNormalization(name=f"norm{i}") for i in range(2)
+        }
+        self.drop = layers.Dropout(0.5, name="drop")
+
+    def call(self, x, training=False):
+        y = x
+        for i, conv in enumerate(self.convs):
+            y = keras.ops.relu(self.norms[str(i)](conv(y), training=training))
+        return x + self.drop(y, training=training)
+
+    def get_config(self):
+        return {**super().get_config(), "filters": self.filters}

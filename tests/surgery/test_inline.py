@@ -13,38 +13,13 @@ from tests.support.surgery_models import apply, model_of
 pytestmark = thorough_on("jax")
 
 
-class Block(layers.Layer):
-    """Two norms, a sum, functions of keras.ops, the names of all other blocks."""
-
-    def __init__(self, filters=4, **kwargs):
-        super().__init__(**kwargs)
-        self.filters = filters
-        self.convs = [
-            layers.Conv2D(filters, 3, padding="same", use_bias=False, name=f"conv{i}")
-            for i in range(2)
-        ]
-        self.norms = {
-            str(i): layers.BatchNormalization(name=f"norm{i}") for i in range(2)
-        }
-        self.drop = layers.Dropout(0.5, name="drop")
-
-    def call(self, x, training=False):
-        y = x
-        for i, conv in enumerate(self.convs):
-            y = ops.relu(self.norms[str(i)](conv(y), training=training))
-        return x + self.drop(y, training=training)
-
-    def get_config(self):
-        return {**super().get_config(), "filters": self.filters}
-
-
 class Net(keras.Model):
     """Blocks in a list, one of them called twice, two outputs by name."""
 
     def __init__(self):
         super().__init__(name="net")
         self.stem = layers.Conv2D(4, 3)
-        self.blocks = [Block(name="first"), Block(name="second")]
+        self.blocks = [m.Block(name="first"), m.Block(name="second")]
         self.head = layers.Dense(3)
 
     def call(self, x):
@@ -82,7 +57,7 @@ def assert_converts_and_folds(model, x=X):
 
 
 def test_blocks(tmp_path):
-    model = with_block(Block(name="first"), Block(name="second"))
+    model = with_block(m.Block(name="first"), m.Block(name="second"))
     new, folded = assert_converts_and_folds(model)
     # Names that are there twice have the name of the block.
     inside = [f"{block}_conv{i}" for block in ("first", "second") for i in (0, 1)]
@@ -101,7 +76,7 @@ def test_blocks(tmp_path):
 
 def test_training_is_the_same():
     """Batch statistics and Dropout follow the mode of the model."""
-    model = with_block(Block(name="block"))
+    model = with_block(m.Block(name="block"))
     new = convert(model, lambda norm: None)
     norms = m.of_class(model, layers.BatchNormalization)
     assert len(m.norms_in(new)) == len(norms) == 3
@@ -199,38 +174,37 @@ def test_mixed_precision():
 
 def test_models_in_blocks_and_blocks_in_models():
     class Wraps(layers.Layer):
-        def __init__(self, model, **kwargs):
+        def __init__(self, **kwargs):
             super().__init__(**kwargs)
-            self.model = model
+            inputs = keras.Input((6, 6, 4))
+            self.model = keras.Model(inputs, m.Block(name="deep")(inputs), name="inner")
 
         def call(self, x):
             return self.model(x)
 
-    inputs = keras.Input((6, 6, 4))
-    inner = keras.Model(inputs, Block(name="deep")(inputs), name="inner")
-    model = with_block(Wraps(inner, name="wraps"), Block(name="block"))
+    model = with_block(Wraps(name="wraps"), m.Block(name="block"))
     _, folded = assert_converts_and_folds(model)
     assert folded.get_layer("inner").get_layer("conv0").use_bias
 
 
 def test_blocks_that_the_user_leaves_alone():
-    model = with_block(Block(name="first"), Block(name="second"))
+    model = with_block(m.Block(name="first"), m.Block(name="second"))
     for skip in ("first", ["first"], lambda layer: layer.name == "first"):
         new = convert(model, "noisy_bn", skip=skip)
         assert len(m.norms_in(new)) == 2
-        assert isinstance(new.get_layer("first"), Block)
+        assert isinstance(new.get_layer("first"), m.Block)
     says = "inside of other layers"
     new = m.check_convert(model, "noisy_bn", X, says=says, inline=False)
-    assert isinstance(new.get_layer("second"), Block)
+    assert isinstance(new.get_layer("second"), m.Block)
 
 
 def test_prune_and_recalibrate():
-    class Unused(Block):
+    class Unused(m.Block):
         def build(self, shape):
             self.unused = layers.BatchNormalization(name="unused")
             self.unused.build(shape)
 
-    model = with_block(Block(name="block"), Unused(name="other"))
+    model = with_block(m.Block(name="block"), Unused(name="other"))
     norm = model.get_layer("block").norms["0"]
     for weight in (norm.gamma, norm.beta):
         weight.assign(numpy(weight) * [1, 0, 1, 1])

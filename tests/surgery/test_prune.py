@@ -259,32 +259,6 @@ def test_sizes_that_are_known_only_at_run_time():
     m.assert_same_outputs(pruned.model, model, m.images(2, 6, 5, 3))
 
 
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x):
-        super().__init__()
-        self.x = x
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, i):
-        return self.x[8 * i : 8 * i + 8], np.zeros(8)
-
-
-@pytest.mark.parametrize(
-    "make, options",
-    [
-        (lambda x: (x, np.zeros(16)), {}),
-        (lambda x: [x[:5], x[5:]], {}),
-        (Batches, {}),
-        (lambda x: iter([x] * 100), {"steps": 2}),
-    ],
-)
-def test_kinds_of_data(make, options):
-    data = make(m.images(16, 6, 6, 3, seed=3))
-    assert planted.removed(prune(plant(chain()), data, **options)) == PLANTED
-
-
 # Errors
 
 

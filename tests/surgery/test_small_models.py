@@ -1,5 +1,7 @@
 """convert, fold, and fold after convert: the outputs stay; what is left is known."""
 
+import functools
+
 import numpy as np
 import pytest
 from keras import Sequential, layers, ops
@@ -140,40 +142,21 @@ parts = joined(apply(layers.Conv1D, 4, 2), apply(layers.Conv1D, 4, 2), axis=1)
 case("joined along steps", (5, 4), parts, bn, left=1)
 
 # Zero padding after a norm: its shift stays
-for name, layer in {
-    "3x3": conv(5, 3),
-    "strides": conv(5, 3, strides=2, use_bias=False),
-    "dilation and groups": conv(4, 5, dilation_rate=2, groups=2),
-    "depthwise": apply(layers.DepthwiseConv2D, 3, padding="same", depth_multiplier=2),
-    "separable": apply(
-        layers.SeparableConv2D, 5, 3, padding="same", depth_multiplier=2
-    ),
-    "transposed": apply(layers.Conv2DTranspose, 5, 3, strides=2, padding="same"),
-    "transposed, wide strides": apply(layers.Conv2DTranspose, 5, 1, strides=2),
-}.items():
-    case(f"padded {name}", (9, 9, 3), first, cbn, layer, shifts=1)
-both = outputs(
-    chain(apply(layers.ZeroPadding2D, 2), conv(4, 3, padding="valid")),
-    chain(apply(layers.Dropout, 0.5), conv(4, 1)),
-)
-case("padding layer of one of two", (9, 9, 3), first, cbn, both, shifts=1)
+up = functools.partial(apply, layers.Conv2DTranspose, 5)
+image = (9, 9, 3)
+case("transposed", image, first, cbn, up(3, strides=2, padding="same"), shifts=1)
+case("transposed, wide strides", image, first, cbn, up(1, strides=2), shifts=1)
+case("transposed, no border", image, first, cbn, up(1))
+padded = chain(apply(layers.ZeroPadding2D, 2), conv(4, 3, padding="valid"))
+one_padded = outputs(padded, chain(apply(layers.Dropout, 0.5), conv(4, 1)))
+case("padding layer before one of two", image, first, cbn, one_padded, shifts=1)
 inner = apply(Sequential, [layers.ZeroPadding2D(2), layers.Conv2D(5, 3)])
-case("padding in another model", (9, 9, 3), first, cbn, inner, left=1)
+case("padding in another model", image, first, cbn, inner, left=1)
 read_twice = outputs(as_it_is, summed(as_it_is, conv(4, 3)))
-case("norm is read and an output", (9, 9, 3), first, cbn, read_twice, left=1)
-# None
+case("norm is read and an output", image, first, cbn, read_twice, left=1)
 coupled = apply(CBN, decouple=False, rho=2.0)
-for name, layer in {
-    "dilation": conv(5, 3, padding="valid", dilation_rate=2),
-    "1x1": conv(5, 1, strides=2),
-    "groups": conv(8, 3, padding="valid", groups=2),
-    "depthwise": apply(layers.DepthwiseConv2D, 3, depth_multiplier=2),
-    "separable": apply(layers.SeparableConv2D, 5, 3, depth_multiplier=3),
-    "transposed": apply(layers.Conv2DTranspose, 5, 1),
-    "dense": dense(5, use_bias=False),
-    "einsum": einsum("abcd,de->abce", (None, None, 5)),
-}.items():
-    case(f"valid {name}", (9, 9, 3), first, coupled, layer)
+case("coupled", image, first, coupled, dense(5, use_bias=False))
+case("then einsum", image, first, cbn, einsum("abcd,de->abce", (None, None, 5)))
 
 
 @pytest.mark.parametrize("name", CASES)
