@@ -5,6 +5,7 @@ import contextlib
 import keras
 import numpy as np
 
+from keras_norms import prune
 from tests.support import surgery_models as m
 from tests.support.backend import numpy
 
@@ -82,15 +83,14 @@ def settled(inputs, outputs):
     return settle(m.randomize(keras.Model(inputs, outputs)))
 
 
-def assert_exact(pruned, model, seed=11, tolerance=1e-5):
-    """The same outputs also on data that pruning did not see."""
-    x = m.batch_for(model, size=16, seed=seed)
-    m.assert_same_outputs(pruned.model, model, x, tolerance)
+def check(model, tolerance=1e-5, **options):
+    """Prune: the same outputs, also on data that were not seen."""
+    pruned = prune(model, m.batch_for(model, 16), **options)
+    m.assert_same_outputs(pruned.model, model, m.batch_for(model, 16, 11), tolerance)
     assert pruned.error <= tolerance and pruned.largest <= tolerance
-    old, new = (
-        [type(x) for x in net._flatten_layers()] for net in (model, pruned.model)
-    )
-    assert set(new) <= set(old)
+    old, new = (set(map(type, x._flatten_layers())) for x in (model, pruned.model))
+    assert new <= old
+    return pruned
 
 
 def removed(pruned):

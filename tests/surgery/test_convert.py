@@ -56,11 +56,6 @@ def test_the_raw_input_is_not_normalised():
     assert cbns(new) == ["three_cbn"]
 
 
-def test_a_norm_on_the_raw_input_becomes_a_cbn():
-    model = m.model_of((8, 8, 3), bn, apply(layers.Conv2D, 3, 3, name="conv"))
-    assert cbns(m.check_convert(model)) == ["conv_cbn"]
-
-
 def test_nested_models_know_what_they_read():
     new = m.check_convert(m.nested())
     assert m.names(new) == ["image", "rescaling", "body", "pool", "head_cbn", "head"]
@@ -71,7 +66,9 @@ def test_nested_models_know_what_they_read():
     assert m.names(block) == ["conv_cbn", "conv", "act"]
 
 
-def test_shared_layers_share_their_norm():
+def test_a_norm_on_the_raw_input_becomes_a_cbn_and_shared_layers_share_theirs():
+    model = m.model_of((8, 8, 3), bn, apply(layers.Conv2D, 3, 3, name="conv"))
+    assert cbns(m.check_convert(model)) == ["conv_cbn"]
     new = m.check_convert(m.shared())
     assert cbns(new) == ["second_cbn", "head_cbn"]
     assert len(new.get_layer("second_cbn")._inbound_nodes) == 2

@@ -7,22 +7,14 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_norms import (
-    AMAT,
-    CBN,
-    CWN,
-    WN,
-    WS,
-    FusedCBN,
-    LpNorm,
-    NoisyBN,
-    convert,
-    fold,
-    recalibrate,
-)
+from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+from keras_norms.surgery import convert, fold, recalibrate
 from tests.support import surgery_models as m
-from tests.support.backend import numpy
+from tests.support.backend import BACKEND, numpy, thorough_on
 from tests.support.surgery_models import apply, bn, dense, quiet, relu
+
+pytestmark = thorough_on("jax")
+thorough = pytest.mark.thorough
 
 # Norms in the place of BatchNormalization
 
@@ -38,7 +30,9 @@ from tests.support.surgery_models import apply, bn, dense, quiet, relu
         lambda layer: CBN(name="any") if layer.name == "stem_bn" else None,
     ],
 )
-@pytest.mark.parametrize("name", ["shared", "nested", "kinds"])
+@pytest.mark.parametrize(
+    "name", ["shared", pytest.param("nested", marks=thorough), "kinds"]
+)
 def test_norms_in_place_preserve_the_function(name, norm):
     model = m.MODELS[name]()
     new = m.check_convert(model, norm)
@@ -103,7 +97,7 @@ def test_wrappers_take_arguments():
 
 @pytest.mark.parametrize("norm", [WS, CWN])
 @pytest.mark.parametrize("gain", [True, False])
-@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("scale", [True, pytest.param(False, marks=thorough)])
 def test_kernels_without_a_mean_keep_the_function(norm, gain, scale):
     """Lengths go into the gain, or into the norm, its gamma or its statistics alone."""
     after = apply(layers.BatchNormalization, scale=scale, epsilon=1e-6)
@@ -167,9 +161,7 @@ def test_fused_ones_fold_like_the_unfused(pair):
     assert m.names(folded[0]) == m.names(folded[1])
 
 
-@pytest.mark.parametrize(
-    "how", ["recalibrate", pytest.param("fit", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("how", ["recalibrate", pytest.param("fit", marks=thorough)])
 def test_fused_ones_learn_and_recalibrate_like_the_unfused(pair, how):
     x, y, found = m.images(16, 8, 8, 3, seed=1), np.arange(16) % 4, []
     for source in pair:
@@ -195,17 +187,13 @@ def test_fused_ones_learn_and_recalibrate_like_the_unfused(pair, how):
 
 @pytest.mark.parametrize(
     "norm",
-    [
-        "cbn",
-        pytest.param("fused", marks=pytest.mark.thorough),
-        pytest.param("noisy_bn", marks=pytest.mark.thorough),
-        pytest.param("wn", marks=pytest.mark.thorough),
-    ],
+    ["cbn", *(pytest.param(x, marks=thorough) for x in ("fused", "noisy_bn", "wn"))],
 )
 def test_it_trains_saves_and_loads(norm, tmp_path):
     model = m.sequential()
     optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
-    model.compile(optimizer, keras.losses.MeanAbsoluteError(), metrics=["mse"])
+    loss, eagerly = keras.losses.MeanAbsoluteError(), BACKEND == "tensorflow"
+    model.compile(optimizer, loss, metrics=["mse"], run_eagerly=eagerly)
     x, fused = m.batch_for(model), norm == "fused"
     new = quiet(convert, model, "cbn" if fused else norm, data=x, fused=fused)
     assert bool(m.of_class(new, FusedCBN)) == fused
@@ -290,7 +278,7 @@ def test_a_batch_normalization_that_overrides_call_stays(norm):
 
 
 @pytest.mark.parametrize("cls", [Doubled, Halved])
-@pytest.mark.parametrize("norm", ["cbn", "fused", "wn"])
+@pytest.mark.parametrize("norm", [pytest.param("cbn", marks=thorough), "fused", "wn"])
 def test_linear_layers_that_compute_something_else(cls, norm):
     model = of_derived_classes(linear=cls)
     x, fused = m.batch_for(model), norm == "fused"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
 
-from keras_norms import CBN, NoisyBN, fold
+from keras_norms import CBN, NoisyBN, convert, fold
 from tests.support import planted
 from tests.support import surgery_models as m
 from tests.support.backend import (
@@ -86,7 +86,7 @@ def test_channels_first():
     assert not m.norms_in(folded)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     cls=st.sampled_from(
         [layers.Conv2D, layers.DepthwiseConv2D, layers.SeparableConv2D]
@@ -155,6 +155,32 @@ def test_it_loads_without_the_package(tmp_path):
     np.testing.assert_allclose(y, np.load(r"{tmp_path}/y.npy"), rtol=1e-5, atol=1e-5)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+@tensorflow_only
+@pytest.mark.thorough
+def test_saved_model_and_lite_rt(tmp_path):
+    """The residual network with a CBN before each layer, off the identity, folded."""
+    import tensorflow as tf
+
+    x = m.images(2, 12, 12, 3)
+    model = m.randomize(m.quiet(convert, m.residual(), "cbn", data=x), seed=4)
+    folded, expected = m.check_fold(model, x), numpy(model(x, training=False))
+    assert m.of_class(folded, layers.Rescaling)  # a shift before zero padding
+    tolerance = {"rtol": 0, "atol": 1e-5 * np.max(np.abs(expected))}
+    path = str(tmp_path / "saved")
+    folded.export(path, verbose=False)
+    served = tf.saved_model.load(path).serve(x).numpy()
+    np.testing.assert_allclose(served, expected, **tolerance)
+    content = tf.lite.TFLiteConverter.from_saved_model(path).convert()
+    interpreter = m.quiet(tf.lite.Interpreter, model_content=content)
+    source = interpreter.get_input_details()[0]["index"]
+    interpreter.resize_tensor_input(source, x.shape)
+    interpreter.allocate_tensors()
+    interpreter.set_tensor(source, x)
+    interpreter.invoke()
+    result = interpreter.get_tensor(interpreter.get_output_details()[0]["index"])
+    np.testing.assert_allclose(result, expected, **tolerance)
 
 
 # What cannot be folded

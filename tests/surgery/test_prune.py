@@ -39,9 +39,8 @@ def test_what_was_planted_goes_and_nothing_else(tmp_path):
     model, data = plant(chain()), m.images(16, 6, 6, 3, seed=3)
     model.compile("sgd", "mse", run_eagerly=True)
     before = m.snapshot(model)
-    pruned = prune(model, data)
+    pruned = planted.check(model)
     m.assert_unchanged(before, model)
-    planted.assert_exact(pruned, model)
     assert planted.removed(pruned) == PLANTED
     new = pruned.model
     assert m.names(new) == m.names(model)
@@ -68,10 +67,8 @@ def test_float64_shows_that_the_algebra_is_exact(name):
             if layer.scale and layer.center:
                 planted.kill(layer, [0], -0.5)
                 planted.kill(layer, [1, 2], 0.4)
-        x = m.batch_for(model, 16)
-        for gamma, similarity in ((0.0, 1.0), (0.0, None), (None, 1.0)):
-            pruned = prune(model, x, gamma, similarity)
-            planted.assert_exact(pruned, model, tolerance=1e-12)
+        for options in ({}, {"similarity": None}, {"gamma": None}):
+            pruned = planted.check(model, 1e-12, **options)
         assert pruned.share > 0
 
 
@@ -81,15 +78,13 @@ def test_constants_at_the_border_are_exact():
     planted.kill(model.get_layer("one_bn"), [0, 3, 4], 0.8)
     planted.edit(model.get_layer("one_bn").beta, lambda a: a.__setitem__(3, 1.7))
     x = m.batch_for(model, 16)
-    pruned = prune(model, x)
-    planted.assert_exact(pruned, model)
+    pruned = planted.check(model)
     assert len(pruned.removed["one"]) == 2 and set(pruned.removed["one"]) < {0, 3, 4}
     # Without merging they all stay; without padding they all go.
     assert "one" not in prune(model, x, similarity=None).removed
     model = chain(padding="valid")
     planted.kill(model.get_layer("one_bn"), [0, 3, 4], 0.8)
-    pruned = prune(model, x, similarity=None)
-    planted.assert_exact(pruned, model)
+    pruned = planted.check(model, similarity=None)
     assert planted.removed(pruned)["one"] == [0, 3, 4]
 
 
@@ -145,16 +140,14 @@ def test_a_multiple_of_another_channel(activation, factor, shift):
     planted.twin(one, source=2, copy=5)
     for weight, add in ((one[1].gamma, 0), (one[1].beta, shift)):
         planted.edit(weight, lambda a, b=add: a.__setitem__(5, factor * a[2] + b))
-    pruned = prune(model, m.batch_for(model, 16), gamma=None)
-    planted.assert_exact(pruned, model)
+    pruned = planted.check(model, gamma=None)
     assert planted.removed(pruned)["one"] in ([2], [5])
 
 
 def test_a_layer_keeps_one_channel():
     model = chain()
     planted.kill(model.get_layer("one_bn"), list(range(6)), -1)
-    pruned = prune(model, m.batch_for(model, 16))
-    planted.assert_exact(pruned, model)
+    pruned = planted.check(model)
     assert pruned.model.get_layer("one").filters == 1
 
 
@@ -165,9 +158,7 @@ def test_norms_of_this_package(norm):
     # Nothing is trained: statistics may be unknown.
     model = m.quiet(convert, model, "cbn" if fused else norm, fused=fused)
     assert bool(m.of_class(model, FusedCBN)) == fused
-    x = m.batch_for(model, 16)
-    pruned = prune(model, x)
-    m.assert_same_outputs(pruned.model, model, m.batch_for(model, 16, seed=11))
+    pruned = planted.check(model)
     assert not m.of_class(pruned.model, FusedCBN)
     assert bool(m.of_class(pruned.model, CBN)) == (fused or norm == "cbn")
     assert {0, 4} <= set(pruned.removed["one"]) and 3 in pruned.removed["two"]
