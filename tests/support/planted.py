@@ -52,26 +52,24 @@ def settle(model):
     return model
 
 
-def edit(variable, change):
-    """Assign what `change` does to an array, in place."""
+def put(variable, index, value):
+    """Assign a part of a variable."""
     array = numpy(variable).copy()
-    change(array)
+    array[index] = value
     variable.assign(array)
 
 
 def kill(norm, channels, beta):
     """Make channels of a norm the constant `beta`."""
-    edit(norm.gamma, lambda a: a.__setitem__(channels, 0))
-    edit(norm.beta, lambda a: a.__setitem__(channels, beta))
+    put(norm.gamma, channels, 0)
+    put(norm.beta, channels, beta)
 
 
 def twin(layers, source, copy):
     """Let channel `copy` of what layers make, or keep apart, be `source`."""
-    for weight in (weight for layer in layers for weight in layer.weights):
+    for weight in [weight for layer in layers for weight in layer.weights]:
         if weight.shape and weight.shape[-1] > max(source, copy):
-            array = numpy(weight).copy()
-            array[..., copy] = array[..., source]
-            weight.assign(array)
+            put(weight, (..., copy), numpy(weight)[..., source])
 
 
 def layers_of(model, *names):

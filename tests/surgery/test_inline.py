@@ -56,14 +56,27 @@ def assert_converts_and_folds(model, x=X):
     return new, folded
 
 
+class Wraps(layers.Layer):
+    """A block in a Functional model in a block."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        inputs = keras.Input((6, 6, 4))
+        self.model = keras.Model(inputs, m.Block()(inputs), name="inner")
+
+    def call(self, x):
+        return self.model(x)
+
+
 def test_blocks(tmp_path):
-    model = with_block(m.Block(name="first"), m.Block(name="second"))
+    model = with_block(m.Block(name="first"), m.Block(name="second"), Wraps())
     new, folded = assert_converts_and_folds(model)
     # Names that are there twice have the name of the block.
     inside = [f"{block}_conv{i}" for block in ("first", "second") for i in (0, 1)]
-    convolutions = m.of_class(folded, layers.Conv2D)
-    assert [layer.name for layer in convolutions] == ["stem", *inside]
-    assert len(m.of_class(new, CBN)) == 5
+    convolutions = [x.name for x in m.of_class(folded, layers.Conv2D)]
+    assert convolutions == ["stem", *inside, "conv0", "conv1"]
+    assert folded.get_layer("inner").get_layer("conv0").use_bias
+    assert len(m.of_class(new, CBN)) == 7
     new.compile("sgd", "mse", run_eagerly=BACKEND == "tensorflow")
     before = new.get_weights()
     new.train_on_batch(X, np.zeros((5, 2)))
@@ -170,21 +183,6 @@ def test_mixed_precision():
     assert folded.output.dtype == "bfloat16"
     difference = ops.cast(folded(x), "float32") - ops.cast(model(x), "float32")
     assert np.max(np.abs(numpy(difference))) < 0.1
-
-
-def test_models_in_blocks_and_blocks_in_models():
-    class Wraps(layers.Layer):
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            inputs = keras.Input((6, 6, 4))
-            self.model = keras.Model(inputs, m.Block(name="deep")(inputs), name="inner")
-
-        def call(self, x):
-            return self.model(x)
-
-    model = with_block(Wraps(name="wraps"), m.Block(name="block"))
-    _, folded = assert_converts_and_folds(model)
-    assert folded.get_layer("inner").get_layer("conv0").use_bias
 
 
 def test_blocks_that_the_user_leaves_alone():
