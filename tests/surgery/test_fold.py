@@ -88,9 +88,7 @@ def test_channels_first():
 
 @settings(max_examples=6, deadline=None)
 @given(
-    cls=st.sampled_from(
-        [layers.Conv2D, layers.DepthwiseConv2D, layers.SeparableConv2D]
-    ),
+    kind=st.sampled_from(["Conv2D", "DepthwiseConv2D", "SeparableConv2D"]),
     size=st.integers(1, 4),
     stride=st.integers(1, 3),
     dilation=st.integers(1, 2),

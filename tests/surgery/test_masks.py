@@ -107,8 +107,8 @@ MASKED = {
         relu, apply(CBN), dense(4, "relu"), apply(CBN), relu, apply(CBN), lstm
     ),
 }
-# What reads masks in its own way; of the others a few are enough in each run.
-FEW = {"LSTM", "attention of two", "an explicit mask", "joined", "dropout", "nested"}
+# What reads or makes masks in ways of its own
+FEW = {"attention of two", "an explicit mask for CBN", "joined", "nested"}
 
 
 def model_of(name):
@@ -121,13 +121,7 @@ def tokens():
     return np.where(np.arange(7) <= np.arange(6)[:, None], x, 0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in FEW else pytest.param(name, marks=pytest.mark.thorough)
-        for name in MASKED
-    ],
-)
+@pytest.mark.parametrize("name", m.some_later(MASKED, set(MASKED) - FEW))
 def test_masked_models(name):
     model, x = model_of(name), tokens()
     m.check_fold(model, x)

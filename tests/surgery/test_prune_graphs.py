@@ -63,7 +63,11 @@ STAY = {
 }
 
 
-@pytest.mark.parametrize("name", [*GO, *STAY])
+FEW = {"a function", "PReLU", "a permutation", "joined with pixels"}
+FEW |= {"a part", "softmax", "pooling of channels", "a reshaping of channels"}
+
+
+@pytest.mark.parametrize("name", m.some_later([*GO, *STAY], {*GO, *STAY} - FEW))
 def test_one_layer_between(name):
     inputs = keras.Input((6, 6, 3))
     x = m.conv(inputs, 4, "first", size=1)  # of which channels can always go
@@ -274,7 +278,7 @@ def graph(draw):
     return model
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.data(), st.floats(0, 1), st.floats(0.5, 1), st.booleans())
 def test_random_graphs(data, gamma, similarity, alone):
     """Exact by default, also at the border; more tolerance removes more.

@@ -183,7 +183,10 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("kind", DATA)
+LATER = ("array", "with weights", "tensor", "list", "steps of an array")
+
+
+@pytest.mark.parametrize("kind", m.some_later(DATA, LATER))
 def test_data_of_all_kinds(kind):
     """prune takes them too."""
     make, options, count = DATA[kind]
