@@ -8,8 +8,10 @@ from keras import Sequential, layers, ops
 
 from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN, convert
 from tests.support import surgery_models as m
-from tests.support.backend import numpy
+from tests.support.backend import numpy, thorough_on
 from tests.support.surgery_models import apply, bn, chain, dense, relu
+
+pytestmark = thorough_on("jax")
 
 # Steps of `chain`
 cbn = apply(CBN)
