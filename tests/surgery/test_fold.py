@@ -168,8 +168,8 @@ def test_saved_model_and_lite_rt(tmp_path):
     tolerance = {"rtol": 0, "atol": 1e-5 * np.max(np.abs(expected))}
     path = str(tmp_path / "saved")
     folded.export(path, verbose=False)
-    served = tf.saved_model.load(path).serve(x).numpy()
-    np.testing.assert_allclose(served, expected, **tolerance)
+    loaded = tf.saved_model.load(path)
+    np.testing.assert_allclose(loaded.serve(x).numpy(), expected, **tolerance)
     content = tf.lite.TFLiteConverter.from_saved_model(path).convert()
     interpreter = m.quiet(tf.lite.Interpreter, model_content=content)
     source = interpreter.get_input_details()[0]["index"]

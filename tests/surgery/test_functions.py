@@ -211,7 +211,7 @@ class PartOfConfig(OtherConfig):
     [
         (
             NoConfig(4, ops.tanh),
-            pytest.raises(ValueError, match="has no configuration to copy it from"),
+            pytest.raises(ValueError, match="no configuration to copy it from: no c"),
         ),
         (
             OtherConfig(4, ops.tanh),

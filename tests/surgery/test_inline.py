@@ -74,7 +74,8 @@ def test_blocks(tmp_path):
     # Names that are there twice have the name of the block.
     inside = [f"{block}_conv{i}" for block in ("first", "second") for i in (0, 1)]
     convolutions = [x.name for x in m.of_class(folded, layers.Conv2D)]
-    assert convolutions == ["stem", *inside, "conv0", "conv1"]
+    assert convolutions[:5] == ["stem", *inside]
+    assert sorted(convolutions[5:]) == ["conv0", "conv1"]  # of the inner model
     assert folded.get_layer("inner").get_layer("conv0").use_bias
     assert len(m.of_class(new, CBN)) == 7
     new.compile("sgd", "mse", run_eagerly=BACKEND == "tensorflow")
