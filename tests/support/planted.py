@@ -4,19 +4,18 @@ import contextlib
 
 import keras
 import numpy as np
-import pytest
 
+from keras_norms import prune
 from tests.support import surgery_models as m
-
-# Where the arithmetic is float64 from end to end.
-in_float64 = pytest.mark.skipif(
-    m.BACKEND != "tensorflow",
-    reason="JAX has no float64 here; Keras's BatchNormalization has none on PyTorch",
-)
+from tests.support.backend import numpy
 
 
 @contextlib.contextmanager
 def float64():
+    """float64 from end to end, for TensorFlow.
+
+    On JAX it is a switch of the process; on PyTorch BatchNormalization has none.
+    """
     old = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
@@ -53,26 +52,24 @@ def settle(model):
     return model
 
 
-def edit(variable, change):
-    """Assign what `change` does to an array, in place."""
-    array = m.numpy(variable).copy()
-    change(array)
+def put(variable, index, value):
+    """Assign a part of a variable."""
+    array = numpy(variable).copy()
+    array[index] = value
     variable.assign(array)
 
 
 def kill(norm, channels, beta):
     """Make channels of a norm the constant `beta`."""
-    edit(norm.gamma, lambda a: a.__setitem__(channels, 0))
-    edit(norm.beta, lambda a: a.__setitem__(channels, beta))
+    put(norm.gamma, channels, 0)
+    put(norm.beta, channels, beta)
 
 
 def twin(layers, source, copy):
     """Let channel `copy` of what layers make, or keep apart, be `source`."""
-    for weight in (weight for layer in layers for weight in layer.weights):
+    for weight in [weight for layer in layers for weight in layer.weights]:
         if weight.shape and weight.shape[-1] > max(source, copy):
-            array = m.numpy(weight).copy()
-            array[..., copy] = array[..., source]
-            weight.assign(array)
+            put(weight, (..., copy), numpy(weight)[..., source])
 
 
 def layers_of(model, *names):
@@ -84,14 +81,14 @@ def settled(inputs, outputs):
     return settle(m.randomize(keras.Model(inputs, outputs)))
 
 
-def assert_exact(pruned, model, seed=11, tolerance=1e-5):
-    """The same outputs also on data that pruning did not see."""
-    x = m.batch_for(model, size=16, seed=seed)
-    m.assert_same_outputs(pruned.model, model, x, tolerance)
+def check(model, tolerance=1e-5, **options):
+    """Prune: the same outputs, also on data that were not seen."""
+    pruned = prune(model, m.batch_for(model, 16), **options)
+    m.assert_same_outputs(pruned.model, model, m.batch_for(model, 16, 11), tolerance)
     assert pruned.error <= tolerance and pruned.largest <= tolerance
-    for layer in pruned.model._flatten_layers():
-        known = {type(old) for old in model._flatten_layers()}
-        assert type(layer) in known
+    old, new = (set(map(type, x._flatten_layers())) for x in (model, pruned.model))
+    assert new <= old
+    return pruned
 
 
 def removed(pruned):
@@ -101,8 +98,7 @@ def removed(pruned):
 def values_of(model, tensor, x):
     """A tensor of a model at inference, in float64, as rows of channels."""
     inputs = model.inputs if len(model.inputs) > 1 else model.inputs[0]
-    y = m.outputs(keras.Model(inputs, tensor), x).astype("float64")
-    return y.reshape(-1, tensor.shape[-1])
+    return m.outputs(keras.Model(inputs, tensor), x).reshape(-1, tensor.shape[-1])
 
 
 def deviations(rows):

@@ -1,10 +1,15 @@
-"""Small models with random normalisation, and how outputs are compared."""
+"""Small models with random normalisation, and what surgery must keep of a model."""
+
+import contextlib
+import warnings
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
-BACKEND = keras.backend.backend()
+from keras_norms import convert, fold
+from tests.support.backend import numpy
 
 
 def images(*shape, seed=0):
@@ -12,16 +17,12 @@ def images(*shape, seed=0):
     return (rng.normal(size=shape) + 0.3).astype("float32")
 
 
-def numpy(x):
-    return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(x))
-
-
 def outputs(model, x):
     """The outputs at inference, as one vector."""
     if isinstance(x, (list, tuple)):
         x = [keras.ops.convert_to_tensor(v) for v in x]
     results = keras.tree.flatten(model(x, training=False))
-    return np.concatenate([numpy(y).ravel() for y in results])
+    return np.concatenate([numpy(y).astype("float64").ravel() for y in results])
 
 
 def assert_same_outputs(actual, expected, x, tolerance=1e-5):
@@ -29,6 +30,83 @@ def assert_same_outputs(actual, expected, x, tolerance=1e-5):
     actual, expected = outputs(actual, x), outputs(expected, x)
     limit = tolerance * np.max(np.abs(expected))
     assert np.max(np.abs(actual - expected)) <= limit
+
+
+def snapshot(model):
+    """Configuration, weights, attributes and calls, to see that nothing changed."""
+    inside = model._flatten_layers()
+    calls = [(len(x._inbound_nodes), len(x._outbound_nodes)) for x in inside]
+    config = keras.saving.serialize_keras_object(model)
+    return (config, calls, [set(vars(x)) for x in inside]), model.get_weights()
+
+
+def assert_unchanged(before, model):
+    after = snapshot(model)
+    assert after[0] == before[0]
+    assert all(map(np.array_equal, after[1], before[1]))
+    assert len(after[1]) == len(before[1])
+
+
+@contextlib.contextmanager
+def saying(match):
+    """Expects a warning that matches; `""` is for none, `None` for any or none."""
+    if match:
+        with pytest.warns(UserWarning, match=match):
+            yield
+        return
+    with warnings.catch_warnings():
+        if match is None:
+            warnings.simplefilter("ignore")
+        else:
+            warnings.simplefilter("error", UserWarning)
+        yield
+
+
+def quiet(function, *args, **kwargs):
+    with saying(None):
+        return function(*args, **kwargs)
+
+
+def check_convert(model, norm="cbn", x=None, tolerance=1e-5, says=None, **kwargs):
+    """Convert: the same outputs, and the model is as it was. Returns the new one."""
+    x = batch_for(model) if x is None else x
+    before = snapshot(model)
+    with saying(says):
+        new = convert(model, norm, **kwargs)
+    assert_unchanged(before, model)
+    assert_same_outputs(new, model, x, tolerance)
+    return new
+
+
+def check_fold(model, x=None, tolerance=1e-5, says=None):
+    """Fold: the same outputs, layers of Keras only, and the model is as it was."""
+    x = batch_for(model) if x is None else x
+    before = snapshot(model)
+    with saying(says):
+        folded = fold(model)
+    assert_unchanged(before, model)
+    assert_same_outputs(folded, model, x, tolerance)
+    assert "keras_norms" not in str(keras.saving.serialize_keras_object(folded))
+    return folded
+
+
+def some_later(names, later):
+    """Parameters, some of which are left to `make test-all`."""
+    marks = pytest.mark.thorough
+    return [pytest.param(x, marks=marks) if x in later else x for x in names]
+
+
+def of_class(model, cls):
+    return [layer for layer in model._flatten_layers() if isinstance(layer, cls)]
+
+
+def norms_in(model):
+    """The names of the BatchNormalization layers that are left."""
+    return [layer.name for layer in of_class(model, layers.BatchNormalization)]
+
+
+def names(model):
+    return [layer.name for layer in model.layers]
 
 
 def randomize(model, seed=0):
@@ -50,26 +128,38 @@ def randomize(model, seed=0):
     return model
 
 
-def snapshot(model):
-    """Configuration and weights, to see that nothing changed."""
-    nodes = [len(layer._outbound_nodes) for layer in model._flatten_layers()]
-    return keras.saving.serialize_keras_object(model), model.get_weights(), nodes
+def apply(cls, *args, **kwargs):
+    """A function of a tensor: what a new layer makes of it."""
+    return lambda x: cls(*args, **kwargs)(x)
 
 
-def assert_unchanged(before, model):
-    config, weights, nodes = snapshot(model)
-    assert config == before[0]
-    assert len(weights) == len(before[1])
-    assert all(np.array_equal(a, b) for a, b in zip(weights, before[1]))
-    assert nodes == before[2]
+def bn(x, **kwargs):
+    return layers.BatchNormalization(**kwargs)(x)
 
 
-def of_class(model, cls):
-    return [layer for layer in model._flatten_layers() if isinstance(layer, cls)]
+def relu(x):
+    return layers.ReLU()(x)
 
 
-def names(model):
-    return [layer.name for layer in model.layers]
+def dense(units=4, activation=None, **kwargs):
+    return apply(layers.Dense, units, activation, **kwargs)
+
+
+def chain(*steps):
+    """Functions of tensors, one after the other."""
+
+    def outputs(x):
+        for step in steps:
+            x = step(x)
+        return x
+
+    return outputs
+
+
+def model_of(shape, *steps, seed=0, **kwargs):
+    """A model of functions of tensors, with random norms."""
+    inputs = keras.Input(shape, **kwargs)
+    return randomize(keras.Model(inputs, chain(*steps)(inputs)), seed)
 
 
 def conv(x, filters, name, size=3, norm=True, activation="relu", **kwargs):
@@ -215,3 +305,38 @@ def batch_for(model, size=6, seed=3):
     shapes = [tuple(x.shape[1:]) for x in model.inputs]
     xs = [images(size, *shape, seed=seed + i) for i, shape in enumerate(shapes)]
     return xs if len(xs) > 1 else xs[0]
+
+
+def in_policy(policy, model):
+    """A Sequential model with another dtype policy and the same weights."""
+    config = model.get_config()
+    for layer in config["layers"][1:]:
+        layer["config"]["dtype"] = policy
+    made = keras.Sequential.from_config(config)
+    made.set_weights(model.get_weights())
+    return made
+
+
+class Block(layers.Layer):
+    """A layer of one's own: two norms, functions, the names of all other blocks."""
+
+    def __init__(self, filters=4, **kwargs):
+        super().__init__(**kwargs)
+        self.filters = filters
+        self.convs = [
+            layers.Conv2D(filters, 3, padding="same", use_bias=False, name=f"conv{i}")
+            for i in range(2)
+        ]
+        self.norms = {
+            str(i): layers.BatchNormalization(name=f"norm{i}") for i in range(2)
+        }
+        self.drop = layers.Dropout(0.5, name="drop")
+
+    def call(self, x, training=False):
+        y = x
+        for i, conv in enumerate(self.convs):
+            y = keras.ops.relu(self.norms[str(i)](conv(y), training=training))
+        return x + self.drop(y, training=training)
+
+    def get_config(self):
+        return {**super().get_config(), "filters": self.filters}

@@ -1,187 +1,140 @@
 """convert and fold where masks go through: what reads them reads the same ones."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
-from keras_norms import CBN, WS, LpNorm, convert, fold
+from keras_norms import CBN, WS, LpNorm, convert
 from keras_norms.layers.channel_affine import ChannelAffine
 from tests.support import surgery_models as m
+from tests.support.backend import numpy, thorough_on
+from tests.support.surgery_models import apply, bn, chain, dense, relu
 
+pytestmark = thorough_on("jax")
 
-def bn():
-    return layers.BatchNormalization()
-
-
-def tanh(units=4):
-    return layers.Dense(units, activation="tanh")
-
-
-def mean(x):
-    return layers.GlobalAveragePooling1D()(x)
-
-
-def chain(*makers):
-    def outputs(x):
-        for make in makers:
-            x = make()(x)
-        return x
-
-    return outputs
-
-
-def sequences(layer):
-    return lambda: layer(3, return_sequences=True)
+tanh = dense(4, "tanh")
+mean = apply(layers.GlobalAveragePooling1D)
+lstm, gru = apply(layers.LSTM, 3), apply(layers.GRU, 3)
+steps = apply(layers.LSTM, 3, return_sequences=True)
 
 
 def attention(x):
-    x = layers.Bidirectional(layers.GRU(3, return_sequences=True))(bn()(x))
-    x = bn()(x)
+    x = bn(layers.Bidirectional(layers.GRU(3, return_sequences=True))(bn(x)))
     return mean(layers.MultiHeadAttention(2, 3)(x, x))
 
 
 def attention_of_two(x):
-    queries, keys = bn()(tanh()(x)), bn()(layers.ReLU()(x))
-    return mean(layers.MultiHeadAttention(2, 3)(queries, keys))
+    return mean(layers.MultiHeadAttention(2, 3)(bn(tanh(x)), bn(relu(x))))
 
 
 def initial_states(x):
-    x, *states = layers.LSTM(3, return_sequences=True, return_state=True)(bn()(x))
-    return layers.LSTM(3)(bn()(x), initial_state=[bn()(s) for s in states])
+    x, *states = layers.LSTM(3, return_sequences=True, return_state=True)(bn(x))
+    return layers.LSTM(3)(bn(x), initial_state=[bn(state) for state in states])
 
 
 def explicit(norm):
     """A mask that is given to the norm."""
-
-    def outputs(x):
-        return layers.LSTM(3)(norm()(tanh()(x), mask=x[..., 0] > 0))
-
-    return outputs
+    return lambda x: lstm(norm()(tanh(x), mask=x[..., 0] > 0))
 
 
 def joined(x):
-    parts = [bn()(layers.Dense(4)(x)), bn()(tanh(3)(x))]
-    return layers.GRU(3)(bn()(layers.Concatenate()(parts)))
+    return gru(bn(layers.Concatenate()([bn(dense()(x)), bn(dense(3, "tanh")(x))])))
 
 
 def multiplied(x):
     """Multiply reads masks itself."""
-    return mean(tanh()(bn()(layers.Multiply()([x, bn()(tanh(5)(x))]))))
+    return mean(tanh(bn(layers.Multiply()([x, bn(dense(5, "tanh")(x))]))))
 
 
 def nested(x):
     inputs = keras.Input((7, 5))
-    inside = keras.Model(inputs, chain(tanh, bn, layers.ReLU, bn)(inputs))
-    return layers.LSTM(3)(inside(x))
+    inside = keras.Model(inputs, chain(tanh, bn, relu, bn)(inputs))
+    return lstm(inside(x))
 
 
 def nested_sequential(x):
-    inside = keras.Sequential([keras.Input((7, 5)), bn(), layers.ReLU(), bn()])
-    return layers.LSTM(3)(inside(x))
+    norms = layers.BatchNormalization(), layers.BatchNormalization()
+    return lstm(
+        keras.Sequential([keras.Input((7, 5)), norms[0], layers.ReLU(), norms[1]])(x)
+    )
 
 
 def called_twice(x):
-    dense, norm, read = tanh(5), bn(), layers.LSTM(3)
-    return layers.Add()([read(norm(dense(x))), read(norm(dense(layers.ReLU()(x))))])
+    layer, norm, read = (
+        layers.Dense(5, "tanh"),
+        layers.BatchNormalization(),
+        layers.LSTM(3),
+    )
+    return layers.Add()([read(norm(layer(x))), read(norm(layer(relu(x))))])
 
 
+# Of tokens, the later ones of which are masked.
 MASKED = {
-    "LSTM": chain(bn, lambda: layers.LSTM(3)),
+    "LSTM": chain(bn, lstm),
     "attention": attention,
     "attention of two": attention_of_two,
-    "average": chain(tanh, bn, layers.ReLU, layers.GlobalAveragePooling1D),
-    "between activations": chain(layers.ReLU, bn, layers.ReLU, lambda: layers.GRU(3)),
+    "average": chain(tanh, bn, relu, mean),
+    "between activations": chain(relu, bn, relu, gru),
     "initial states": initial_states,
-    "an explicit mask": explicit(bn),
+    "an explicit mask": explicit(layers.BatchNormalization),
     "joined": joined,
     "multiplied": multiplied,
     "nested": nested,
     "nested Sequential": nested_sequential,
     "called twice": called_twice,
     "dropout": chain(
-        *(bn, lambda: layers.SpatialDropout1D(0.3), sequences(layers.LSTM)),
-        *(bn, lambda: layers.Dropout(0.2), tanh, bn, lambda: layers.GRU(3)),
+        *(bn, apply(layers.SpatialDropout1D, 0.3), steps),
+        *(bn, apply(layers.Dropout, 0.2), tanh, bn, gru),
     ),
     "each step": chain(
-        lambda: layers.TimeDistributed(tanh()), bn, lambda: layers.LSTM(3)
+        lambda x: layers.TimeDistributed(layers.Dense(4, "tanh"))(x), bn, lstm
     ),
-    "other norms": chain(
-        bn, layers.LayerNormalization, bn, layers.ReLU, bn, lambda: layers.LSTM(3)
-    ),
-    "a convolution, which drops masks": chain(
-        bn,
-        lambda: layers.Conv1D(4, 3, padding="same", activation="tanh"),
-        *(bn, lambda: layers.LSTM(3)),
+    "other norms": chain(bn, apply(layers.LayerNormalization), bn, relu, bn, lstm),
+    "Conv1D, which drops masks": chain(
+        bn, apply(layers.Conv1D, 4, 3, padding="same", activation="tanh"), bn, lstm
     ),
     "EinsumDense, which drops masks": chain(
-        lambda: layers.EinsumDense("abc,c->abc", (7, 5), bias_axes="c"),
-        *(bn, lambda: layers.LSTM(3)),
+        apply(layers.EinsumDense, "abc,c->abc", (7, 5), bias_axes="c"), bn, lstm
     ),
-}
-# Of keras_norms, so that there is nothing to convert.
-FOLDED = {
+    # Of keras_norms, so that there is nothing to convert
     "an explicit mask for CBN": explicit(CBN),
     "an explicit mask for LpNorm": explicit(LpNorm),
-    "wrapped": chain(CBN, lambda: WS(tanh()), CBN, lambda: layers.LSTM(3)),
-    "a shift before padding": chain(
-        lambda: layers.ReLU(),
-        *(CBN, lambda: layers.Dense(4, activation="relu"), CBN, layers.ReLU),
-        *(CBN, lambda: layers.LSTM(3)),
+    "wrapped": chain(
+        apply(CBN), lambda x: WS(layers.Dense(4, "tanh"))(x), apply(CBN), lstm
+    ),
+    "shifts": chain(
+        relu, apply(CBN), dense(4, "relu"), apply(CBN), relu, apply(CBN), lstm
     ),
 }
+# What reads or makes masks in ways of its own
+FEW = {"attention of two", "an explicit mask for CBN", "joined", "nested"}
 
 
-def model_of(outputs):
-    """A model that reads tokens, the later ones of which are masked."""
-    inputs = keras.Input((7,), dtype="int32")
-    x = layers.Embedding(9, 5, mask_zero=True)(inputs)
-    return m.randomize(keras.Model(inputs, outputs(x)))
+def model_of(name):
+    steps = layers.Embedding(9, 5, mask_zero=True), MASKED[name]
+    return m.quiet(m.model_of, (7,), *steps, dtype="int32")
 
 
 def tokens():
     x = np.random.default_rng(1).integers(1, 9, (6, 7)).astype("int32")
-    for i, row in enumerate(x):
-        row[1 + i :] = 0
-    return x
+    return np.where(np.arange(7) <= np.arange(6)[:, None], x, 0)
 
 
-def quiet(function, *args, **kwargs):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function(*args, **kwargs)
-
-
-def check_folded(folded, model):
-    m.assert_same_outputs(folded, model, tokens())
-    for layer in folded._flatten_layers():
-        assert not type(layer).__module__.startswith("keras_norms")
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_convert_and_fold_that(name):
-    model = quiet(model_of, MASKED[name])
-    fused = name in ("dropout", "joined")
-    converted = quiet(convert, model, "cbn", fused=fused)
-    m.assert_same_outputs(converted, model, tokens())
-    check_folded(quiet(fold, converted), model)
-
-
-@pytest.mark.parametrize("name", {**MASKED, **FOLDED})
-def test_fold(name):
-    model = quiet(model_of, {**MASKED, **FOLDED}[name])
-    check_folded(quiet(fold, model), model)
+@pytest.mark.parametrize("name", m.some_later(MASKED, set(MASKED) - FEW))
+def test_masked_models(name):
+    model, x = model_of(name), tokens()
+    m.check_fold(model, x)
+    if m.norms_in(model):
+        fused = name in ("dropout", "joined")
+        m.check_fold(m.check_convert(model, "cbn", x, fused=fused), x)
 
 
 def test_a_map_that_stays_passes_masks_in_training_and_in_files(tmp_path):
-    model = model_of(MASKED["LSTM"])
-    new = quiet(convert, model, "cbn")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of Keras: the mask is destroyed
-        new.compile("sgd", "mse")
-        new.fit(tokens(), np.ones((6, 3)), verbose=0)
+    new = m.quiet(convert, model_of("LSTM"), "cbn")
+    with m.saying(""):  # as Keras does where a mask is destroyed
+        new.compile("sgd", "mse", run_eagerly=True)
+        new.train_on_batch(tokens(), np.ones((6, 3)))
     new.save(tmp_path / "new.keras")
     loaded = keras.models.load_model(tmp_path / "new.keras")
     m.assert_same_outputs(loaded, new, tokens(), 1e-6)
@@ -198,4 +151,4 @@ def test_a_scale_and_shift_of_each_channel(equation):
     layer.set_weights([kernel, bias.reshape(layer.bias.shape)])
     own = (4, 1, 1) if letter == "b" else (4,)
     expected = x * kernel.reshape(own) + bias.reshape(own)
-    np.testing.assert_allclose(m.numpy(layer(x)), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(numpy(layer(x)), expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,331 @@
+"""convert to other norms and wrappers; fused CBN; what else of a model stays."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+from keras_norms.surgery import convert, fold, recalibrate
+from tests.support import surgery_models as m
+from tests.support.backend import BACKEND, numpy, thorough_on
+from tests.support.surgery_models import apply, bn, dense, quiet, relu
+
+pytestmark = thorough_on("jax")
+thorough = pytest.mark.thorough
+
+# Norms in the place of BatchNormalization
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        "noisy_bn",
+        "lp_norm",
+        NoisyBN(epsilon=1e-5),
+        LpNorm(p=1.0, norm_of="centered"),
+        LpNorm(p=float("inf")),
+        lambda layer: CBN(name="any") if layer.name == "stem_bn" else None,
+    ],
+)
+@pytest.mark.parametrize(
+    "name", m.some_later(["shared", "nested", "kinds"], ["shared", "nested"])
+)
+def test_norms_in_place_preserve_the_function(name, norm):
+    model = m.MODELS[name]()
+    new = m.check_convert(model, norm)
+    old, made = ([x.name for x in net._flatten_layers()] for net in (model, new))
+    assert made == old
+    if isinstance(norm, str):
+        assert not m.norms_in(new)
+
+
+def test_noisy_bn_takes_the_weights_over():
+    model = m.sequential()
+    new = convert(model, "noisy_bn")
+    for old in m.of_class(model, layers.BatchNormalization):
+        layer = new.get_layer(old.name)
+        assert isinstance(layer, NoisyBN) and layer.epsilon == old.epsilon
+        for weight in old.weights:
+            made = numpy(getattr(layer, weight.name))
+            np.testing.assert_allclose(made, numpy(weight), rtol=1e-6)
+
+
+def test_lp_norm_measures_its_norm_on_data():
+    model = m.sequential()
+    x = m.images(40, 8, 8, 3)
+    m.check_convert(model, LpNorm(p=1), says="unknown.*one_bn")
+    new = m.check_convert(model, LpNorm(p=1), x, data=x)
+    inside = keras.Model(model.inputs[0], model.get_layer("one").output)
+    expected = np.abs(numpy(inside(x, training=False))).mean((0, 1, 2))
+    norm = numpy(new.get_layer("one_bn").moving_norm)
+    np.testing.assert_allclose(norm, expected, rtol=1e-4)
+
+
+# Wrappers
+
+
+@pytest.mark.parametrize("name", ["kinds", "nested"])
+def test_wn_preserves_the_function(name):
+    model = m.MODELS[name]()
+    new = m.check_convert(model, "wn")
+    assert m.names(new) == m.names(model) and m.norms_in(new)
+    without = m.check_convert(quiet(fold, model), "wn")
+    m.assert_same_outputs(without, model, m.batch_for(model))
+    assert not m.norms_in(without)
+
+
+def test_wrappers_take_arguments():
+    model = m.sequential()
+    wrapped = m.of_class(quiet(convert, model, functools.partial(WS, gain=True)), WS)
+    assert [layer.name for layer in wrapped] == ["one", "two", "head"]
+    kernel = numpy(model.get_layer("one").kernel)
+    np.testing.assert_array_equal(numpy(wrapped[0].layer.kernel), kernel)
+    # With a gain, only the mean of each unit's weights is gone.
+    np.testing.assert_allclose(
+        numpy(wrapped[0].normalized_kernels()["kernel"]),
+        kernel - kernel.mean((0, 1, 2)),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+    assert len(m.of_class(quiet(convert, model, CWN), CWN)) == 3
+    template = WN(layers.Dense(2), epsilon=1e-3)
+    assert m.of_class(convert(model, template), WN)[0].epsilon == 1e-3
+
+
+@pytest.mark.parametrize("norm", m.some_later([WS, CWN], [CWN]))
+@pytest.mark.parametrize("gain", [True, False])
+@pytest.mark.parametrize("scale", [True, False])
+def test_kernels_without_a_mean_keep_the_function(norm, gain, scale):
+    """Lengths go into the gain, or into the norm, its gamma or its statistics alone."""
+    after = apply(layers.BatchNormalization, scale=scale, epsilon=1e-6)
+    conv = apply(layers.Conv2D, 4, 3, use_bias=False)
+    steps = conv, after, relu, conv, after, apply(layers.Flatten), dense(3, name="head")
+    model = m.model_of((8, 8, 3), *steps)
+    for weight in model.trainable_weights:
+        if weight.name == "kernel":
+            kernel = numpy(weight)
+            weight.assign(kernel - kernel.mean(tuple(range(kernel.ndim - 1))))
+    # The head has no norm after it, which only a gain can replace.
+    skip = None if gain else "head"
+    tolerance = 1e-5 if scale else 1e-4
+    norm = functools.partial(norm, gain=gain)
+    m.check_convert(model, norm, tolerance=tolerance, skip=skip)
+
+
+def test_units_of_one_weight_stay():
+    thin = apply(layers.DepthwiseConv2D, 1, name="thin")
+    model = m.model_of((4, 4, 3), thin, dense(2, name="wide"))
+    with pytest.warns(UserWarning, match="cannot be wrapped.*'thin'"):
+        new = convert(model, "ws")
+    assert isinstance(new.get_layer("thin"), layers.DepthwiseConv2D)
+    assert isinstance(new.get_layer("wide"), WS)
+
+
+# FusedCBN
+
+
+def projected():
+    """A residual block with a projected shortcut, padding, and a head."""
+    inputs = keras.Input((8, 8, 3))
+    x = m.conv(inputs, 4, "stem")
+    branch = m.conv(m.conv(x, 6, "first", strides=2), 6, "second", activation=None)
+    shortcut = m.conv(x, 6, "shortcut", size=1, strides=2, activation=None)
+    x = layers.ZeroPadding2D()(relu(layers.Add()([branch, shortcut])))
+    x = layers.GlobalAveragePooling2D()(layers.Conv2D(5, 3, activation="relu")(x))
+    return m.randomize(keras.Model(inputs, layers.Dense(4, name="logits")(x)))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A network with CBN, unfused and fused, from the same data."""
+    model, x = projected(), m.images(16, 8, 8, 3)
+    return [
+        m.check_convert(model, CBN(rho=2), x, data=x, fused=f) for f in (False, True)
+    ]
+
+
+def test_all_that_can_be_is_fused(pair):
+    plain, fused = pair
+    assert len(m.of_class(fused, CBN)) == len(m.of_class(plain, CBN)) == 4
+    # All but the one before the padding; the first of them is read by two.
+    made = m.of_class(fused, FusedCBN)
+    assert [len(layer.layers) for layer in made] == [2, 1, 1]
+    assert fused.count_params() == plain.count_params()
+
+
+def test_fused_ones_fold_like_the_unfused(pair):
+    folded = [m.check_fold(model) for model in pair]
+    assert m.names(folded[0]) == m.names(folded[1])
+
+
+@pytest.mark.parametrize("how", m.some_later(["recalibrate", "fit"], ["fit"]))
+def test_fused_ones_learn_and_recalibrate_like_the_unfused(pair, how):
+    x, y, found = m.images(16, 8, 8, 3, seed=1), np.arange(16) % 4, []
+    for source in pair:
+        model = keras.models.clone_model(source)
+        model.set_weights(source.get_weights())
+        if how == "recalibrate":
+            recalibrate(model, x, verbose=0)
+        else:
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.01), loss)
+            options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+            model.fit(x, y, callbacks=[AMAT()], **options)
+        norms = sorted(m.of_class(model, CBN), key=lambda layer: layer.name)
+        weights = [weight for norm in norms for weight in norm.get_weights()]
+        found.append([m.outputs(model, x), *weights])
+    tolerance = 1e-4 if how == "recalibrate" else 1e-3
+    for plain, fused in zip(*found, strict=True):
+        np.testing.assert_allclose(fused, plain, rtol=tolerance, atol=tolerance / 10)
+
+
+# Everything else stays
+
+
+KINDS = ["cbn", "fused", "noisy_bn", "wn"]
+
+
+@pytest.mark.parametrize("norm", m.some_later(KINDS, KINDS[1:]))
+def test_it_trains_saves_and_loads(norm, tmp_path):
+    model = m.sequential()
+    optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
+    loss, eagerly = keras.losses.MeanAbsoluteError(), BACKEND == "tensorflow"
+    model.compile(optimizer, loss, metrics=["mse"], run_eagerly=eagerly)
+    x, fused = m.batch_for(model), norm == "fused"
+    new = quiet(convert, model, "cbn" if fused else norm, data=x, fused=fused)
+    assert bool(m.of_class(new, FusedCBN)) == fused
+    assert new.optimizer is not model.optimizer
+    assert new.optimizer.get_config() == model.optimizer.get_config()
+    assert isinstance(new.loss, keras.losses.MeanAbsoluteError)
+    callbacks = [AMAT()] if m.of_class(new, CBN) else []
+    history = new.fit(x, np.ones((6, 3)), epochs=1, verbose=0, callbacks=callbacks)
+    assert {"loss", "mse"} <= history.history.keys()
+    new.save(tmp_path / "new.keras")
+    loaded = keras.models.load_model(tmp_path / "new.keras")
+    m.assert_same_outputs(loaded, new, x, 1e-6)
+
+
+def test_dtype_policies_and_frozen_layers_stay():
+    model = m.in_policy("mixed_bfloat16", m.sequential())
+    model.get_layer("one").trainable = False
+    new = m.check_convert(model, tolerance=0.05)
+    assert not new.get_layer("one").trainable
+    assert new.get_layer("two").trainable
+    cbn = new.get_layer("two_cbn")
+    assert cbn.compute_dtype == "bfloat16" and cbn.moving_mean.dtype == "float32"
+
+
+def test_skip():
+    model = m.residual()
+    new = m.check_convert(model, "cbn", skip=["a1", "a2_bn", "logits"])
+    assert "a2_bn" in m.names(new) and "a1_bn" not in m.names(new)
+    norms = [layer.name for layer in m.of_class(new, CBN)]
+    assert norms == ["a2_cbn", "b1_cbn", "b2_cbn"]
+    assert len(m.norms_in(quiet(convert, m.nested(), "cbn", skip="block"))) == 1
+    new = convert(model, "wn", skip=lambda layer: layer.name != "stem")
+    assert [layer.name for layer in m.of_class(new, WN)] == ["stem"]
+
+
+def test_two_conversions_in_a_row():
+    model = m.residual()
+    x = m.batch_for(model)
+    for first, second in (("noisy_bn", "wn"), ("wn", "cbn")):
+        new = quiet(convert, convert(model, first), second, data=x)
+        m.assert_same_outputs(new, model, x)
+    assert not m.norms_in(new)
+
+
+# Classes derived from those of Keras, which may compute something else
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Damped(layers.BatchNormalization):
+    def call(self, x, training=None, mask=None):
+        return 0.5 * super().call(x, training=training, mask=mask)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Doubled(layers.Dense):
+    def call(self, x):
+        return 2 * super().call(x)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Halved(layers.Dense):
+    @property
+    def kernel(self):
+        return self._kernel / 2
+
+
+def of_derived_classes(norm=layers.BatchNormalization, linear=layers.Dense):
+    norm, linear = apply(norm, name="norm"), apply(linear, 5, name="linear")
+    steps = dense(6), norm, relu, linear, bn, relu, dense(3)
+    return m.model_of((8,), *steps)
+
+
+@pytest.mark.parametrize(
+    "norm", m.some_later(["cbn", "noisy_bn", "lp_norm"], ["lp_norm"])
+)
+def test_a_batch_normalization_that_overrides_call_stays(norm):
+    model = of_derived_classes(norm=Damped)
+    x, says = m.batch_for(model), r"override `call`.*norm \(of class Damped\)"
+    converted = m.check_convert(model, norm, x, 1e-4, says, data=x)
+    with pytest.warns(UserWarning, match=says):
+        folded = fold(converted)
+    m.assert_same_outputs(folded, converted, x, 1e-4)
+    assert type(folded.get_layer("norm")) is Damped
+
+
+@pytest.mark.parametrize("cls", [Doubled, Halved])
+@pytest.mark.parametrize("norm", m.some_later(["cbn", "fused", "wn"], ["cbn", "wn"]))
+def test_linear_layers_that_compute_something_else(cls, norm):
+    model = of_derived_classes(linear=cls)
+    x, fused = m.batch_for(model), norm == "fused"
+    name = "cbn" if fused else norm
+    converted = m.check_convert(model, name, x, 1e-4, data=x, fused=fused)
+    folded = quiet(fold, converted)
+    m.assert_same_outputs(folded, model, x, 1e-4)
+    assert type(folded.get_layer("linear")) is cls
+
+
+def test_a_class_that_overrides_the_kernel_is_not_wrapped():
+    with pytest.warns(UserWarning, match="overrides the kernel.*'linear'"):
+        convert(of_derived_classes(linear=Halved), "wn")
+
+
+# Wrong arguments
+
+NORMS = "Argument `norm` must be one of 'cbn'"
+
+
+@pytest.mark.parametrize(
+    "norm, arguments, message",
+    [
+        ("bn", {}, NORMS),
+        (None, {}, NORMS),
+        (3, {}, NORMS),
+        (keras.Sequential([layers.Dense(1)]), {}, NORMS),
+        (lambda layer: "relu", {}, "must return a Keras layer.*'one_bn'"),
+        ("cbn", {"skip": ["nobody"]}, "`skip`.*'nobody'"),
+        ("cbn", {"preserve": "yes"}, "`preserve`"),
+        ("wn", {"fused": True}, "`fused`.*Received: fused=True"),
+        ("cbn", {"fused": 1}, "`fused`.*Received: fused=1"),
+        ("cbn", {"data": "images"}, "Argument `data` must be"),
+        ("cbn", {"data": 3}, "Argument `data` must be"),
+        ("cbn", {"data": object()}, "Argument `data` must be"),
+        ("cbn", {"data": []}, "Argument `data` must be"),
+    ],
+)
+def test_wrong_arguments(norm, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        convert(m.sequential(), norm, **arguments)
+
+
+def test_wrong_models_and_functions():
+    with pytest.raises(ValueError, match="must be built"):
+        convert(keras.Sequential([layers.Dense(2)]), "cbn")
+    with pytest.raises(TypeError):  # of the call itself
+        convert(m.sequential(), m.sequential)

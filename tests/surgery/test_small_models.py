@@ -1,0 +1,286 @@
+"""convert, fold, and fold after convert: the outputs stay; what is left is known."""
+
+import functools
+
+import numpy as np
+import pytest
+from keras import Sequential, layers, ops
+
+from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN, convert
+from tests.support import surgery_models as m
+from tests.support.backend import numpy, thorough_on
+from tests.support.surgery_models import apply, bn, chain, dense, relu
+
+pytestmark = thorough_on("jax")
+
+# Steps of `chain`
+cbn = apply(CBN)
+first = apply(layers.Conv2D, 4, 3, activation="relu")
+first_1x1 = apply(layers.Conv2D, 4, 1, activation="relu")
+tanh = dense(4, "tanh")
+maximum = apply(layers.MaxPooling2D, 2)
+
+
+def einsum(equation, shape, bias=None, **kwargs):
+    return apply(layers.EinsumDense, equation, shape, bias_axes=bias, **kwargs)
+
+
+def conv(*args, padding="same", **kwargs):
+    return apply(layers.Conv2D, *args, padding=padding, **kwargs)
+
+
+def as_it_is(x):
+    return x
+
+
+def branches(join, *steps):
+    """What functions make of the same tensor, joined."""
+    return lambda x: join([step(x) for step in steps])
+
+
+def norms_of_one_reader(*norms):
+    """A Dense layer before each norm, and one layer that reads all of them."""
+
+    def result(x):
+        reader = layers.Dense(3)
+        return layers.add([reader(norm(tanh(x))) for norm in norms])
+
+    return result
+
+
+def one_norm_for_two(x):
+    norm = CBN()
+    return norms_of_one_reader(norm, norm)(x)
+
+
+def calls_of_one_layer(*after, join=layers.add):
+    """A layer called twice, and what is made of each of its outputs."""
+
+    def result(x):
+        shared = layers.Dense(4)
+        calls = shared(x), shared(relu(x))
+        return join([step(y) for step, y in zip(after, calls)])
+
+    return result
+
+
+def called_on_its_own_output(x):
+    shared = layers.Conv2D(3, 3, padding="same")
+    return bn(shared(relu(bn(shared(x)))))
+
+
+def output_of_a_norm(x):
+    x = bn(dense()(x))
+    return [dense(2)(x), x]
+
+
+# Name -> shape of the input, steps, BatchNormalization and Rescaling layers that are
+# left by fold, which says so.
+CASES = {}
+
+
+def case(name, shape, *steps, left=0, shifts=0):
+    CASES[name] = shape, steps, left, shifts
+
+
+# Those of which a neighbour in the table finds nearly the same
+LATER = (
+    *("einsum of steps", "einsum with bias", "einsum over steps", "norm on inputs"),
+    *("LpNorm", "before reshaping", "before flattening", "before linear activation"),
+    *("norms of one reader", "norms of two calls", "transposed", "then einsum"),
+    *("then einsum over steps", "coupled", "function reads it", "two norms"),
+    "before pooling that keeps axes",
+)
+
+
+# Kinds of layers before a norm
+case("einsum without bias", (4,), einsum("ab,bc->ac", 5), bn)
+case("einsum of steps", (3, 4), einsum("abc,bcd->abd", (3, 2)), bn)
+case("einsum with bias", (3, 4), einsum("abc,cd->abd", (3, 2), "d"), bn)
+case("einsum, bias of steps", (3, 4), einsum("abc,cd->abd", (3, 2), "b"), bn, left=1)
+case("einsum of no channels", (3, 4), einsum("abc,b->abc", (3, 4)), bn, left=1)
+case("einsum over steps", (3, 4), einsum("abc,bd->adc", (2, 4)), bn, left=1)
+active = einsum("ab,bc->ac", 5, activation="relu")
+case("einsum with activation", (4,), active, bn, left=1)
+case("depthwise", (5, 4), apply(layers.DepthwiseConv1D, 3, use_bias=False), bn)
+case("norm on inputs", (4,), bn, bn, left=1)
+case("norm is an output", (4,), output_of_a_norm)
+case("two norms", (4,), dense(3), bn, cbn)
+for name, norm in {
+    "NoisyBN": apply(NoisyBN),
+    "LpNorm": apply(LpNorm),
+    "LpNorm of 1.5": apply(LpNorm, p=1.5),
+    "CBN": cbn,
+}.items():
+    case(name, (7, 7, 3), conv(4, 3), norm, relu, conv(4, 3, strides=2), norm)
+case("operators", (6,), dense(), bn, lambda x: x * 2.0 + 1.0)
+
+# Kinds of layers after a norm
+case(
+    "sum reads it",
+    (4,),
+    tanh,
+    cbn,
+    branches(layers.add, as_it_is, dense()),
+    dense(2),
+    left=1,
+)
+case("function reads it", (4,), tanh, cbn, ops.square, dense(2), left=1)
+case("then no channels", (3, 4), cbn, einsum("abc,b->abc", (3, 4), "b"), left=1)
+case("then bias of steps", (3, 4), cbn, einsum("abc,cd->abd", (3, 2), "b"), shifts=1)
+case("then einsum over steps", (3, 4), cbn, einsum("abc,bd->adc", (2, 4)), left=1)
+linear, active = apply(layers.Activation, "linear"), apply(layers.Activation, "relu")
+pooling = layers.GlobalAveragePooling1D
+for name, step, left in (
+    ("linear activation", linear, 0),
+    ("activation", active, 1),
+    ("pooling", apply(pooling), 0),
+    ("pooling that keeps axes", apply(pooling, keepdims=True), 0),
+    ("pooling of channels", apply(pooling, "channels_first"), 1),
+    ("flattening", apply(layers.Flatten), 0),
+    ("flattening of channels first", apply(layers.Flatten, "channels_first"), 1),
+):
+    case(f"before {name}", (5, 4), tanh, cbn, step, dense(2), left=left)
+case("before reshaping", (6, 2), tanh, cbn, apply(layers.Reshape, (3, 2, 4)), dense(2))
+flat = apply(layers.Reshape, (24,))
+case("before reshaping of channels", (6, 2), tanh, cbn, flat, dense(2), left=1)
+
+# Shared layers
+case("norms of one reader", (4,), norms_of_one_reader(cbn, cbn), left=2)
+case("one norm of one reader", (4,), one_norm_for_two)
+equal = norms_of_one_reader(apply(CBN, name="equal"), apply(CBN, name="equal_too"))
+case("equal norms of one reader", (4,), equal)
+case("a norm of one of two calls", (4,), norms_of_one_reader(cbn, relu), left=1)
+case("norms of two calls", (4,), calls_of_one_layer(bn, bn), left=2)
+both = calls_of_one_layer(as_it_is, as_it_is, join=layers.concatenate)
+case("norm of two calls joined", (4,), both, bn, left=1)
+case("called on its own output", (8, 8, 3), called_on_its_own_output, left=2)
+along_steps = functools.partial(layers.concatenate, axis=1)
+parts = branches(along_steps, *[apply(layers.Conv1D, 4, 2)] * 2)
+case("joined along steps", (5, 4), parts, bn, left=1)
+
+# Zero padding after a norm: its shift stays
+up = functools.partial(apply, layers.Conv2DTranspose, 5)
+image = (9, 9, 3)
+case("transposed", image, first, cbn, up(3, strides=2, padding="same"), shifts=1)
+case("transposed, wide strides", image, first, cbn, up(1, strides=2), shifts=1)
+case("transposed, no border", image, first, cbn, up(1))
+padded = chain(apply(layers.ZeroPadding2D, 2), conv(4, 3, padding="valid"))
+one_padded = branches(list, padded, chain(apply(layers.Dropout, 0.5), conv(4, 1)))
+case("padding layer before one of two", image, first, cbn, one_padded, shifts=1)
+inner = apply(Sequential, [layers.ZeroPadding2D(2), layers.Conv2D(5, 3)])
+case("padding in another model", image, first, cbn, inner, left=1)
+read_twice = branches(list, as_it_is, branches(layers.add, as_it_is, conv(4, 3)))
+case("norm is read and an output", image, first, cbn, read_twice, left=1)
+coupled = apply(CBN, decouple=False, rho=2.0)
+case("coupled", image, first, coupled, dense(5, use_bias=False))
+case("then einsum", image, first, cbn, einsum("abcd,de->abce", (None, None, 5)))
+
+
+@pytest.mark.parametrize("name", m.some_later(CASES, LATER))
+def test_small_models(name):
+    shape, steps, left, shifts = CASES[name]
+    model = m.model_of(shape, *steps)
+    equal = [layer for layer in model.layers if layer.name.startswith("equal")]
+    for layer in equal:
+        layer.set_weights(equal[0].get_weights())
+    says = "fold: " if left + shifts else ""
+    folded = m.check_fold(model, says=says)
+    assert len(m.norms_in(folded)) == left
+    assert len(m.of_class(folded, layers.Rescaling)) == shifts
+    assert not any(x.trainable for x in m.of_class(folded, layers.BatchNormalization))
+    if not m.norms_in(model):
+        return
+    x = m.batch_for(model)
+    converted = m.check_convert(model, "cbn", m.batch_for(model, seed=4), data=x)
+    assert not m.norms_in(converted)
+    m.check_fold(converted, x)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.startswith(("einsum", "depthwise"))]
+)
+def test_a_bias_where_the_norm_had_one(name):
+    shape, steps, *_ = CASES[name]
+    model = m.model_of(shape, *steps)
+    plain = m.quiet(convert, model, "cbn", preserve=False)
+    assert not m.norms_in(plain)
+    before, after = model.layers[1], plain.layers[1]
+    assert type(before) is type(after)
+    if name in ("einsum without bias", "einsum over steps", "depthwise"):
+        assert before.bias is None and after.bias is not None
+
+
+@pytest.mark.parametrize(
+    "wrapper", [WS, pytest.param(CWN, marks=pytest.mark.thorough), WN]
+)
+@pytest.mark.parametrize(
+    "cls, arguments",
+    [
+        (layers.Conv2D, {"filters": 4, "kernel_size": 3, "use_bias": False}),
+        (layers.DepthwiseConv2D, {"kernel_size": 3}),
+        (layers.SeparableConv2D, {"filters": 4, "kernel_size": 3}),
+        (layers.Conv2DTranspose, {"filters": 4, "kernel_size": 3}),
+        (layers.Dense, {"units": 4, "activation": "tanh"}),
+    ],
+)
+def test_weight_normalization(wrapper, cls, arguments):
+    model = m.model_of((7, 7, 3), lambda x: wrapper(cls(**arguments))(x), bn)
+    folded = m.check_fold(model)
+    assert len(m.norms_in(folded)) == ("activation" in arguments)
+    assert type(folded.layers[1]) is cls
+
+
+def test_maps_pass_what_they_commute_with():
+    left = chain(
+        conv(4, 3), apply(layers.Dropout, 0.5), apply(layers.AveragePooling2D, 2)
+    )
+    right = chain(
+        conv(2, 3),
+        apply(layers.Cropping2D, 2),
+        *(apply(layers.UpSampling2D, 2), maximum, apply(layers.ZeroPadding2D, 0)),
+    )
+    model = m.model_of(
+        (8, 8, 3),
+        branches(layers.concatenate, left, right),
+        *(apply(layers.BatchNormalization, center=False, name="bn"), relu, cbn),
+        *(apply(layers.AveragePooling2D, 2), apply(layers.Flatten), dense(3)),
+    )
+    norm = model.get_layer("bn")
+    norm.gamma.assign(np.abs(numpy(norm.gamma)))
+    norm.moving_mean.assign(np.zeros(6))
+    assert not m.norms_in(m.check_fold(model))
+    # Maximum pooling does not commute with a negative scale.
+    norm.gamma.assign(-numpy(norm.gamma))
+    assert m.norms_in(m.check_fold(model)) == ["bn"]
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_a_channel_of_scale_zero(padding):
+    norm = apply(CBN, decouple=False, name="norm")
+    model = m.model_of((9, 9, 3), first, norm, conv(5, 3, padding=padding))
+    gamma = model.get_layer("norm").gamma
+    gamma.assign(numpy(gamma) * [1, 0, 1, 0])
+    assert len(m.norms_in(m.check_fold(model))) == (padding == "same")
+
+
+@pytest.mark.parametrize("norm", [layers.BatchNormalization, CBN])
+def test_another_axis_than_the_channels(norm):
+    """It stays in place, whatever is around it; the rest is folded."""
+    model = m.model_of(
+        (8, 3),
+        *(apply(layers.Conv1D, 4, 1), bn, apply(norm, axis=1, name="wrong")),
+        *(apply(layers.ZeroPadding1D, 1), apply(layers.Cropping1D, 2)),
+        *(apply(layers.UpSampling1D, 2), apply(norm, axis=1, name="steps"), dense()),
+        *(apply(layers.AveragePooling1D, 2), apply(pooling)),
+    )
+    assert m.norms_in(m.check_fold(model)) == ["wrong", "steps"]
+
+
+def test_sizes_that_are_not_known():
+    model = m.model_of((None, None, 3), first, cbn, conv(5, 3))
+    folded = m.check_fold(model, m.images(2, 9, 11, 3))
+    m.assert_same_outputs(folded, model, m.images(1, 6, 14, 3))
+    # Nothing in front of a flattening can move.
+    model = m.model_of((None, 2, 3), first_1x1, cbn, apply(layers.Flatten))
+    assert len(m.norms_in(m.check_fold(model, m.images(4, 6, 2, 3)))) == 1
