@@ -19,9 +19,11 @@ import numpy as np
 
 from keras_norms import CBN, LpNorm, NoisyBN
 from keras_norms.ops import spheres
-from tests.support.autodiff import BACKEND, MODES, training_step
+from tests.support.autodiff import MODES, training_step
+from tests.support.backend import BACKEND, numpy
 from tests.support.batch_reference import BatchNormReference, LpNormReference
 from tests.support.cbn_reference import CBNReference
+from tests.support.normalizations import expected_step, linear_loss
 from tests.support.weight_reference import AsLayer, WeightReference
 
 CHANNELS = 3
@@ -35,7 +37,7 @@ WAYS = MODES[-1:] if BACKEND == "jax" else MODES
 def _normal(mean=0.0, std=1.0, shape=SHAPE, dtype="float32"):
     def make(rng):
         x = mean + std * rng.normal(size=shape)
-        return keras.ops.convert_to_numpy(keras.ops.cast(x, dtype))
+        return numpy(keras.ops.cast(x, dtype))
 
     return make
 
@@ -85,69 +87,54 @@ SEQUENCES = {
 }
 
 
-def _cbn(**form):
-    return (
-        functools.partial(CBN, **form),
-        functools.partial(CBNReference, **form),
-    )
-
-
-def _lp_norm(**form):
-    return (
-        functools.partial(LpNorm, **form),
-        functools.partial(LpNormReference, **form),
-    )
+def _pair(layer, reference, **form):
+    return functools.partial(layer, **form), functools.partial(reference, **form)
 
 
 def _weights(kind):
+    """The map of kernels of WS, CWN or WN in the place of a layer."""
+
     def make(dtype):
-        normalize = getattr(spheres, kind)
-        return AsLayer(
-            lambda w: keras.ops.cast(
-                normalize(w, tuple(range(len(w.shape) - 1))), w.dtype
-            )
-        )
+        def normalize(w):
+            axes = tuple(range(len(w.shape) - 1))
+            return keras.ops.cast(getattr(spheres, kind)(w, axes), w.dtype)
+
+        return AsLayer(normalize)
 
     return make, lambda channels: WeightReference(kind)
 
 
 # Name -> (function of keyword arguments that makes a layer, reference of channels).
 KERAS = "keras BN"
+QUIET = {"mean_range": 0, "scale_range": 1, "mean_jitter": 0, "scale_jitter": 0}
 BATCH = {
     KERAS: (keras.layers.BatchNormalization, BatchNormReference),
-    "CBN": _cbn(),
-    "CBN, ratio": _cbn(mean_gradient="ratio"),
-    "CBN, coupled": _cbn(decouple=False),
-    "CBN, coupled, ratio": _cbn(decouple=False, mean_gradient="ratio"),
-    "NoisyBN": (
-        functools.partial(
-            NoisyBN, mean_range=0, scale_range=1, mean_jitter=0, scale_jitter=0, seed=0
-        ),
-        BatchNormReference,
+    "CBN": (CBN, CBNReference),
+    "CBN, ratio": _pair(CBN, CBNReference, mean_gradient="ratio"),
+    "CBN, coupled": _pair(CBN, CBNReference, decouple=False),
+    "CBN, coupled, ratio": _pair(
+        CBN, CBNReference, decouple=False, mean_gradient="ratio"
     ),
+    "NoisyBN": (functools.partial(NoisyBN, **QUIET, seed=0), BatchNormReference),
 }
 LP_NORMS = {
-    f"LpNorm {p}{', centered' * (of == 'centered')}": _lp_norm(p=p, norm_of=of)
+    f"LpNorm {p}{', centered' * (of == 'centered')}": _pair(
+        LpNorm, LpNormReference, p=p, norm_of=of
+    )
     for of in ("input", "centered")
     for p in (1, 2, np.inf)
 }
 WEIGHTS = {kind.upper(): _weights(kind) for kind in ("ws", "cwn", "wn")}
-UNKNOWN_RATE = {"CBN, rate unknown": _cbn()}
+UNKNOWN_RATE = {"CBN, rate unknown": BATCH["CBN"]}
 LAYERS = BATCH | UNKNOWN_RATE | LP_NORMS | WEIGHTS
 
 
 def errors(layer, case, steps=STEPS, mode=MODES[-1]):
-    """The errors of a layer on an input.
+    """Errors of output and of dx in each step, infinite where not finite: (steps, 2).
 
     Args:
         layer: A key of `LAYERS`.
-        case: A key of `CASES`, `LARGE` or `SEQUENCES`.
-        steps: How many training steps, but for a sequence.
-        mode: See `tests.support.autodiff`.
-
-    Returns:
-        Array `(steps, 2)`: errors of the output and of the gradient with respect to the
-        inputs, infinite where these are not finite.
+        case: A key of `CASES`, `LARGE` or `SEQUENCES`, which have steps of their own.
     """
     inputs, policy = _inputs(case, steps)
     shape = inputs[0].shape
@@ -197,12 +184,8 @@ def _step(name, policy, shape, mode, rate):
     if isinstance(layer, CBN):
         layer.set_learning_rate(rate)
     start = [] if name in WEIGHTS else layer.get_weights()
-
-    def loss(y):
-        slope = keras.ops.convert_to_tensor(g)
-        return keras.ops.sum(keras.ops.cast(y, "float32") * slope)
-
-    step = training_step(layer, loss, mode)
+    loss = linear_loss(g)
+    step = training_step(layer, lambda y: loss(keras.ops.cast(y, "float32")), mode)
 
     def restart():
         if start:
@@ -217,11 +200,7 @@ def _reference_step(reference, x, gamma, beta, g, rate):
         axes, gain = tuple(range(x.ndim - 1)), np.ones(x.shape[-1])
         y = reference.forward(x, gain, axes)
         return y, reference.gradients(g, x, gain, axes)[0]
-    if isinstance(reference, CBNReference):
-        y, constants = reference.train(x, gamma, beta, rate)
-        return y, reference.gradients(g, x, gamma, beta, constants)[0]
-    y = reference.train(x, gamma, beta)
-    return y, reference.gradients(g, x, gamma, beta)[0]
+    return expected_step(reference, x, gamma, beta, g, rate)[:2]
 
 
 def _error(found, expected):
