@@ -1,6 +1,7 @@
 """Hard inputs: errors of outputs and gradients, and what must stay clean."""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -24,9 +25,15 @@ FEW = ["CBN", "NoisyBN", "LpNorm inf, centered"]
 layers = pytest.mark.parametrize("layer", some(OURS, FEW))
 
 
-@pytest.mark.parametrize("layer", some([*OURS, *numerics.WEIGHTS], [*FEW, "WS"]))
-def test_errors(layer):
-    for case, (_, policy) in numerics.CASES.items():
+@pytest.mark.parametrize(
+    ("layer", "policy"),
+    some(
+        itertools.product([*OURS, *numerics.WEIGHTS], ROUNDING),
+        [(layer, "float32") for layer in (*FEW, "WS")] + [(FEW[-1], "mixed_float16")],
+    ),
+)
+def test_errors(layer, policy):
+    for case in (c for c in numerics.CASES if numerics.policy(c) == policy):
         of_weights = layer in numerics.WEIGHTS
         if of_weights and case in ("denormal", "one sample"):
             continue  # Nearly 0: the gradient, the output.
@@ -138,7 +145,7 @@ def test_a_bad_channel_stays_alone_and_is_forgotten(layer, bad):
     assert_same(results(layer, np.full_like(X, bad))[1], before)
 
 
-@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("policy", some(["float16", "bfloat16"], ["float16"]))
 @layers
 def test_statistics_of_large_activations_in_half_precision(layer, policy):
     """Their squares are no float16: all that is kept is float32."""

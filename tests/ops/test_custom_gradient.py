@@ -69,7 +69,7 @@ def results(layer, x, g, mode, **mask):
     first = training_step(layer, loss, mode, **mask)(x[::-1].copy())
     second = training_step(layer, loss, mode)(x)
     derivative = second_derivative(layer, x, loss, g, mode)
-    return [*second, derivative, *first, *averages(layer)]
+    return [*second, derivative, *first[:3], *averages(layer)]
 
 
 @tensorflow_only

@@ -8,16 +8,17 @@ from keras_norms import LpNorm
 from tests.support.autodiff import training_step
 from tests.support.cbn_reference import relative_error
 from tests.support.normalizations import (
+    CASES,
+    FEW,
     INF,
-    NORMS,
     assert_near,
     averages,
     batch,
     built,
+    case,
     expected_step,
-    kernels,
+    in_modes,
     linear_loss,
-    some,
 )
 
 SHAPE = (8, 3, 4)
@@ -33,9 +34,8 @@ TIES = np.array(
 ).T
 
 
-@kernels
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("norm_of", ["input", "centered"])
+@pytest.mark.parametrize(("norm_of", "mode"), in_modes(["input", "centered"]))
 def test_maxima_share_the_gradient(norm_of, masked, mode):
     rng = np.random.default_rng(4)
     x, mask, arguments = TIES.astype("float32"), None, {}
@@ -51,15 +51,14 @@ def test_maxima_share_the_gradient(norm_of, masked, mode):
     assert_near(actual, expected_step(reference, x, *affine, g, mask=mask))
 
 
-FEW = [NORMS[0], (1.5, "centered"), (2, "input"), (3, "centered"), (INF, "centered")]
+NAMES = [name for name, (layer, _) in CASES.items() if layer is LpNorm]
 
 
-@kernels
-@pytest.mark.parametrize(("p", "norm_of"), some(NORMS, FEW))
-def test_masks(p, norm_of, mode):
+@pytest.mark.parametrize(("name", "mode"), in_modes(NAMES, FEW[2:]))
+def test_masks(name, mode):
     """A mask that differs between channels; outputs of hidden elements count too."""
     rng = np.random.default_rng(5)
-    layer, reference, gamma, beta = built(SHAPE, rng, LpNorm, p=p, norm_of=norm_of)
+    layer, reference, gamma, beta = case(name, SHAPE, rng)
     x, g = batch(rng, SHAPE), rng.normal(size=SHAPE)
     mask = rng.random(SHAPE) < 0.6
     mask[..., 3] = False
@@ -85,14 +84,11 @@ def test_masks(p, norm_of, mode):
         assert moving[0][3] == 0 and moving[1][3] == 1
 
 
-@kernels
-@pytest.mark.parametrize(("p", "norm_of"), some(NORMS[4:], FEW[2:]))
-def test_batches_of_one_and_of_none(p, norm_of, mode):
+@pytest.mark.parametrize(("name", "mode"), in_modes(NAMES[4:], FEW[4:]))
+def test_batches_of_one_and_of_none(name, mode):
     rng = np.random.default_rng(8)
     for shape in ((1, 3), (0, 3)):
-        layer, reference, *affine = built(
-            shape, rng, LpNorm, p=p, norm_of=norm_of, epsilon=0.5
-        )
+        layer, reference, *affine = case(name, shape, rng, epsilon=0.5)
         x, g = batch(rng, shape), rng.normal(size=shape)
         actual = training_step(layer, linear_loss(g), mode)(x)
         expected = expected_step(reference, x, *affine, g)

@@ -9,7 +9,7 @@ from keras import ops
 from keras_norms.ops import noise
 from tests.support.autodiff import compiled
 from tests.support.backend import BACKEND, numpy
-from tests.support.normalizations import kernels
+from tests.support.normalizations import KERNELS
 
 hashed = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has its generator")
 # Four standard errors of a normal variable, as a probability.
@@ -132,7 +132,7 @@ def uniforms(bits):
 
 
 @hashed
-@kernels
+@pytest.mark.parametrize("mode", KERNELS)
 @pytest.mark.parametrize("seed", [(0, 0), (3, 17), (2**32 - 1, 5)])
 def test_the_hash_in_numpy(seed, mode):
     """So that all backends and modes have the same noise; Box and Muller in float64."""

@@ -12,16 +12,16 @@ from tests.support.backend import has_float64, numpy
 from tests.support.cbn_reference import finite_differences, relative_error
 from tests.support.normalizations import (
     CASES,
+    FEW,
+    INF,
     REFERENCES,
     assert_near,
     averages,
     batch,
     built,
     case,
-    cases,
-    compiled,
     expected_step,
-    kernels,
+    in_modes,
     linear_loss,
     quadratic_loss,
     set_rate,
@@ -32,11 +32,11 @@ from tests.support.weight_reference import AsLayer
 
 SHAPE = (8, 3, 4)
 # Unknown rates first and last, where the batch normalises and `momentum` averages.
+SECOND = ("shift", "coupled_ratio", "l1.5 centered", "l2 input", f"l{INF} centered")
 RATES = [-1.0, -1.0, 0.1, 0.05, 0.01, 0.01, 0.001, 0.0, 0.2, 0.03, *[0.005] * 10, -1.0]
 
 
-@kernels
-@cases
+@pytest.mark.parametrize(("name", "mode"), in_modes(CASES, FEW))
 def test_steps(name, mode):
     """With changing learning rates where the layer knows them, then at inference."""
     rng = np.random.default_rng(0)
@@ -54,11 +54,13 @@ def test_steps(name, mode):
 
 
 @has_float64
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, FEW[:4]))
 def test_float64_layers_compute_in_float64(name):
     rng = np.random.default_rng(1)
     layer, reference, *affine = case(name, SHAPE, rng, dtype="float64")
     rate = set_rate(layer, 0.02)
+    if isinstance(layer, CBN):
+        reference.rho = float(numpy(layer.rho))  # TensorFlow rounds it to float32.
     g = rng.normal(size=SHAPE)
     step = training_step(layer, linear_loss(g))
     for _ in range(2):
@@ -67,8 +69,7 @@ def test_float64_layers_compute_in_float64(name):
         assert_near(step(x), expected, 1e-12)
 
 
-@compiled
-@cases
+@pytest.mark.parametrize(("name", "mode"), in_modes(CASES, SECOND, MODES[1:2] or MODES))
 def test_second_derivative_is_the_derivative_of_the_gradient(name, mode):
     rng = np.random.default_rng(3)
     layer, reference, *affine = case(name, SHAPE, rng)
@@ -102,7 +103,7 @@ NOTHING = {
 }
 
 
-@pytest.mark.parametrize("name", NOTHING)
+@pytest.mark.parametrize("name", some(NOTHING, ["cbn", "lp 3, centered"]))
 def test_second_derivative_where_a_channel_has_nothing(name):
     make, masked = NOTHING[name]
     x, g, direction = np.random.default_rng(0).normal(1, 2, (3, 9, 3)).astype("float32")
@@ -162,11 +163,10 @@ EXTREMES = {
 HARD = CASES | {
     f"l50 {of}": (LpNorm, {"p": 50, "norm_of": of}) for of in ("input", "centered")
 }
-FEW_HARD = ["shift", "coupled_ratio", "l1 input", "l3 centered", "l50 centered"]
+FEW_HARD = ("shift", "coupled_ratio", "l1 input", "l3 centered", "l50 centered")
 
 
-@kernels
-@pytest.mark.parametrize("name", some(HARD, [*FEW_HARD, "linf input"]))
+@pytest.mark.parametrize(("name", "mode"), in_modes(HARD, FEW_HARD))
 def test_extreme_channels(name, mode):
     rng = np.random.default_rng(7)
     norm, arguments = HARD[name]
@@ -195,6 +195,8 @@ def test_extreme_channels(name, mode):
                 # deviations is rounded by 6e-5 of one at most.
                 tolerance = 1e-3 if "mean" in name else 1e-4
                 bound = tolerance * (np.abs(wanted).max() or 1)
+                # A square of 1e-20 is a denormal number, which XLA takes for 0.
+                bound = max(bound, np.finfo("float32").tiny)
                 assert np.abs(value - wanted).max() <= bound, name
     assert np.isfinite(numpy(layer(x, training=False))[..., :-1]).all()
 

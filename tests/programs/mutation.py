@@ -5,7 +5,7 @@
 
 Works on a copy of the checkout. cosmic-ray makes the mutants, pytest-cov tells which
 tests run the line of each, and a fork, which has Keras already, runs these until one
-fails. `--only=3,17` runs these numbers of the sample again, as after a new test.
+fails. `--only 3 17` runs these numbers of the sample again, as after a new test.
 """
 
 import argparse
@@ -32,11 +32,9 @@ CHECKOUT = pathlib.Path(__file__).parents[2]
 # Those that a tensor takes, and of comparisons one that is near and one that is not.
 OPERATORS = re.compile(
     "core/(NumberReplacer|AddNot|Replace(True|False|And|Or)With.*|RemoveDecorator"
-    "|ReplaceUnaryOperator_Delete_.*"
-    "|ReplaceBinaryOperator_(Add_(Sub|Mul)|Sub_(Add|Div)|Mul_(Div|Add)|Div_(Mul|Sub)"
-    "|FloorDiv_Mul|Mod_FloorDiv|Pow_(Mul|Div))"
-    "|ReplaceComparisonOperator_(Gt_(GtE|LtE)|GtE_(Gt|Lt)|Lt_(LtE|GtE)|LtE_(Lt|Gt)"
-    "|Eq_(NotEq|GtE)|NotEq_(Eq|Gt)|Is_IsNot|IsNot_Is))$"
+    "|Replace(Unary|Binary|Comparison)Operator_(Delete_.*|Add_Sub|Add_Mul|Sub_Add"
+    "|Sub_Div|Mul_Div|Mul_Add|Div_Mul|FloorDiv_Mul|Mod_FloorDiv|Pow_Mul|Gt_GtE|Gt_LtE"
+    "|GtE_Gt|GtE_Lt|Lt_LtE|Lt_GtE|LtE_Lt|LtE_Gt|Eq_NotEq|NotEq_Eq|Is_IsNot|IsNot_Is))$"
 )
 
 
@@ -63,15 +61,19 @@ def run_pytest(arguments, chosen=None):
         for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
             del sys.modules[name]
         sys.path.insert(0, os.getcwd())
+        # Python takes a compiled file for that of a source of the same second.
+        sys.dont_write_bytecode = chosen is not None
         with contextlib.redirect_stdout(io.StringIO()):
             code = pytest.main(["-x", "-pno:cacheprovider", *arguments], [Chosen()])
-        os._exit(code)
+        sys.exit(code)
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    process.join(timeout=3600 if chosen is None else 600)
+    process.join(timeout=3600)
     process.kill()
     process.join()
+    # Neither wrong arguments nor no tests: that would be a fault of this program.
+    assert process.exitcode not in (4, 5)
     return process.exitcode
 
 
@@ -84,33 +86,30 @@ def run(flags):
     lines = coverage.CoverageData(".coverage")
     lines.read()
     survived = []
-    only = map(int, flags.only.split(",")) if flags.only else range(len(sample))
-    for number in only:
+    for number in flags.only or range(len(sample)):
         path, line, operator, occurrence = sample[number]
-        original = path.read_text()
-        changed = mutate_code(original, operator, occurrence)
         contexts = lines.contexts_by_lineno(str(path)).get(line, ())
         tests = {context.partition("|")[0] for context in contexts} - {""}
-        outcome = "not run"
-        if tests:
-            path.write_text(changed)
-            files = sorted({test.partition("::")[0] for test in tests}, reverse=True)
-            code = run_pytest(files, tests)
-            path.write_text(original)
-            outcome = "killed" if code else "survived"
+        original = path.read_text()
+        changed = mutate_code(original, operator, occurrence)
+        path.write_text(changed)
+        files = sorted({test.partition("::")[0] for test in tests}, reverse=True)
+        code = run_pytest(files, tests) if tests else None
+        path.write_text(original)
+        outcome = {None: "not run", 0: "survived"}.get(code, "killed")
         print(f"{number}: {path.name}:{line}: {outcome} of {len(tests)}", flush=True)
-        if outcome == "survived":
+        if code == 0:
             texts = original.splitlines(), changed.splitlines()
             print(*difflib.unified_diff(*texts, n=0, lineterm=""), sep="\n", flush=True)
             survived.append(number)
-    print("survived:", ",".join(map(str, survived)))
+    print("survived:", *survived)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="numbers of mutants in the sample, with commas")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers in the sample")
     parser.add_argument("--tests", nargs="+", default=("tests/ops", "tests/layers"))
     flags = parser.parse_args()
     for module in ("keras", "hypothesis", os.environ["KERAS_BACKEND"]):

@@ -34,57 +34,45 @@ STEPS = 3
 WAYS = MODES[-1:] if BACKEND == "jax" else MODES
 
 
-def _normal(mean=0.0, std=1.0, shape=SHAPE, dtype="float32"):
-    def make(rng):
-        x = mean + std * rng.normal(size=shape)
-        return numpy(keras.ops.cast(x, dtype))
-
-    return make
-
-
-# Name -> (function of a generator that returns inputs, dtype policy of the layer).
+# Name -> mean and deviation of the inputs, their shape and dtype.
 CASES = {
-    "mean 0, deviation 1": (_normal(), "float32"),
-    "mean / deviation = 1e2": (_normal(1e2), "float32"),
-    "mean / deviation = 1e4": (_normal(1e4), "float32"),
-    "deviation 1e-18": (_normal(1e-18, 1e-18), "float32"),
-    "deviation 1e-9": (_normal(1e-9, 1e-9), "float32"),
-    "deviation 1e9": (_normal(1e9, 1e9), "float32"),
-    "deviation 1e17": (_normal(1e17, 1e17), "float32"),
-    "deviation 1e18": (_normal(1e18, 1e18), "float32"),
-    "denormal": (_normal(0, 1e-41), "float32"),
-    "constant": (_normal(7.3, 0), "float32"),
-    "one sample": (_normal(1, 1, (1, CHANNELS)), "float32"),
-    "float16": (_normal(1, dtype="float16"), "mixed_float16"),
-    "bfloat16": (_normal(1, dtype="bfloat16"), "mixed_bfloat16"),
-    "float64": (_normal(1, dtype="float64"), "float64"),
+    "mean 0, deviation 1": (0, 1, SHAPE, "float32"),
+    "mean / deviation = 1e2": (1e2, 1, SHAPE, "float32"),
+    "mean / deviation = 1e4": (1e4, 1, SHAPE, "float32"),
+    "deviation 1e-18": (1e-18, 1e-18, SHAPE, "float32"),
+    "deviation 1e-9": (1e-9, 1e-9, SHAPE, "float32"),
+    "deviation 1e9": (1e9, 1e9, SHAPE, "float32"),
+    "deviation 1e17": (1e17, 1e17, SHAPE, "float32"),
+    "deviation 1e18": (1e18, 1e18, SHAPE, "float32"),
+    "denormal": (0, 1e-41, SHAPE, "float32"),
+    "constant": (7.3, 0, SHAPE, "float32"),
+    "one sample": (1, 1, (1, CHANNELS), "float32"),
+    "float16": (1, 1, SHAPE, "float16"),
+    "bfloat16": (1, 1, SHAPE, "bfloat16"),
+    "float64": (1, 1, SHAPE, "float64"),
 }
 LARGE = {
-    "2^20 a channel": (_normal(1, 1, (256, 64, 64, CHANNELS)), "float32"),
-    "2^24 a channel": (_normal(1, 1, (4096, 64, 64, 1)), "float32"),
+    "2^20 a channel": (1, 1, (256, 64, 64, CHANNELS), "float32"),
+    "2^24 a channel": (1, 1, (4096, 64, 64, 1), "float32"),
 }
-
-
-def _sequence(*means_and_deviations):
-    def make(rng):
-        return [_normal(*numbers)(rng) for numbers in means_and_deviations]
-
-    return make
-
-
-# Batches whose means and deviations are not those of the batches before: name ->
-# function of a generator that returns a list of inputs.
+# Batches whose means and deviations are not those of the batches before.
 SEQUENCES = {
-    f"mean 0, then {jump:.0e}": _sequence(*[(0, 1)] * 4, *[(jump, 1)] * 2)
+    f"mean 0, then {jump:.0e}": [*[(0, 1)] * 4, *[(jump, 1)] * 2]
     for jump in (1e2, 1e3, 1e4)
 } | {
-    "mean 1e4, then 0": _sequence(*[(1e4, 1)] * 4, *[(0, 1)] * 2),
-    "deviation 1, then 1e6": _sequence(*[(1, 1)] * 4, *[(1e6, 1e6)] * 2),
-    "deviation 1e6, then 1": _sequence(*[(1e6, 1e6)] * 4, *[(1, 1)] * 2),
-    "deviation 1 to 1e-5": _sequence(*[(1, 10.0**-k) for k in range(6)]),
-    "mean 0 and 1e2 in turns": _sequence(*[(0, 1), (1e2, 1)] * 3),
-    "mean 3e4 once": _sequence((0, 1), (3e4, 1), (0, 1)),
+    "mean 1e4, then 0": [*[(1e4, 1)] * 4, *[(0, 1)] * 2],
+    "deviation 1, then 1e6": [*[(1, 1)] * 4, *[(1e6, 1e6)] * 2],
+    "deviation 1e6, then 1": [*[(1e6, 1e6)] * 4, *[(1, 1)] * 2],
+    "deviation 1 to 1e-5": [(1, 10.0**-k) for k in range(6)],
+    "mean 0 and 1e2 in turns": [(0, 1), (1e2, 1)] * 3,
+    "mean 3e4 once": [(0, 1), (3e4, 1), (0, 1)],
 }
+
+
+def policy(case):
+    """The dtype policy of a layer for inputs of a case."""
+    dtype = (CASES | LARGE)[case][-1] if case not in SEQUENCES else "float32"
+    return f"mixed_{dtype}" if "float16" in dtype else dtype
 
 
 def _pair(layer, reference, **form):
@@ -136,28 +124,33 @@ def errors(layer, case, steps=STEPS, mode=MODES[-1]):
         layer: A key of `LAYERS`.
         case: A key of `CASES`, `LARGE` or `SEQUENCES`, which have steps of their own.
     """
-    inputs, policy = _inputs(case, steps)
+    inputs = _inputs(case, steps)
     shape = inputs[0].shape
     gamma, beta, g = _affine_and_slope(shape)
     reference = LAYERS[layer][1](shape[-1])
     rate = -1.0 if layer in UNKNOWN_RATE else RATE
-    step = _step(layer, policy, shape, mode, rate)()
+    norm, start, step = _step(layer, policy(case), shape, mode, rate)
+    if start:
+        norm.set_weights(start)
     found = []
     for x in inputs:
         y, dx, *_ = step(x)
-        wide = x.astype("float64")
-        expected, wanted = _reference_step(reference, wide, gamma, beta, g, rate)
-        found.append((_error(y, expected), _error(dx, wanted)))
+        expected = _reference_step(reference, x.astype("float64"), gamma, beta, g, rate)
+        found.append((_error(y, expected[0]), _error(dx, expected[1])))
     return np.array(found)
 
 
 @functools.lru_cache(1)
 def _inputs(case, steps):
     rng = np.random.default_rng(0)
+
+    def inputs(mean, deviation, shape=SHAPE, dtype="float32"):
+        x = mean + deviation * rng.normal(size=shape)
+        return numpy(keras.ops.cast(x, dtype))
+
     if case in SEQUENCES:
-        return SEQUENCES[case](rng), "float32"
-    make, policy = (CASES | LARGE)[case]
-    return [make(rng)] * steps, policy
+        return [inputs(*pair) for pair in SEQUENCES[case]]
+    return [inputs(*(CASES | LARGE)[case])] * steps
 
 
 @functools.lru_cache(1)
@@ -171,10 +164,7 @@ def _affine_and_slope(shape):
 
 @functools.cache
 def _step(name, policy, shape, mode, rate):
-    """A function that returns the training step of a layer as it is before the first.
-
-    Compiled once for all inputs of a kind.
-    """
+    """A layer, its weights, and its training step, compiled once for such inputs."""
     layer = LAYERS[name][0](dtype=policy)
     gamma, beta, g = _affine_and_slope(shape)
     if name not in WEIGHTS:
@@ -186,13 +176,7 @@ def _step(name, policy, shape, mode, rate):
     start = [] if name in WEIGHTS else layer.get_weights()
     loss = linear_loss(g)
     step = training_step(layer, lambda y: loss(keras.ops.cast(y, "float32")), mode)
-
-    def restart():
-        if start:
-            layer.set_weights(start)
-        return step
-
-    return restart
+    return layer, start, step
 
 
 def _reference_step(reference, x, gamma, beta, g, rate):
@@ -213,27 +197,19 @@ def _error(found, expected):
     return error if np.isfinite(error) else np.inf
 
 
-def fits(layer, case):
-    """Whether the layer takes the input: a unit of WS or CWN has several weights."""
-    return case != "one sample" or layer not in ("WS", "CWN")
-
-
-def _cell(layer, case):
-    if not fits(layer, case):
-        return ""
-    if case in LARGE:
-        found = [errors(layer, case, 1, WAYS[:2][-1])]
-        _step.cache_clear()
-    else:
-        found = [errors(layer, case, mode=mode) for mode in WAYS]
-    output, gradient = np.max(found, (0, 1))
-    return f"{output:.0e}, {gradient:.0e}"
-
-
 def _table(layers, cases):
     print(f"\n| inputs | {' | '.join(layers)} |\n|---|{'---|' * len(layers)}")
     for case in cases:
-        cells = (_cell(layer, case) for layer in layers)
+        cells = []
+        for layer in layers:
+            if case == "one sample" and layer in ("WS", "CWN"):
+                cells.append("")  # A unit of these has several weights.
+                continue
+            modes, steps = (WAYS[:2][-1:], 1) if case in LARGE else (WAYS, STEPS)
+            found = [errors(layer, case, steps, mode) for mode in modes]
+            if case in LARGE:
+                _step.cache_clear()
+            cells.append("{:.0e}, {:.0e}".format(*np.max(found, (0, 1))))
         print(f"| {case} | {' | '.join(cells)} |", flush=True)
 
 

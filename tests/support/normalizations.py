@@ -1,5 +1,7 @@
 """CBN, NoisyBN and LpNorm beside their references: layers, inputs, training steps."""
 
+import itertools
+
 import numpy as np
 import pytest
 from keras import ops
@@ -33,16 +35,20 @@ def some(values, few):
     return [value if value in few else thorough(value) for value in values]
 
 
-# Each p and each `norm_of`, and both ways to go wrong in CBN: sums of both changes.
-FEW = ("shift", "coupled_ratio", "l1 input", "l1.5 centered", "l2 input", "l3 centered")
-FEW += (f"l{INF} input", f"l{INF} centered")
-cases = pytest.mark.parametrize("name", some(CASES, FEW))
 # The modes that run kernels of their own: TensorFlow's graph has those of eager, JAX's
 # eager those of XLA, one by one.
 KERNELS = MODES[-1:] if BACKEND == "jax" else MODES[::2]
-kernels = pytest.mark.parametrize("mode", some(MODES, KERNELS))
-# One that is compiled.
-compiled = pytest.mark.parametrize("mode", some(MODES, MODES[1:2] or MODES))
+
+
+def in_modes(values, few=(), modes=KERNELS):
+    """Values and modes: a few or all values in one mode each, in turns."""
+    chosen = [(value, modes[i % len(modes)]) for i, value in enumerate(few or values)]
+    return some(itertools.product(values, MODES), chosen)
+
+
+# Each p and each `norm_of`, and CBN with both changes at once.
+FEW = ("shift", "coupled_ratio", "l1 input", "l1.5 centered", "l2 input", "l3 centered")
+FEW += (f"l{INF} input",)
 
 
 def built(shape, rng, layer, **arguments):
@@ -60,7 +66,7 @@ def built(shape, rng, layer, **arguments):
 def case(name, shape, rng, **more):
     """The same for one of `CASES`."""
     layer, arguments = CASES[name]
-    return built(shape, rng, layer, **arguments, **more)
+    return built(shape, rng, layer, **arguments | more)
 
 
 def set_rate(layer, rate):
