@@ -91,11 +91,9 @@ def test_float32_inputs_with_float64_statistics(shape):
     x = np.random.default_rng(4).normal(1, 2, shape).astype("float32")
     exact, axes = x.astype("float64"), tuple(range(len(shape) - 1))
     mask = np.random.default_rng(5).random(shape) < 0.5
-    batch = moments(ops.convert_to_tensor(x), "float64", -1)
-    masked = moments(
-        ops.convert_to_tensor(x), "float64", -1, ops.convert_to_tensor(mask)
-    )
-    kept = np.ma.array(exact, mask=~mask)
+    tensor, kept = ops.convert_to_tensor(x), np.ma.array(exact, mask=~mask)
+    batch = moments(tensor, "float64", -1)
+    masked = moments(tensor, "float64", -1, ops.convert_to_tensor(mask))
     for actual, wanted in ((batch, exact), (masked, kept)):
         for value in actual:
             assert keras.backend.standardize_dtype(value.dtype) == "float64"

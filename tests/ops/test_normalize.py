@@ -22,14 +22,8 @@ from tests.support.normalizations import (
 )
 from tests.support.weight_reference import AsLayer
 
-SETTINGS = {
-    "rho": 0.7,
-    "epsilon": 1e-5,
-    "learning_rate": 0.03,
-    "omega": 10.0,
-    "momentum": 0.99,
-    "axis": -1,
-}
+SETTINGS = {"rho": 0.7, "epsilon": 1e-5, "learning_rate": 0.03, "omega": 10.0}
+SETTINGS |= {"momentum": 0.99, "axis": -1}
 
 
 @pytest.mark.parametrize(("form", "mode"), in_modes(["shift", "coupled_ratio"]))

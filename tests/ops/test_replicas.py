@@ -1,7 +1,5 @@
 """Sums over replicas one replica at a time; `tests/devices` runs them at once."""
 
-import types
-
 import keras
 import numpy as np
 import pytest
@@ -10,42 +8,11 @@ from keras import ops
 from keras_norms.ops import lp_norm, moments, replicas
 from tests.support.backend import BACKEND, numpy, tensorflow_only
 from tests.support.cbn_reference import relative_error
+from tests.support.simulated_replicas import run_on
 
 pytestmark = pytest.mark.skipif(
     BACKEND == "jax", reason="JAX has no replicas: its arrays are those of all devices"
 )
-
-
-def run_on(count, function, monkeypatch):
-    """What `function(i)` returns on each of some replicas that wait for each other.
-
-    Each collective is one pass over all replicas: until a replica has the sum, it goes
-    on with what it sent.
-    """
-    sums = []
-
-    def attempt(replica):
-        sent = []
-
-        def all_reduce(operation, x):
-            assert operation == "sum"
-            sent.append(x)
-            return sums[len(sent) - 1] if len(sent) <= len(sums) else x
-
-        context = types.SimpleNamespace(
-            num_replicas_in_sync=count,
-            replica_id_in_sync_group=replica,
-            all_reduce=all_reduce,
-        )
-        with monkeypatch.context() as patch:
-            patch.setattr(replicas, "_context", lambda: context)
-            return function(replica), sent
-
-    while True:
-        results, sent = zip(*(attempt(i) for i in range(count)))
-        if len(sent[0]) == len(sums):
-            return results
-        sums.append(sum(each[len(sums)] for each in sent))
 
 
 def test_one_process_is_one_replica():

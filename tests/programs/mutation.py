@@ -9,9 +9,7 @@ fails. `--only 3 17` runs these numbers of the sample again, as after a new test
 """
 
 import argparse
-import contextlib
 import difflib
-import importlib
 import io
 import multiprocessing
 import os
@@ -23,6 +21,7 @@ import sys
 import tempfile
 
 import coverage
+import keras
 import pytest
 from cosmic_ray import plugins
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -63,17 +62,15 @@ def run_pytest(arguments, chosen=None):
         sys.path.insert(0, os.getcwd())
         # Python takes a compiled file for that of a source of the same second.
         sys.dont_write_bytecode = chosen is not None
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = pytest.main(["-x", "-pno:cacheprovider", *arguments], [Chosen()])
-        sys.exit(code)
+        sys.stdout = io.StringIO()
+        sys.exit(pytest.main(["-x", "-pno:cacheprovider", *arguments], [Chosen()]))
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     process.join(timeout=3600)
     process.kill()
     process.join()
-    # Neither wrong arguments nor no tests: that would be a fault of this program.
-    assert process.exitcode not in (4, 5)
+    assert process.exitcode not in (4, 5), "No test was found"
     return process.exitcode
 
 
@@ -81,11 +78,11 @@ def run(flags):
     ops = sorted(pathlib.Path("keras_norms/ops").absolute().glob("*.py"))
     found = [mutant for path in ops for mutant in mutants(path)]
     sample = random.Random(flags.seed).sample(found, flags.sample)
+    print(f"{len(sample)} of {len(found)} mutants on {keras.backend.backend()}")
     options = ["--cov=keras_norms.ops", "--cov-context=test", "--cov-report="]
     assert not run_pytest([*options, *flags.tests]), "Tests fail without any change"
     lines = coverage.CoverageData(".coverage")
     lines.read()
-    survived = []
     for number in flags.only or range(len(sample)):
         path, line, operator, occurrence = sample[number]
         contexts = lines.contexts_by_lineno(str(path)).get(line, ())
@@ -101,8 +98,6 @@ def run(flags):
         if code == 0:
             texts = original.splitlines(), changed.splitlines()
             print(*difflib.unified_diff(*texts, n=0, lineterm=""), sep="\n", flush=True)
-            survived.append(number)
-    print("survived:", *survived)
 
 
 def main():
@@ -112,8 +107,6 @@ def main():
     parser.add_argument("--only", type=int, nargs="+", help="numbers in the sample")
     parser.add_argument("--tests", nargs="+", default=("tests/ops", "tests/layers"))
     flags = parser.parse_args()
-    for module in ("keras", "hypothesis", os.environ["KERAS_BACKEND"]):
-        importlib.import_module(module)
     with tempfile.TemporaryDirectory() as directory:
         for name in ("keras_norms", "tests"):
             shutil.copytree(CHECKOUT / name, pathlib.Path(directory, name))

@@ -2,14 +2,14 @@
 
     KERAS_BACKEND=tensorflow python -m tests.programs.numerics
 
-prints tables in Markdown for the backend. A cell has the largest errors of the output
-and of the gradient with respect to the inputs against the float64 references, in units
-of the largest value of the same channel, over three training steps on the same input,
-or one on each of a sequence, and over the ways in which the backend runs a step (on
-TensorFlow eager, graph and jit_compile); of the large inputs, of one step in one way.
+prints tables in Markdown. A cell has the largest errors of the output and of the
+gradient of the inputs against the float64 references, in units of the largest value of
+the same channel, over three steps on the same input, or one on each of a sequence, and
+over the ways in which the backend runs a step; of large inputs, of one step in one way.
 The inputs of WS, CWN and WN are kernels, a channel is a unit.
 """
 
+import copy
 import functools
 import os
 import platform
@@ -21,9 +21,7 @@ from keras_norms import CBN, LpNorm, NoisyBN
 from keras_norms.ops import spheres
 from tests.support.autodiff import MODES, training_step
 from tests.support.backend import BACKEND, numpy
-from tests.support.batch_reference import BatchNormReference, LpNormReference
-from tests.support.cbn_reference import CBNReference
-from tests.support.normalizations import expected_step, linear_loss
+from tests.support.normalizations import built, expected_step, linear_loss, set_rate
 from tests.support.weight_reference import AsLayer, WeightReference
 
 CHANNELS = 3
@@ -75,68 +73,56 @@ def policy(case):
     return f"mixed_{dtype}" if "float16" in dtype else dtype
 
 
-def _pair(layer, reference, **form):
-    return functools.partial(layer, **form), functools.partial(reference, **form)
-
-
-def _weights(kind):
-    """The map of kernels of WS, CWN or WN in the place of a layer."""
-
-    def make(dtype):
-        def normalize(w):
-            axes = tuple(range(len(w.shape) - 1))
-            return keras.ops.cast(getattr(spheres, kind)(w, axes), w.dtype)
-
-        return AsLayer(normalize)
-
-    return make, lambda channels: WeightReference(kind)
-
-
-# Name -> (function of keyword arguments that makes a layer, reference of channels).
-KERAS = "keras BN"
+# Name -> layer and arguments.
 QUIET = {"mean_range": 0, "scale_range": 1, "mean_jitter": 0, "scale_jitter": 0}
 BATCH = {
-    KERAS: (keras.layers.BatchNormalization, BatchNormReference),
-    "CBN": (CBN, CBNReference),
-    "CBN, ratio": _pair(CBN, CBNReference, mean_gradient="ratio"),
-    "CBN, coupled": _pair(CBN, CBNReference, decouple=False),
-    "CBN, coupled, ratio": _pair(
-        CBN, CBNReference, decouple=False, mean_gradient="ratio"
-    ),
-    "NoisyBN": (functools.partial(NoisyBN, **QUIET, seed=0), BatchNormReference),
+    "keras BN": (keras.layers.BatchNormalization, {}),
+    "CBN": (CBN, {}),
+    "CBN, ratio": (CBN, {"mean_gradient": "ratio"}),
+    "CBN, coupled": (CBN, {"decouple": False}),
+    "CBN, coupled, ratio": (CBN, {"decouple": False, "mean_gradient": "ratio"}),
+    "NoisyBN": (NoisyBN, QUIET | {"seed": 0}),
 }
 LP_NORMS = {
-    f"LpNorm {p}{', centered' * (of == 'centered')}": _pair(
-        LpNorm, LpNormReference, p=p, norm_of=of
-    )
+    f"LpNorm {p}{', centered' * (of == 'centered')}": (LpNorm, {"p": p, "norm_of": of})
     for of in ("input", "centered")
     for p in (1, 2, np.inf)
 }
-WEIGHTS = {kind.upper(): _weights(kind) for kind in ("ws", "cwn", "wn")}
-UNKNOWN_RATE = {"CBN, rate unknown": BATCH["CBN"]}
-LAYERS = BATCH | UNKNOWN_RATE | LP_NORMS | WEIGHTS
+WEIGHTS = {"WS": spheres.ws, "CWN": spheres.cwn, "WN": spheres.wn}
+UNKNOWN_RATE = {"CBN, rate unknown": (CBN, {})}
+LAYERS = BATCH | UNKNOWN_RATE | LP_NORMS
 
 
-def errors(layer, case, steps=STEPS, mode=MODES[-1]):
+def make(name, **more):
+    layer, arguments = LAYERS[name]
+    return layer(**arguments, **more)
+
+
+def errors(name, case, steps=STEPS, mode=MODES[-1]):
     """Errors of output and of dx in each step, infinite where not finite: (steps, 2).
 
     Args:
-        layer: A key of `LAYERS`.
+        name: A key of `LAYERS` or `WEIGHTS`.
         case: A key of `CASES`, `LARGE` or `SEQUENCES`, which have steps of their own.
     """
     inputs = _inputs(case, steps)
-    shape = inputs[0].shape
-    gamma, beta, g = _affine_and_slope(shape)
-    reference = LAYERS[layer][1](shape[-1])
-    rate = -1.0 if layer in UNKNOWN_RATE else RATE
-    norm, start, step = _step(layer, policy(case), shape, mode, rate)
+    kind = policy(case), inputs[0].shape
+    layer, start, *reference, g, step = _compiled(name, *kind, mode)
     if start:
-        norm.set_weights(start)
+        layer.set_weights(start)
+    reference, *affine = copy.deepcopy(reference)
+    rate = -1.0 if name in UNKNOWN_RATE else RATE
     found = []
     for x in inputs:
         y, dx, *_ = step(x)
-        expected = _reference_step(reference, x.astype("float64"), gamma, beta, g, rate)
-        found.append((_error(y, expected[0]), _error(dx, expected[1])))
+        x = x.astype("float64")
+        if name in WEIGHTS:
+            axes, gain = tuple(range(x.ndim - 1)), np.ones(x.shape[-1])
+            expected = reference.forward(x, gain, axes)
+            wanted, _ = reference.gradients(g, x, gain, axes)
+        else:
+            expected, wanted, *_ = expected_step(reference, x, *affine, g, rate)
+        found.append((_error(y, expected), _error(dx, wanted)))
     return np.array(found)
 
 
@@ -153,38 +139,27 @@ def _inputs(case, steps):
     return [inputs(*(CASES | LARGE)[case])] * steps
 
 
-@functools.lru_cache(1)
-def _affine_and_slope(shape):
-    """gamma, beta and the gradient with respect to the output."""
-    rng = np.random.default_rng(1)
-    gamma, beta = rng.normal(1, 0.3, shape[-1]), rng.normal(0, 0.3, shape[-1])
-    gamma, beta = (np.float64(np.float32(v)) for v in (gamma, beta))
-    return gamma, beta, rng.normal(size=shape).astype("float32")
-
-
 @functools.cache
-def _step(name, policy, shape, mode, rate):
-    """A layer, its weights, and its training step, compiled once for such inputs."""
-    layer = LAYERS[name][0](dtype=policy)
-    gamma, beta, g = _affine_and_slope(shape)
-    if name not in WEIGHTS:
-        layer.build((None, *shape[1:]))
-        layer.gamma.assign(gamma)
-        layer.beta.assign(beta)
-    if isinstance(layer, CBN):
-        layer.set_learning_rate(rate)
-    start = [] if name in WEIGHTS else layer.get_weights()
+def _compiled(name, policy, shape, mode):
+    """Layer, its weights, reference, gamma, beta, dy and a step for such inputs."""
+    rng = np.random.default_rng(1)
+    if name in WEIGHTS:
+
+        def normalize(w):
+            axes = tuple(range(len(w.shape) - 1))
+            return keras.ops.cast(WEIGHTS[name](w, axes), w.dtype)
+
+        layer, start = AsLayer(normalize), []
+        reference = [WeightReference(name.lower())]
+    else:
+        layer, arguments = LAYERS[name]
+        layer, *reference = built(shape, rng, layer, dtype=policy, **arguments)
+        set_rate(layer, -1.0 if name in UNKNOWN_RATE else RATE)
+        start = layer.get_weights()
+    g = rng.normal(size=shape).astype("float32")
     loss = linear_loss(g)
     step = training_step(layer, lambda y: loss(keras.ops.cast(y, "float32")), mode)
-    return layer, start, step
-
-
-def _reference_step(reference, x, gamma, beta, g, rate):
-    if isinstance(reference, WeightReference):
-        axes, gain = tuple(range(x.ndim - 1)), np.ones(x.shape[-1])
-        y = reference.forward(x, gain, axes)
-        return y, reference.gradients(g, x, gain, axes)[0]
-    return expected_step(reference, x, gamma, beta, g, rate)[:2]
+    return layer, start, *reference, g, step
 
 
 def _error(found, expected):
@@ -208,7 +183,7 @@ def _table(layers, cases):
             modes, steps = (WAYS[:2][-1:], 1) if case in LARGE else (WAYS, STEPS)
             found = [errors(layer, case, steps, mode) for mode in modes]
             if case in LARGE:
-                _step.cache_clear()
+                _compiled.cache_clear()
             cells.append("{:.0e}, {:.0e}".format(*np.max(found, (0, 1))))
         print(f"| {case} | {' | '.join(cells)} |", flush=True)
 

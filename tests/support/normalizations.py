@@ -1,10 +1,11 @@
 """CBN, NoisyBN and LpNorm beside their references: layers, inputs, training steps."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
-from keras import ops
+from keras import layers, ops
 
 from keras_norms import CBN, LpNorm, NoisyBN
 from tests.support.autodiff import MODES
@@ -23,6 +24,7 @@ NORMS = [(p, of) for p in (1, 1.5, 2, 3, INF) for of in ("input", "centered")]
 CASES = {form: (CBN, arguments) for form, arguments in FORMS.items()}
 CASES |= {f"l{p} {of}": (LpNorm, {"p": p, "norm_of": of}) for p, of in NORMS}
 REFERENCES = {CBN: CBNReference, LpNorm: LpNormReference, NoisyBN: BatchNormReference}
+REFERENCES[layers.BatchNormalization] = BatchNormReference
 
 
 def some(values, few):
@@ -53,8 +55,9 @@ FEW += (f"l{INF} input",)
 
 def built(shape, rng, layer, **arguments):
     """A layer with random gamma and beta, its reference, and both in float64."""
-    reference = {k: v for k, v in arguments.items() if k != "dtype"}
-    reference = REFERENCES[layer](shape[-1], **reference)
+    reference = REFERENCES[layer]
+    known = {field.name for field in dataclasses.fields(reference)} & set(arguments)
+    reference = reference(shape[-1], **{name: arguments[name] for name in known})
     layer = layer(**arguments)
     layer.build((None, *shape[1:]))
     layer.gamma.assign(rng.normal(1, 0.3, shape[-1]))
