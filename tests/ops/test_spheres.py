@@ -209,10 +209,10 @@ def test_long_vectors_of_very_different_sizes(name, sign):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
 def test_the_dtype_of_a_gain_does_not_matter(dtype):
-    w, gain = normal(6, 4).astype("float32"), np.arange(1, 5).astype(dtype)
-    actual = spheres.wn(w, 0, gain)
+    w, gain = normal(6, 4).astype("float32"), np.arange(1, 5)
+    actual = spheres.wn(w, 0, gain.astype(dtype))
     assert keras.backend.standardize_dtype(actual.dtype) == "float32"
-    assert relative_error(actual, np.arange(1, 5) * numpy(spheres.wn(w, 0))) < 1e-6
+    assert relative_error(actual, gain * numpy(spheres.wn(w, 0))) < 1e-6
 
 
 # The lemmas of Sun et al.
@@ -303,7 +303,7 @@ def test_effective_weight_of_batch_normalization(epsilon, dtype):
 
 @pytest.mark.parametrize("size", [1e-30, 1e-18, 1.0, 1e18, 1e30])
 def test_neither_the_length_of_a_kernel_matters_nor_that_of_inputs(size):
-    kernel, gamma, beta, mean, covariance = layer_and_statistics()[0]
+    (kernel, gamma, beta, mean, covariance), _ = layer_and_statistics()
     expected = of_equation_12(kernel, gamma, beta, mean, covariance)
     for inputs in (1.0,) if size in (1e-30, 1e30) else (1e-18, 1.0, 1e18):
         scaled = inputs * mean, inputs**2 * covariance
@@ -313,7 +313,7 @@ def test_neither_the_length_of_a_kernel_matters_nor_that_of_inputs(size):
 
 def test_units_that_do_not_vary():
     """They are zero, with a bias of beta; and every derivative is a number."""
-    values, x = layer_and_statistics()
+    values, _ = layer_and_statistics()
     kernel, gamma, beta, mean, covariance = values
     mean[2], covariance[2], covariance[:, 2] = 0.5, 0, 0
     kernel[:, 0] = [0, 0, 1, 0, 0]
