@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 
 from keras_norms.ops.fused import linear_of_affine
-from tests.support.autodiff import BACKEND
+from tests.support.backend import BACKEND
 from tests.support.cbn_reference import relative_error
 
 # Shape of x and of the kernel, padding, and the other arguments.
@@ -20,35 +20,25 @@ CASES = {
     "groups": ((5, 7, 6), (3, 2, 6), "same", {"border": (7,), "groups": 3}),
     "3D": ((2, 3, 4, 5, 2), (2, 2, 2, 2, 3), "same", {"border": (3, 4, 5)}),
 }
+FIRST = {"channels_first": True}
 if BACKEND != "tensorflow":  # That layout is a GPU's.
-    CASES["channels first"] = (
-        (5, 4, 7, 6),
-        (3, 3, 4, 3),
-        "same",
-        {"border": (7, 6), "channels_first": True},
-    )
-    CASES["channels first, 1D"] = (
-        (5, 4, 7),
-        (3, 4, 3),
-        "valid",
-        {"border": (3,), "channels_first": True},
-    )
+    CASES |= {
+        "first": ((5, 4, 7, 6), (3, 3, 4, 3), "same", {"border": (7, 6), **FIRST}),
+        "first, 1D": ((5, 4, 7), (3, 4, 3), "valid", {"border": (3,), **FIRST}),
+    }
 
 
 def operands(name, dtype="float32"):
     """x, scale, shift, kernel, bias, `linear` and the arguments."""
     shape, kernel_shape, padding, arguments = CASES[name]
     rng = np.random.default_rng(0)
-    channels = shape[1 if arguments.get("channels_first") else -1]
+    layout = "channels_first" if "channels_first" in arguments else "channels_last"
+    channels = shape[1 if "channels_first" in arguments else -1]
     sizes = (shape, channels, channels, kernel_shape, kernel_shape[-1])
     arrays = [rng.normal(0.3, 1, size).astype("float32") for size in sizes]
     x, *vectors = map(ops.convert_to_tensor, arrays)
-    linear = ops.matmul
-    if padding:
-        layout = "channels_first" if arguments.get("channels_first") else None
-        linear = functools.partial(
-            ops.conv, padding=padding, data_format=layout or "channels_last"
-        )
+    conv = functools.partial(ops.conv, padding=padding, data_format=layout)
+    linear = conv if padding else ops.matmul
     return ops.cast(x, dtype), *vectors, linear, arguments
 
 

@@ -6,50 +6,43 @@ from keras import ops
 
 from keras_norms import CBN
 from keras_norms.ops import normalize
-from tests.ops.test_cbn_numerics import FORMS, make, quadratic_loss
-from tests.ops.test_lp_norm import kernels
 from tests.support.autodiff import MODES, training_step
+from tests.support.backend import numpy
 from tests.support.cbn_reference import CBNReference, relative_error
+from tests.support.normalizations import (
+    FORMS,
+    assert_near,
+    averages,
+    case,
+    expected_step,
+    in_modes,
+    linear_loss,
+    quadratic_loss,
+    set_rate,
+)
 from tests.support.weight_reference import AsLayer
 
-SETTINGS = {
-    "rho": 0.7,
-    "epsilon": 1e-5,
-    "learning_rate": 0.03,
-    "omega": 10.0,
-    "momentum": 0.99,
-    "axis": -1,
-}
+SETTINGS = {"rho": 0.7, "epsilon": 1e-5, "learning_rate": 0.03, "omega": 10.0}
+SETTINGS |= {"momentum": 0.99, "axis": -1}
 
 
-def numpy(x):
-    return ops.convert_to_numpy(x).astype("float64")
-
-
-def tensors(*arrays):
-    return [ops.convert_to_tensor(np.asarray(a, "float32")) for a in arrays]
-
-
-@kernels
-@pytest.mark.parametrize("form", ["shift", "coupled_ratio"])
+@pytest.mark.parametrize(("form", "mode"), in_modes(["shift", "coupled_ratio"]))
 def test_a_mask_that_leaves_a_channel_nothing(form, mode):
     """That channel is normalised with what was stored, which stays as it is."""
     rng = np.random.default_rng(0)
     shape = (12, 3)
-    layer, _, gamma, beta = make(3, shape, rng, **FORMS[form])
-    alone = [CBNReference(1, rho=0.7, **FORMS[form]) for _ in range(3)]
-    layer.set_learning_rate(0.03)
-    rate = float(numpy(layer.learning_rate))
+    layer, _, gamma, beta = case(form, shape, rng)
+    alone = [CBNReference(1, **FORMS[form]) for _ in range(3)]
+    rate = set_rate(layer, 0.03)
     g = rng.normal(size=shape)
     for hidden in (None, 1):
         mask = rng.random(shape) < 0.7
         if hidden is not None:
             mask[:, hidden] = False
         visible = mask | (np.arange(3) == hidden)
-        loss, _ = quadratic_loss(g * visible, np.zeros(shape))
         x = rng.normal(1, 2, shape).astype("float32")
-        before = numpy(layer.moving_mean), numpy(layer.moving_square)
-        step = training_step(layer, loss, mode, mask=ops.convert_to_tensor(mask))
+        before, mask = averages(layer), ops.convert_to_tensor(mask)
+        step = training_step(layer, linear_loss(g * visible), mode, mask=mask)
         y, *actual = step(x)
         for c, reference in enumerate(alone):
             kept, a, b = visible[:, c], gamma[c : c + 1], beta[c : c + 1]
@@ -61,14 +54,13 @@ def test_a_mask_that_leaves_a_channel_nothing(form, mode):
                 dgamma = np.sum(gc * (expected - (0 if decoupled else b)) / a)
                 dbeta = np.sum(slope * gc if decoupled else gc)
                 gradients = slope * gc, dgamma, dbeta
-                assert numpy(layer.moving_mean)[c] == before[0][c]
-                assert numpy(layer.moving_square)[c] == before[1][c]
+                for value, old in zip(averages(layer), before):
+                    assert value[c] == old[c]
                 # The weight of the average, which all channels share, moves on.
                 eta = 1 - reference.omega * rate
                 reference.weight = eta * reference.weight + 1 - eta
             else:
-                expected, constants = reference.train(xc, a, b, rate)
-                gradients = reference.gradients(gc, xc, a, b, constants)
+                expected, *gradients = expected_step(reference, xc, a, b, gc, rate)
             assert relative_error(y[kept, c : c + 1], expected) < 1e-5
             dx, dgamma, dbeta = gradients
             assert relative_error(actual[0][kept, c : c + 1], dx) < 1e-5
@@ -78,11 +70,10 @@ def test_a_mask_that_leaves_a_channel_nothing(form, mode):
             assert relative_error(layer.average_weight, reference.weight) < 1e-5
 
 
-@kernels
-@pytest.mark.parametrize("form", ["shift", "coupled"])
+@pytest.mark.parametrize(("form", "mode"), in_modes(["shift", "coupled"]))
 def test_batches_of_none(form, mode):
     rng = np.random.default_rng(1)
-    layer, _, _, _ = make(3, (4, 3), rng, **FORMS[form])
+    layer, *_ = case(form, (4, 3), rng)
     layer.set_learning_rate(0.03)
     layer(rng.normal(size=(4, 3)).astype("float32"), training=True)
     before = layer.get_weights()
@@ -94,26 +85,21 @@ def test_batches_of_none(form, mode):
         np.testing.assert_array_equal(value, start)
 
 
-@kernels
-@pytest.mark.parametrize("form", ["ratio", "coupled_ratio"])
+@pytest.mark.parametrize(("form", "mode"), in_modes(["ratio", "coupled_ratio"]))
 def test_the_ratio_where_a_mean_is_0_and_where_it_is_not(form, mode):
     rng = np.random.default_rng(2)
     shape, means = (16, 6), [0, 0, 1, -1, 1e-3, -0.5]
-    layer, reference, gamma, beta = make(6, shape, rng, **FORMS[form])
-    layer.set_learning_rate(0.03)
-    rate = float(numpy(layer.learning_rate))
+    layer, reference, *affine = case(form, shape, rng)
+    rate = set_rate(layer, 0.03)
     g = rng.normal(size=shape)
-    loss, _ = quadratic_loss(g, np.zeros(shape))
-    step = training_step(layer, loss, mode)
+    step = training_step(layer, linear_loss(g), mode)
     half = rng.integers(-8, 9, (2, 8, 6)) / 4  # whose sums are exact
     for mean, part in zip((np.array([0, 1, -2, 0.5, 2, 2]), np.array(means)), half):
         x = (np.concatenate([part, -part]) + mean).astype("float32")
-        y, *actual = step(x)
-        expected, constants = reference.train(x, gamma, beta, rate)
-        wanted = reference.gradients(g, x, gamma, beta, constants)
-        assert relative_error(y, expected) < 1e-5
-        for value, gradient in zip(actual, wanted):
-            assert relative_error(value, gradient) < 1e-5
+        actual = step(x)
+        expected, constants = reference.train(x, *affine, rate)
+        wanted = reference.gradients(g, x, *affine, constants)
+        assert_near(actual, [expected, *wanted])
     # Bounded where the mean is next to 0, and 1 where it is 0.
     np.testing.assert_allclose(constants.mean_weight[[0, 1, 4]], [1, 1, 10])
 
@@ -123,9 +109,9 @@ def test_the_new_state_is_a_constant(form):
     rng = np.random.default_rng(3)
     x, g = rng.normal(1, 2, (2, 10, 3)).astype("float32")
     settings = SETTINGS | {"decouple": True, "mean_gradient": "shift"} | FORMS[form]
-    settings["learning_rate"] = ops.convert_to_tensor(0.03)
-    settings["rho"] = ops.convert_to_tensor(0.7)
-    reference = CBNReference(3, rho=0.7, **FORMS[form])
+    for name in ("learning_rate", "rho"):
+        settings[name] = ops.convert_to_tensor(settings[name])
+    reference = CBNReference(3, **FORMS[form])
     reference.weight = 0.5
     rate = float(numpy(settings["learning_rate"]))
     expected, constants = reference.train(x, np.ones(3), np.zeros(3), rate)
@@ -151,23 +137,22 @@ def test_the_new_state_is_a_constant(form):
 def test_decoupled_by_default():
     """As the layer is."""
     rng = np.random.default_rng(4)
-    x, gamma, beta, mean, square = tensors(
-        rng.normal(size=(10, 3)), *rng.uniform(0.5, 2, (4, 3))
+    arrays = rng.normal(size=(10, 3)), *rng.uniform(0.5, 2, (4, 3)), 0.7, 0.03, 0.5
+    x, gamma, beta, mean, square, rho, rate, weight = (
+        ops.convert_to_tensor(np.asarray(a, "float32")) for a in arrays
     )
-    rho, rate, weight = tensors(0.7, 0.03, 0.5)
     state = normalize.CBNState(mean, square, weight)
-    settings = {"rho": rho, "epsilon": 1e-5, "axis": -1}
-    arrays = [numpy(v) for v in (gamma, x, mean, beta, square)]
-    expected = arrays[0] / 0.7 * (arrays[1] - arrays[2] + arrays[3])
-    expected /= np.sqrt(arrays[4] + 1e-5)
-    actual = normalize.cbn_inference(x, gamma, beta, state, **settings)
-    assert relative_error(actual, expected) < 1e-5
-    settings |= {"learning_rate": rate, "omega": 10.0, "momentum": 0.99}
-    given = {"decouple": True, "mean_gradient": "shift"}
-    pairs = zip(
-        *(normalize.cbn_map(x, beta, state, **settings, **more) for more in ({}, given))
-    )
-    for actual, expected in pairs:
-        for value, wanted in zip(actual, expected):
-            np.testing.assert_array_equal(numpy(value), numpy(wanted))
+    settings = SETTINGS | {"rho": rho, "learning_rate": rate}
+    stored = {name: settings[name] for name in ("rho", "epsilon", "axis")}
+
+    def inference(**form):
+        return [normalize.cbn_inference(x, gamma, beta, state, **stored, **form)]
+
+    def training(**form):
+        used, new = normalize.cbn_map(x, beta, state, **settings, **form)
+        return [*used, *new]
+
+    for function, form in ((inference, {}), (training, {"mean_gradient": "shift"})):
+        for default, given in zip(function(), function(decouple=True, **form)):
+            np.testing.assert_array_equal(numpy(default), numpy(given))
     assert CBN().decouple and CBN().mean_gradient == "shift"

@@ -12,7 +12,8 @@ import pytest
 from keras import ops
 
 from keras_norms.ops import passes
-from tests.support.autodiff import BACKEND, MODES, second_derivative
+from tests.support.autodiff import MODES, second_derivative
+from tests.support.backend import BACKEND, has_float64, numpy
 from tests.support.cbn_reference import relative_error
 from tests.support.weight_reference import AsLayer
 
@@ -27,7 +28,6 @@ SHAPES = [
     ((6, 16, 33, 24), -2),
     ((5, 3), 0),
 ]
-shapes = pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=str)
 
 
 def operands(shape, axis, vectors):
@@ -41,23 +41,20 @@ def operands(shape, axis, vectors):
     return [ops.convert_to_tensor(a) for a in arrays], exact
 
 
-def others(shape, axis):
-    return tuple(set(range(len(shape))) - {axis % len(shape)})
+def exact_sums(g, x, center, axis):
+    axes = tuple(i for i in range(g.ndim) if i != axis % g.ndim)
+    return np.stack([g.sum(axes), (g * (x - center)).sum(axes)])
 
 
-@shapes
-def test_affine(shape, axis):
-    (x, _, *vectors), exact = operands(shape, axis, 3)
-    center, scale, offset = exact[2:]
-    expected = scale * (exact[0] - center) + offset
-    actual = passes.affine(x, *vectors, axis=axis)
-    assert relative_error(actual, expected) < 1e-6
-
-
-@shapes
-def test_gradient_x(shape, axis):
+@pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=str)
+def test_values(shape, axis):
     (g, x, *vectors), exact = operands(shape, axis, 4)
     scale, k, pivot, constant = exact[2:]
+    expected = k * (exact[1] - scale) + pivot
+    actual = passes.affine(x, *vectors[:3], axis=axis)
+    assert relative_error(actual, expected) < 1e-6
+    actual = passes.gradient_sums(g, x, vectors[0], axis=axis)
+    assert relative_error(actual, exact_sums(*exact[:3], axis)) < 1e-5
     expected = scale * (exact[0] - k * (exact[1] - pivot) - constant)
     actual = passes.gradient_x(g, x, *vectors, axis=axis)
     assert relative_error(actual, expected) < 1e-6
@@ -68,28 +65,13 @@ def test_gradient_x(shape, axis):
     assert relative_error(actual, expected) < 1e-6
 
 
-@pytest.mark.parametrize(("shape", "axis"), SHAPES[1:2], ids=str)
-def test_second_derivatives(shape, axis):
+def test_second_derivatives():
+    shape, axis = SHAPES[1]
     (x, direction, *vectors), exact = operands(shape, axis, 3)
-
-    def affine(x):
-        return passes.affine(x, *vectors, axis=axis)
-
-    def loss(y):
-        return ops.sum(y * y)
-
+    affine = AsLayer(lambda x: passes.affine(x, *vectors, axis=axis))
     x, direction = (ops.convert_to_numpy(v) for v in (x, direction))
-    actual = second_derivative(AsLayer(affine), x, loss, direction, MODES[0])
+    actual = second_derivative(affine, x, lambda y: ops.sum(y * y), direction, MODES[0])
     assert relative_error(actual, 2 * exact[3] ** 2 * exact[1]) < 1e-5
-
-
-@shapes
-def test_gradient_sums(shape, axis):
-    (g, x, center), exact = operands(shape, axis, 1)
-    terms = exact[0], exact[0] * (exact[1] - exact[2])
-    expected = np.stack([term.sum(others(shape, axis)) for term in terms])
-    actual = passes.gradient_sums(g, x, center, axis=axis)
-    assert relative_error(actual, expected) < 1e-5
 
 
 def test_gradient_sums_of_what_a_mask_hides():
@@ -97,7 +79,7 @@ def test_gradient_sums_of_what_a_mask_hides():
     (_, x, center), exact = operands((6, 4), -1, 1)
     g = np.array([1, -1, 0, 0, 2, 1], "float32")[:, None] * np.ones((6, 4), "float32")
     mask = np.array([[True], [False], [True], [False], [False], [False]])
-    hidden = np.where(np.arange(6)[:, None] == 3, np.nan, ops.convert_to_numpy(x))
+    hidden = np.where(np.arange(6)[:, None] == 3, np.nan, numpy(x))
     sums = passes.masked_gradient_sums(
         *map(ops.convert_to_tensor, (g, hidden.astype("float32"))),
         center,
@@ -108,21 +90,27 @@ def test_gradient_sums_of_what_a_mask_hides():
     assert relative_error(sums, expected) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_computes_in_float32(dtype):
-    """Half of the digits go when results are stored, and no more."""
+@pytest.mark.parametrize(
+    ("dtype", "wide", "rounding"),
+    [
+        ("float16", "float32", 2**-11),
+        ("bfloat16", "float32", 2**-8),
+        pytest.param("float32", "float64", 2**-24, marks=has_float64),
+    ],
+)
+def test_vectors_may_be_wider_than_the_tensors(dtype, wide, rounding):
+    """All is computed in their dtype; only what is stored like a tensor is rounded."""
     shape, axis = (64, 8, 16, 9), -1
-    rounding = 2.0 ** {"float16": -11, "bfloat16": -8}[dtype]
-    (g, x, *vectors), exact = operands(shape, axis, 4)
-    g, x = (ops.cast(v, dtype) for v in (g, x))
-    halves = (ops.convert_to_numpy(ops.cast(v, "float32")) for v in (g, x))
-    exact[:2] = (v.astype("float64") for v in halves)
+    tensors, exact = operands(shape, axis, 4)
+    g, x = (ops.cast(v, dtype) for v in tensors[:2])
+    vectors = [ops.cast(v, wide) for v in tensors[2:]]
+    exact[:2] = (numpy(ops.cast(v, "float32")).astype("float64") for v in (g, x))
+    tolerance = 1e-5 if wide == "float32" else 1e-13
 
     def check(actual, expected):
         assert keras.backend.standardize_dtype(actual.dtype) == dtype
-        actual = ops.convert_to_numpy(ops.cast(actual, "float32"))
-        error = np.abs(actual - expected)
-        assert np.all(error <= rounding * np.abs(expected) + 1e-5)
+        error = np.abs(numpy(ops.cast(actual, "float32")) - expected)
+        assert np.all(error <= rounding * np.abs(expected) + tolerance)
 
     a, b, c, d = exact[2:]
     check(passes.affine(x, *vectors[:3], axis=axis), b * (exact[1] - a) + c)
@@ -130,27 +118,9 @@ def test_half_precision_computes_in_float32(dtype):
         passes.gradient_x(g, x, *vectors, axis=axis),
         a * (exact[0] - b * (exact[1] - c) - d),
     )
-    terms = exact[0], exact[0] * (exact[1] - a)
-    expected = np.stack([term.sum(others(shape, axis)) for term in terms])
     sums = passes.gradient_sums(g, x, vectors[0], axis=axis)
-    assert keras.backend.standardize_dtype(sums.dtype) == "float32"
-    assert relative_error(sums, expected) < 1e-5
-
-
-@pytest.mark.skipif(BACKEND == "jax", reason="float64 is a process-wide switch of JAX")
-def test_vectors_may_be_wider_than_the_tensor():
-    shape = (33, 2048)
-    (g, x, *vectors), exact = operands(shape, -1, 3)
-    center, scale, offset = exact[2:]
-    wide = [ops.cast(v, "float64") for v in vectors]
-    actual = passes.affine(x, *wide, axis=-1)
-    assert keras.backend.standardize_dtype(actual.dtype) == "float32"
-    assert relative_error(actual, scale * (exact[1] - center) + offset) < 1e-7
-    sums = passes.gradient_sums(g, x, wide[0], axis=-1)
-    terms = exact[0], exact[0] * (exact[1] - center)
-    expected = np.stack([term.sum(0) for term in terms])
-    assert keras.backend.standardize_dtype(sums.dtype) == "float64"
-    assert relative_error(sums, expected) < 1e-13
+    assert keras.backend.standardize_dtype(sums.dtype) == wide
+    assert relative_error(sums, exact_sums(*exact[:3], axis)) < tolerance
 
 
 @pytest.mark.parametrize(

@@ -1,55 +1,18 @@
 """Sums over replicas one replica at a time; `tests/devices` runs them at once."""
 
-import types
-
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
 from keras_norms.ops import lp_norm, moments, replicas
-from tests.support.autodiff import BACKEND
+from tests.support.backend import BACKEND, numpy, tensorflow_only
 from tests.support.cbn_reference import relative_error
+from tests.support.simulated_replicas import run_on
 
 pytestmark = pytest.mark.skipif(
     BACKEND == "jax", reason="JAX has no replicas: its arrays are those of all devices"
 )
-
-
-def numpy(x):
-    return ops.convert_to_numpy(x).astype("float64")
-
-
-def run_on(count, function, monkeypatch):
-    """What `function(i)` returns on each of some replicas that wait for each other.
-
-    Each collective is one pass over all replicas: until a replica has the sum, it goes
-    on with what it sent.
-    """
-    sums = []
-
-    def attempt(replica):
-        sent = []
-
-        def all_reduce(operation, x):
-            assert operation == "sum"
-            sent.append(x)
-            return sums[len(sent) - 1] if len(sent) <= len(sums) else x
-
-        context = types.SimpleNamespace(
-            num_replicas_in_sync=count,
-            replica_id_in_sync_group=replica,
-            all_reduce=all_reduce,
-        )
-        with monkeypatch.context() as patch:
-            patch.setattr(replicas, "_context", lambda: context)
-            return function(replica), sent
-
-    while True:
-        results, sent = zip(*(attempt(i) for i in range(count)))
-        if len(sent[0]) == len(sums):
-            return results
-        sums.append(sum(each[len(sums)] for each in sent))
 
 
 def test_one_process_is_one_replica():
@@ -90,33 +53,42 @@ if BACKEND != "torch":  # `keras.ops.max` of nothing has one channel there.
     PARTS.append((0, 4))
 
 
-def parts_and_masks():
+@pytest.fixture
+def parts():
+    """Batches and masks of the replicas, tensors of one of them, and all, masked."""
     rng = np.random.default_rng(1)
-    parts = [rng.normal(3, 2, shape).astype("float32") for shape in PARTS]
+    x = [rng.normal(3, 2, shape).astype("float32") for shape in PARTS]
     masks = [rng.random(shape) < 0.6 for shape in PARTS]
     for mask in masks:
         mask[:, 3] = False
-    return parts, masks
+
+    def of(i, masked):
+        mask = ops.convert_to_tensor(masks[i]) if masked else None
+        return ops.convert_to_tensor(x[i]), mask
+
+    whole = np.concatenate(x).astype("float64")
+    return of, whole, np.ma.array(whole, mask=~np.concatenate(masks))
+
+
+def assert_all_have(found, *expected):
+    for batch in found:
+        for actual, wanted in zip(batch, expected, strict=True):
+            wanted = np.ma.filled(wanted, 0)
+            np.testing.assert_allclose(numpy(actual), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_moments_are_those_of_all(masked, monkeypatch):
-    parts, masks = parts_and_masks()
+def test_moments_are_those_of_all(masked, parts, monkeypatch):
+    of, *whole = parts
 
     def function(i):
-        mask = ops.convert_to_tensor(masks[i]) if masked else None
-        x = ops.convert_to_tensor(parts[i])
+        x, mask = of(i, masked)
         return moments.moments(x, "float32", -1, mask, synchronized=True)
 
-    whole, seen = np.concatenate(parts).astype("float64"), np.concatenate(masks)
-    if masked:
-        whole = np.ma.array(whole, mask=~seen)
-    counts = seen.sum(0) if masked else np.full(4, 13)
-    expected = [np.ma.filled(v, 0) for v in (whole.mean(0), whole.var(0))]
-    for batch in run_on(len(parts), function, monkeypatch):
-        np.testing.assert_array_equal(numpy(batch.count), counts)
-        for actual, wanted in zip(batch[1:], expected):
-            np.testing.assert_allclose(numpy(actual), wanted, rtol=1e-5, atol=1e-6)
+    x = whole[masked]
+    counts = np.ma.count(x, 0)
+    found = run_on(len(PARTS), function, monkeypatch)
+    assert_all_have(found, counts, x.mean(0), x.var(0))
 
 
 @pytest.mark.parametrize(
@@ -130,31 +102,23 @@ def test_moments_are_those_of_all(masked, monkeypatch):
         (np.inf, True, True),
     ],
 )
-def test_lp_statistics_are_those_of_all(p, centered, masked, monkeypatch):
-    parts, masks = parts_and_masks()
+def test_lp_statistics_are_those_of_all(p, centered, masked, parts, monkeypatch):
+    of, *whole = parts
 
     def function(i):
+        x, mask = of(i, masked)
         return lp_norm.lp_statistics(
-            ops.convert_to_tensor(parts[i]),
-            "float32",
-            p=p,
-            centered=centered,
-            axis=-1,
-            mask=ops.convert_to_tensor(masks[i]) if masked else None,
-            synchronized=True,
-        )
+            x, "float32", p=p, centered=centered, axis=-1, mask=mask, synchronized=True
+        )[1:]
 
-    whole, seen = np.concatenate(parts).astype("float64"), np.concatenate(masks)
-    whole = np.ma.array(whole, mask=~seen) if masked else whole
-    size = np.abs(whole - whole.mean(0) if centered else whole)
+    x = whole[masked]
+    size = np.abs(x - x.mean(0) if centered else x)
     norm = size.max(0) if p == np.inf else np.mean(size**p, 0) ** (1 / p)
-    expected = [np.ma.filled(v, 0) for v in (whole.mean(0), norm)]
-    for batch in run_on(len(parts), function, monkeypatch):
-        for actual, wanted in zip(batch[1:], expected):
-            np.testing.assert_allclose(numpy(actual), wanted, rtol=1e-5, atol=1e-6)
+    found = run_on(len(PARTS), function, monkeypatch)
+    assert_all_have(found, x.mean(0), norm)
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
+@tensorflow_only
 @pytest.mark.parametrize(
     "name", ["MultiWorkerMirroredStrategy", "ParameterServerStrategy"]
 )

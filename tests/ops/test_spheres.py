@@ -1,5 +1,7 @@
 """Projections onto spheres against float64 NumPy, and the lemmas about them."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -8,18 +10,15 @@ from hypothesis import strategies as st
 from keras import ops
 
 from keras_norms.ops import spheres
-from tests.support.autodiff import BACKEND, MODES, second_derivative, training_step
+from tests.support.autodiff import MODES, second_derivative, training_step
+from tests.support.backend import BACKEND, has_float64, numpy
 from tests.support.cbn_reference import finite_differences, relative_error
+from tests.support.normalizations import assert_near, linear_loss, quadratic_loss, some
 from tests.support.weight_reference import AsLayer, WeightReference
 
 WIDEST = "float32" if BACKEND == "jax" else "float64"
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-# JAX compiles each operation anew for each shape.
 examples = settings(max_examples=3 if BACKEND == "jax" else 30, deadline=None)
-
-
-def numpy(x):
-    return np.asarray(ops.convert_to_numpy(x))
 
 
 def normal(*shape, seed=0):
@@ -57,6 +56,11 @@ FUNCTIONS = {
     ),
 }
 
+# JAX compiles each operation anew for each shape.
+names = pytest.mark.parametrize(
+    "name", some(FUNCTIONS, ["norm", "direction"] if BACKEND == "jax" else FUNCTIONS)
+)
+
 
 @st.composite
 def vectors(draw):
@@ -71,7 +75,7 @@ def vectors(draw):
 
 @examples
 @given(case=vectors())
-@pytest.mark.parametrize("name", FUNCTIONS)
+@names
 def test_any_shape_axes_and_dtype(name, case):
     function, reference, of_direction = FUNCTIONS[name]
     v, exact, axes = case
@@ -86,7 +90,7 @@ def test_any_shape_axes_and_dtype(name, case):
 
 
 @pytest.mark.parametrize("size", [1e-18, 1e-9, 1e9, 1e18])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@names
 def test_vectors_of_any_size(name, size):
     function, reference, of_direction = FUNCTIONS[name]
     v = normal(20, 3).astype("float32") * np.float32(size)
@@ -107,21 +111,21 @@ def test_a_mean_much_larger_than_the_deviation(name):
     assert relative_error(function(v, 0), expected) < 1e-5
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 1e-5, 1e-100])
-@pytest.mark.parametrize("value", [0.0, 0.1, 1e-18, 1e18])
+CONSTANT = itertools.product([0.0, 0.1, 1e-18, 1e18], [0.0, 1e-5, 1e-100])
+FEW = [(0.0, 0.0), (0.0, 1e-5), (0.1, 0.0), (1e-18, 1e-100), (1e18, 1e-5)]
+
+
+@pytest.mark.parametrize(("value", "epsilon"), some(CONSTANT, FEW))
 def test_constant_vectors(value, epsilon):
     """They are zero without their mean, and each derivative is finite."""
     v = np.full((7, 2), value, "float32")
-    gamma, beta, direction = map(numpy, spheres.decompose(v, 0))
-    assert np.all(gamma == 0)
-    assert np.all(direction == 0)
-    np.testing.assert_allclose(beta, v[0], rtol=1e-6)
-    assert np.all(numpy(spheres.ws(v, 0, epsilon=epsilon)) == 0)
-    assert np.all(numpy(spheres.cwn(v, 0, epsilon=epsilon)) == 0)
+    gamma, beta, direction = spheres.decompose(v, 0)
+    kernels = (f(v, 0, epsilon=epsilon) for f in (spheres.ws, spheres.cwn))
+    assert all(np.all(numpy(zero) == 0) for zero in (gamma, direction, *kernels))
+    np.testing.assert_allclose(numpy(beta), v[0], rtol=1e-6)
     expected = v / np.sqrt(np.sum(v.astype("float64") ** 2, 0) + epsilon + 1e-300)
-    np.testing.assert_allclose(
-        numpy(spheres.unit_norm(v, 0, epsilon)), expected, rtol=1e-5
-    )
+    actual = numpy(spheres.unit_norm(v, 0, epsilon))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
     for function in (
         lambda v: spheres.norm(v, 0, epsilon),
         lambda v: spheres.unit_norm(v, 0, epsilon),
@@ -141,16 +145,13 @@ def test_a_bad_unit_stays_alone():
         assert np.all(np.isnan(actual[..., 1]) == np.isnan(expected[..., 1]))
 
 
-def check_derivatives(function, reference, x, mode):
+def check_derivatives(function, reference, x):
     """Of a random quadratic form of the output."""
     rng = np.random.default_rng(1)
     g, h = rng.normal(size=(2, *reference(x).shape))
     direction = rng.normal(size=x.shape).astype("float32")
     x32 = x.astype("float32")
-
-    def loss(y):
-        weights = [ops.convert_to_tensor(w, "float32") for w in (g, h)]
-        return ops.sum(weights[0] * y + 0.5 * weights[1] * y * y)
+    loss, _ = quadratic_loss(g, h)
 
     def of_numpy(x):
         return np.sum(g * reference(x) + 0.5 * h * reference(x) ** 2)
@@ -159,39 +160,72 @@ def check_derivatives(function, reference, x, mode):
         forward, backward = x + step * direction, x - step * direction
         return (of_numpy(forward) - of_numpy(backward)) / (2 * step)
 
-    _, gradient = training_step(AsLayer(function), loss, mode)(x32)
+    _, gradient = training_step(AsLayer(function), loss, MODES[-1])(x32)
     assert relative_error(gradient, finite_differences(of_numpy, x)) < 1e-5
-    second = second_derivative(AsLayer(function), x32, loss, direction, mode)
+    second = second_derivative(AsLayer(function), x32, loss, direction, MODES[-1])
     expected = finite_differences(along_direction, x, 1e-4)
     assert relative_error(second, expected) < 1e-5
 
 
-@pytest.mark.parametrize("mode", MODES[-1:])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_derivatives(name, mode):
+@names
+def test_derivatives(name):
     function, reference, _ = FUNCTIONS[name]
     axes = (0, 2)
     check_derivatives(
-        lambda v: function(v, axes),
-        lambda v: reference(v, axes),
-        normal(3, 2, 2),
-        mode,
+        lambda v: function(v, axes), lambda v: reference(v, axes), normal(3, 2, 2)
     )
+
+
+@pytest.mark.parametrize("name", ["center", "norm", "unit_norm", "standardize"])
+def test_the_last_axis_by_default(name):
+    v = normal(4, 3, 5)
+    function = getattr(spheres, name)
+    np.testing.assert_array_equal(numpy(function(v)), numpy(function(v, 2)))
+    for actual, expected in zip(spheres.decompose(v), spheres.decompose(v, 2)):
+        np.testing.assert_array_equal(numpy(actual), numpy(expected))
+
+
+def test_integers_become_float32():
+    v = np.array([[1, 2, 6], [3, 3, 4]])
+    for dtype in ("int32", "uint8"):
+        actual = spheres.center(ops.convert_to_tensor(v, dtype))
+        assert keras.backend.standardize_dtype(actual.dtype) == "float32"
+        assert relative_error(actual, v - v.mean(1, keepdims=True)) < 1e-6
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", ["norm", "unit_norm", "standardize", "gamma"])
+def test_long_vectors_of_very_different_sizes(name, sign):
+    """The squares of the first add up to more than float32 holds."""
+    function, _, of_direction = FUNCTIONS[name]
+    v = sign * np.abs(normal(1000, 3)).astype("float32")
+    v[7] = sign * 1e-30  # nothing next to the others
+    sizes = np.array([1e18, 1, 1e-18], "float32")
+    actual, expected = numpy(function(sizes * v, 0)), numpy(function(v, 0))
+    for i, size in enumerate(sizes):
+        size = 1 if of_direction else size
+        assert relative_error(actual[..., i], size * expected[..., i]) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
+def test_the_dtype_of_a_gain_does_not_matter(dtype):
+    w, gain = normal(6, 4).astype("float32"), np.arange(1, 5)
+    actual = spheres.wn(w, 0, gain.astype(dtype))
+    assert keras.backend.standardize_dtype(actual.dtype) == "float32"
+    assert relative_error(actual, gain * numpy(spheres.wn(w, 0))) < 1e-6
 
 
 # The lemmas of Sun et al.
 
 
 def test_lemma_1():
-    v = normal(50, 3).astype("float32")
-    n, ones = 50, np.ones(50)
+    v, n = normal(50, 3).astype("float32"), 50
     direction = numpy(spheres.standardize(v, 0))
     np.testing.assert_allclose(np.sum(direction**2, 0), np.full(3, n), rtol=1e-5)
-    np.testing.assert_allclose(ones @ direction, np.zeros(3), atol=1e-4)
-    moved = numpy(spheres.standardize(2.5 * v + 4.0, 0))
-    np.testing.assert_allclose(moved, direction, atol=1e-5)
-    mirrored = numpy(spheres.standardize(-v, 0))
-    np.testing.assert_allclose(mirrored, -direction, atol=1e-6)
+    np.testing.assert_allclose(np.sum(direction, 0), np.zeros(3), atol=1e-4)
+    for factor in (2.5, -1):
+        moved = numpy(spheres.standardize(factor * v + 4.0, 0))
+        np.testing.assert_allclose(moved, np.sign(factor) * direction, atol=1e-5)
     gamma, beta, _ = map(numpy, spheres.decompose(v, 0))
     np.testing.assert_allclose(gamma * direction + beta, v, atol=1e-6)
     np.testing.assert_allclose(np.sum(v**2, 0), n * (gamma**2 + beta**2), rtol=1e-5)
@@ -202,11 +236,7 @@ def test_lemmas_2_and_3(kind):
     """A step along the gradient is orthogonal to the weight, which can only grow."""
     w, g = normal(6, 4).astype("float32"), normal(6, 4, seed=1).astype("float32")
     function = AsLayer(lambda w: getattr(spheres, kind)(w, 0, epsilon=0.0))
-
-    def loss(y):
-        return ops.sum(y * ops.convert_to_tensor(g))
-
-    _, gradient = training_step(function, loss)(w)
+    _, gradient = training_step(function, linear_loss(g))(w)
     size = np.linalg.norm(w, axis=0) * np.linalg.norm(gradient, axis=0)
     assert np.all(np.abs(np.sum(w * gradient, 0)) < 1e-6 * size)
     stepped = w.astype("float64") - 0.5 * gradient
@@ -229,64 +259,85 @@ def test_weight_maps(kind):
     expected = reference.forward(single, np.ones((3, 1, 1)), ())
     actual = numpy(function(single, (), epsilon=0.1))
     np.testing.assert_allclose(actual, expected, rtol=tolerance)
-
-
-def test_ws_is_root_n_times_cwn():
-    w = normal(7, 4)
-    actual, other = (numpy(f(w, 0, epsilon=0.0)) for f in (spheres.ws, spheres.cwn))
-    assert relative_error(actual, np.sqrt(7) * other) < TOLERANCE[WIDEST]
+    # By default epsilon is 1e-5, which counts where a kernel is small.
+    expected = WeightReference(kind, epsilon=1e-5).forward(0.003 * w, gain, (0, 2))
+    assert relative_error(function(0.003 * w, (0, 2), gain), expected) < tolerance
 
 
 # Equation 12
 
 
-def statistics(x):
-    return x.mean(0), np.cov(x.T, bias=True)
+def layer_and_statistics():
+    """Kernel, gamma, beta, mean and covariance of inputs, and these, in float64."""
+    x = normal(20, 5)
+    affine = normal(3, seed=2), normal(3, seed=3)
+    return [normal(5, 3, seed=1), *affine, x.mean(0), np.cov(x.T, bias=True)], x
 
 
-def batch_norm(y, gamma, beta, epsilon):
-    return gamma * (y - y.mean(0)) / np.sqrt(y.var(0) + epsilon) + beta
+def of_equation_12(kernel, gamma, beta, mean, covariance, epsilon=0.0):
+    variance = np.einsum("iu,ij,ju->u", kernel, covariance, kernel)
+    weight = gamma * kernel / np.sqrt(variance + epsilon)
+    return weight, beta - mean @ weight
+
+
+def effective_weight(values, *epsilon, dtype="float32"):
+    return spheres.effective_weight(*(np.asarray(v, dtype) for v in values), *epsilon)
 
 
 @pytest.mark.parametrize("dtype", sorted({"float32", WIDEST}))
-@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 100.0])
 def test_effective_weight_of_batch_normalization(epsilon, dtype):
-    x, w = normal(20, 5), normal(5, 3, seed=1)
-    gamma, beta = normal(3, seed=2), normal(3, seed=3)
-    values = [np.asarray(v, dtype) for v in (w, gamma, beta, *statistics(x))]
-    weight, bias = map(numpy, spheres.effective_weight(*values, epsilon))
+    values, x = layer_and_statistics()
+    kernel, gamma, beta, _, covariance = values
+    actual = effective_weight(values, epsilon, dtype=dtype)
+    assert_near(actual, of_equation_12(*values, epsilon), TOLERANCE[dtype])
+    weight, bias = map(numpy, actual)
     assert weight.dtype == bias.dtype == dtype
-    expected = batch_norm(x @ w, gamma, beta, epsilon)
+    y = x @ kernel
+    expected = gamma * (y - y.mean(0)) / np.sqrt(y.var(0) + epsilon) + beta
     assert relative_error(x @ weight + bias, expected) < TOLERANCE[dtype]
-    covariance = statistics(x)[1]
-    lengths = np.einsum("iu,ij,ju->u", weight, covariance, weight)
     if not epsilon:  # It is on an ellipsoid.
+        lengths = np.einsum("iu,ij,ju->u", weight, covariance, weight)
         np.testing.assert_allclose(lengths, gamma**2, rtol=10 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("size_of_weights", [1e-18, 1.0, 1e18])
-@pytest.mark.parametrize("size_of_inputs", [1e-18, 1.0, 1e18])
-def test_effective_weights_of_any_size(size_of_weights, size_of_inputs):
-    x, w = size_of_inputs * normal(20, 5), size_of_weights * normal(5, 3, seed=1)
-    gamma, beta = normal(3, seed=2), normal(3, seed=3)
-    values = [np.asarray(v, "float32") for v in (w, gamma, beta, *statistics(x))]
-    weight, bias = map(numpy, spheres.effective_weight(*values))
-    expected = batch_norm(x @ w, gamma, beta, 0.0)
-    assert relative_error(x @ weight + bias, expected) < 1e-5
+@pytest.mark.parametrize("size", [1e-30, 1e-18, 1.0, 1e18, 1e30])
+def test_neither_the_length_of_a_kernel_matters_nor_that_of_inputs(size):
+    (kernel, gamma, beta, mean, covariance), _ = layer_and_statistics()
+    expected = of_equation_12(kernel, gamma, beta, mean, covariance)
+    for inputs in (1.0,) if size in (1e-30, 1e30) else (1e-18, 1.0, 1e18):
+        scaled = inputs * mean, inputs**2 * covariance
+        weight, bias = effective_weight([size * kernel, gamma, beta, *scaled])
+        assert_near([inputs * numpy(weight), bias], expected)
 
 
-def test_effective_weight_of_units_that_do_not_vary():
-    x, w = normal(20, 5), normal(5, 3, seed=1)
-    x[:, 2] = 0.5
-    w[:, 0] = [0, 0, 1, 0, 0]
-    w[:, 1] = 0
-    gamma, beta = normal(3, seed=2), normal(3, seed=3)
-    values = [np.asarray(v, "float32") for v in (w, gamma, beta, *statistics(x))]
-    weight, bias = map(numpy, spheres.effective_weight(*values))
+def test_units_that_do_not_vary():
+    """They are zero, with a bias of beta; and every derivative is a number."""
+    values, _ = layer_and_statistics()
+    kernel, gamma, beta, mean, covariance = values
+    mean[2], covariance[2], covariance[:, 2] = 0.5, 0, 0
+    kernel[:, 0] = [0, 0, 1, 0, 0]
+    kernel[:, 1] = 0
+    weight, bias = map(numpy, effective_weight(values))
     assert np.all(weight[:, :2] == 0)
     np.testing.assert_allclose(bias[:2], beta[:2], rtol=1e-6)
-    expected = batch_norm(x @ w[:, 2:], gamma[2:], beta[2:], 0.0)
-    assert relative_error(x @ weight[:, 2:] + bias[2:], expected) < 1e-5
+    with np.errstate(all="ignore"):
+        expected = of_equation_12(*values)
+    assert_near([weight[:, 2:], bias[2:]], [v[..., 2:] for v in expected])
+
+    def effective(kernel, gamma):
+        rest = (np.asarray(v, "float32") for v in values[2:])
+        weight, bias = spheres.effective_weight(kernel, gamma, *rest)
+        return ops.concatenate([weight, bias[None]], axis=0)
+
+    kernel, gamma = kernel.astype("float32"), gamma.astype("float32")
+    for function, start in (
+        (lambda kernel: effective(kernel, ops.convert_to_tensor(gamma)), kernel),
+        (lambda gamma: effective(ops.convert_to_tensor(kernel), gamma), gamma),
+    ):
+        _, gradient = training_step(AsLayer(function), ops.sum, MODES[-1])(start)
+        assert np.all(np.isfinite(gradient))
+        assert np.all(gradient[..., 2] != 0)
 
 
 def test_a_variance_that_rounds_to_less_than_zero():
@@ -294,28 +345,34 @@ def test_a_variance_that_rounds_to_less_than_zero():
     x = np.repeat(normal(20, 1), 6, axis=1)
     w = normal(6, 300, seed=1)
     w -= w.mean(0)
-    values = (w, np.ones(300), np.zeros(300), *statistics(x))
-    values = [np.asarray(v, "float32") for v in values]
+    values = w, np.ones(300), np.zeros(300), x.mean(0), np.cov(x.T, bias=True)
     for epsilon in (0.0, 1e-12):
-        for value in spheres.effective_weight(*values, epsilon):
+        for value in effective_weight(values, epsilon):
             assert np.all(np.isfinite(numpy(value)))
 
 
-@pytest.mark.parametrize("mode", MODES[-1:])
 @pytest.mark.parametrize("epsilon", [0.0, 0.1])
-def test_derivatives_of_the_effective_weight(epsilon, mode):
-    x = normal(20, 4)
-    gamma, beta = normal(3, seed=2), normal(3, seed=3)
-    mean, covariance = statistics(x)
-    rest = [np.asarray(v, "float32") for v in (gamma, beta, mean, covariance)]
+def test_derivatives_of_the_effective_weight(epsilon):
+    (kernel, *rest), _ = layer_and_statistics()
+    rest32 = [np.asarray(v, "float32") for v in rest]
 
     def effective(w):
-        weight, bias = spheres.effective_weight(w, *rest, epsilon)
+        weight, bias = spheres.effective_weight(w, *rest32, epsilon)
         return ops.concatenate([weight, bias[None]], axis=0)
 
     def reference(w):
-        variance = np.einsum("iu,ij,ju->u", w, covariance, w)
-        weight = gamma * w / np.sqrt(variance + epsilon)
-        return np.concatenate([weight, (beta - mean @ weight)[None]])
+        weight, bias = of_equation_12(w, *rest, epsilon)
+        return np.concatenate([weight, bias[None]])
 
-    check_derivatives(effective, reference, normal(4, 3, seed=1), mode)
+    check_derivatives(effective, reference, kernel)
+
+
+@has_float64
+def test_the_widest_dtype_decides():
+    values, _ = layer_and_statistics()
+    values = [v.astype(d) for v, d in zip(values, ("float32", *["float64"] * 4))]
+    actual = spheres.effective_weight(*values, 0.1)
+    expected = of_equation_12(*(v.astype("float64") for v in values), 0.1)
+    for value in actual:
+        assert keras.backend.standardize_dtype(value.dtype) == "float64"
+    assert_near(actual, expected, 1e-13)

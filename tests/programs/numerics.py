@@ -2,14 +2,14 @@
 
     KERAS_BACKEND=tensorflow python -m tests.programs.numerics
 
-prints tables in Markdown for the backend. A cell has the largest errors of the output
-and of the gradient with respect to the inputs against the float64 references, in units
-of the largest value of the same channel, over three training steps on the same input,
-or one on each of a sequence, and over the ways in which the backend runs a step (on
-TensorFlow eager, graph and jit_compile); of the large inputs, of one step in one way.
+prints tables in Markdown. A cell has the largest errors of the output and of the
+gradient of the inputs against the float64 references, in units of the largest value of
+the same channel, over three steps on the same input, or one on each of a sequence, and
+over the ways in which the backend runs a step; of large inputs, of one step in one way.
 The inputs of WS, CWN and WN are kernels, a channel is a unit.
 """
 
+import copy
 import functools
 import os
 import platform
@@ -19,9 +19,9 @@ import numpy as np
 
 from keras_norms import CBN, LpNorm, NoisyBN
 from keras_norms.ops import spheres
-from tests.support.autodiff import BACKEND, MODES, training_step
-from tests.support.batch_reference import BatchNormReference, LpNormReference
-from tests.support.cbn_reference import CBNReference
+from tests.support.autodiff import MODES, training_step
+from tests.support.backend import BACKEND, numpy
+from tests.support.normalizations import built, expected_step, linear_loss, set_rate
 from tests.support.weight_reference import AsLayer, WeightReference
 
 CHANNELS = 3
@@ -32,134 +32,96 @@ STEPS = 3
 WAYS = MODES[-1:] if BACKEND == "jax" else MODES
 
 
-def _normal(mean=0.0, std=1.0, shape=SHAPE, dtype="float32"):
-    def make(rng):
-        x = mean + std * rng.normal(size=shape)
-        return keras.ops.convert_to_numpy(keras.ops.cast(x, dtype))
-
-    return make
-
-
-# Name -> (function of a generator that returns inputs, dtype policy of the layer).
+# Name -> mean and deviation of the inputs, their shape and dtype.
 CASES = {
-    "mean 0, deviation 1": (_normal(), "float32"),
-    "mean / deviation = 1e2": (_normal(1e2), "float32"),
-    "mean / deviation = 1e4": (_normal(1e4), "float32"),
-    "deviation 1e-18": (_normal(1e-18, 1e-18), "float32"),
-    "deviation 1e-9": (_normal(1e-9, 1e-9), "float32"),
-    "deviation 1e9": (_normal(1e9, 1e9), "float32"),
-    "deviation 1e17": (_normal(1e17, 1e17), "float32"),
-    "deviation 1e18": (_normal(1e18, 1e18), "float32"),
-    "denormal": (_normal(0, 1e-41), "float32"),
-    "constant": (_normal(7.3, 0), "float32"),
-    "one sample": (_normal(1, 1, (1, CHANNELS)), "float32"),
-    "float16": (_normal(1, dtype="float16"), "mixed_float16"),
-    "bfloat16": (_normal(1, dtype="bfloat16"), "mixed_bfloat16"),
-    "float64": (_normal(1, dtype="float64"), "float64"),
+    "mean 0, deviation 1": (0, 1, SHAPE, "float32"),
+    "mean / deviation = 1e2": (1e2, 1, SHAPE, "float32"),
+    "mean / deviation = 1e4": (1e4, 1, SHAPE, "float32"),
+    "deviation 1e-18": (1e-18, 1e-18, SHAPE, "float32"),
+    "deviation 1e-9": (1e-9, 1e-9, SHAPE, "float32"),
+    "deviation 1e9": (1e9, 1e9, SHAPE, "float32"),
+    "deviation 1e17": (1e17, 1e17, SHAPE, "float32"),
+    "deviation 1e18": (1e18, 1e18, SHAPE, "float32"),
+    "denormal": (0, 1e-41, SHAPE, "float32"),
+    "constant": (7.3, 0, SHAPE, "float32"),
+    "one sample": (1, 1, (1, CHANNELS), "float32"),
+    "float16": (1, 1, SHAPE, "float16"),
+    "bfloat16": (1, 1, SHAPE, "bfloat16"),
+    "float64": (1, 1, SHAPE, "float64"),
 }
 LARGE = {
-    "2^20 a channel": (_normal(1, 1, (256, 64, 64, CHANNELS)), "float32"),
-    "2^24 a channel": (_normal(1, 1, (4096, 64, 64, 1)), "float32"),
+    "2^20 a channel": (1, 1, (256, 64, 64, CHANNELS), "float32"),
+    "2^24 a channel": (1, 1, (4096, 64, 64, 1), "float32"),
 }
-
-
-def _sequence(*means_and_deviations):
-    def make(rng):
-        return [_normal(*numbers)(rng) for numbers in means_and_deviations]
-
-    return make
-
-
-# Batches whose means and deviations are not those of the batches before: name ->
-# function of a generator that returns a list of inputs.
+# Batches whose means and deviations are not those of the batches before.
 SEQUENCES = {
-    f"mean 0, then {jump:.0e}": _sequence(*[(0, 1)] * 4, *[(jump, 1)] * 2)
+    f"mean 0, then {jump:.0e}": [*[(0, 1)] * 4, *[(jump, 1)] * 2]
     for jump in (1e2, 1e3, 1e4)
 } | {
-    "mean 1e4, then 0": _sequence(*[(1e4, 1)] * 4, *[(0, 1)] * 2),
-    "deviation 1, then 1e6": _sequence(*[(1, 1)] * 4, *[(1e6, 1e6)] * 2),
-    "deviation 1e6, then 1": _sequence(*[(1e6, 1e6)] * 4, *[(1, 1)] * 2),
-    "deviation 1 to 1e-5": _sequence(*[(1, 10.0**-k) for k in range(6)]),
-    "mean 0 and 1e2 in turns": _sequence(*[(0, 1), (1e2, 1)] * 3),
-    "mean 3e4 once": _sequence((0, 1), (3e4, 1), (0, 1)),
+    "mean 1e4, then 0": [*[(1e4, 1)] * 4, *[(0, 1)] * 2],
+    "deviation 1, then 1e6": [*[(1, 1)] * 4, *[(1e6, 1e6)] * 2],
+    "deviation 1e6, then 1": [*[(1e6, 1e6)] * 4, *[(1, 1)] * 2],
+    "deviation 1 to 1e-5": [(1, 10.0**-k) for k in range(6)],
+    "mean 0 and 1e2 in turns": [(0, 1), (1e2, 1)] * 3,
+    "mean 3e4 once": [(0, 1), (3e4, 1), (0, 1)],
 }
 
 
-def _cbn(**form):
-    return (
-        functools.partial(CBN, **form),
-        functools.partial(CBNReference, **form),
-    )
+def policy(case):
+    """The dtype policy of a layer for inputs of a case."""
+    dtype = (CASES | LARGE)[case][-1] if case not in SEQUENCES else "float32"
+    return f"mixed_{dtype}" if "float16" in dtype else dtype
 
 
-def _lp_norm(**form):
-    return (
-        functools.partial(LpNorm, **form),
-        functools.partial(LpNormReference, **form),
-    )
-
-
-def _weights(kind):
-    def make(dtype):
-        normalize = getattr(spheres, kind)
-        return AsLayer(
-            lambda w: keras.ops.cast(
-                normalize(w, tuple(range(len(w.shape) - 1))), w.dtype
-            )
-        )
-
-    return make, lambda channels: WeightReference(kind)
-
-
-# Name -> (function of keyword arguments that makes a layer, reference of channels).
-KERAS = "keras BN"
+# Name -> layer and arguments.
+QUIET = {"mean_range": 0, "scale_range": 1, "mean_jitter": 0, "scale_jitter": 0}
 BATCH = {
-    KERAS: (keras.layers.BatchNormalization, BatchNormReference),
-    "CBN": _cbn(),
-    "CBN, ratio": _cbn(mean_gradient="ratio"),
-    "CBN, coupled": _cbn(decouple=False),
-    "CBN, coupled, ratio": _cbn(decouple=False, mean_gradient="ratio"),
-    "NoisyBN": (
-        functools.partial(
-            NoisyBN, mean_range=0, scale_range=1, mean_jitter=0, scale_jitter=0, seed=0
-        ),
-        BatchNormReference,
-    ),
+    "keras BN": (keras.layers.BatchNormalization, {}),
+    "CBN": (CBN, {}),
+    "CBN, ratio": (CBN, {"mean_gradient": "ratio"}),
+    "CBN, coupled": (CBN, {"decouple": False}),
+    "CBN, coupled, ratio": (CBN, {"decouple": False, "mean_gradient": "ratio"}),
+    "NoisyBN": (NoisyBN, QUIET | {"seed": 0}),
 }
 LP_NORMS = {
-    f"LpNorm {p}{', centered' * (of == 'centered')}": _lp_norm(p=p, norm_of=of)
+    f"LpNorm {p}{', centered' * (of == 'centered')}": (LpNorm, {"p": p, "norm_of": of})
     for of in ("input", "centered")
     for p in (1, 2, np.inf)
 }
-WEIGHTS = {kind.upper(): _weights(kind) for kind in ("ws", "cwn", "wn")}
-UNKNOWN_RATE = {"CBN, rate unknown": _cbn()}
-LAYERS = BATCH | UNKNOWN_RATE | LP_NORMS | WEIGHTS
+WEIGHTS = {"WS": spheres.ws, "CWN": spheres.cwn, "WN": spheres.wn}
+UNKNOWN_RATE = {"CBN, rate unknown": (CBN, {})}
+LAYERS = BATCH | UNKNOWN_RATE | LP_NORMS
 
 
-def errors(layer, case, steps=STEPS, mode=MODES[-1]):
-    """The errors of a layer on an input.
+def make(name, **more):
+    layer, arguments = LAYERS[name]
+    return layer(**arguments, **more)
+
+
+def errors(name, case, steps=STEPS, mode=MODES[-1]):
+    """Errors of output and of dx in each step, infinite where not finite: (steps, 2).
 
     Args:
-        layer: A key of `LAYERS`.
-        case: A key of `CASES`, `LARGE` or `SEQUENCES`.
-        steps: How many training steps, but for a sequence.
-        mode: See `tests.support.autodiff`.
-
-    Returns:
-        Array `(steps, 2)`: errors of the output and of the gradient with respect to the
-        inputs, infinite where these are not finite.
+        name: A key of `LAYERS` or `WEIGHTS`.
+        case: A key of `CASES`, `LARGE` or `SEQUENCES`, which have steps of their own.
     """
-    inputs, policy = _inputs(case, steps)
-    shape = inputs[0].shape
-    gamma, beta, g = _affine_and_slope(shape)
-    reference = LAYERS[layer][1](shape[-1])
-    rate = -1.0 if layer in UNKNOWN_RATE else RATE
-    step = _step(layer, policy, shape, mode, rate)()
+    inputs = _inputs(case, steps)
+    kind = policy(case), inputs[0].shape
+    layer, start, *reference, g, step = _compiled(name, *kind, mode)
+    if start:
+        layer.set_weights(start)
+    reference, *affine = copy.deepcopy(reference)
+    rate = -1.0 if name in UNKNOWN_RATE else RATE
     found = []
     for x in inputs:
         y, dx, *_ = step(x)
-        wide = x.astype("float64")
-        expected, wanted = _reference_step(reference, wide, gamma, beta, g, rate)
+        x = x.astype("float64")
+        if name in WEIGHTS:
+            axes, gain = tuple(range(x.ndim - 1)), np.ones(x.shape[-1])
+            expected = reference.forward(x, gain, axes)
+            wanted, _ = reference.gradients(g, x, gain, axes)
+        else:
+            expected, wanted, *_ = expected_step(reference, x, *affine, g, rate)
         found.append((_error(y, expected), _error(dx, wanted)))
     return np.array(found)
 
@@ -167,61 +129,37 @@ def errors(layer, case, steps=STEPS, mode=MODES[-1]):
 @functools.lru_cache(1)
 def _inputs(case, steps):
     rng = np.random.default_rng(0)
+
+    def inputs(mean, deviation, shape=SHAPE, dtype="float32"):
+        x = mean + deviation * rng.normal(size=shape)
+        return numpy(keras.ops.cast(x, dtype))
+
     if case in SEQUENCES:
-        return SEQUENCES[case](rng), "float32"
-    make, policy = (CASES | LARGE)[case]
-    return [make(rng)] * steps, policy
-
-
-@functools.lru_cache(1)
-def _affine_and_slope(shape):
-    """gamma, beta and the gradient with respect to the output."""
-    rng = np.random.default_rng(1)
-    gamma, beta = rng.normal(1, 0.3, shape[-1]), rng.normal(0, 0.3, shape[-1])
-    gamma, beta = (np.float64(np.float32(v)) for v in (gamma, beta))
-    return gamma, beta, rng.normal(size=shape).astype("float32")
+        return [inputs(*pair) for pair in SEQUENCES[case]]
+    return [inputs(*(CASES | LARGE)[case])] * steps
 
 
 @functools.cache
-def _step(name, policy, shape, mode, rate):
-    """A function that returns the training step of a layer as it is before the first.
+def _compiled(name, policy, shape, mode):
+    """Layer, its weights, reference, gamma, beta, dy and a step for such inputs."""
+    rng = np.random.default_rng(1)
+    if name in WEIGHTS:
 
-    Compiled once for all inputs of a kind.
-    """
-    layer = LAYERS[name][0](dtype=policy)
-    gamma, beta, g = _affine_and_slope(shape)
-    if name not in WEIGHTS:
-        layer.build((None, *shape[1:]))
-        layer.gamma.assign(gamma)
-        layer.beta.assign(beta)
-    if isinstance(layer, CBN):
-        layer.set_learning_rate(rate)
-    start = [] if name in WEIGHTS else layer.get_weights()
+        def normalize(w):
+            axes = tuple(range(len(w.shape) - 1))
+            return keras.ops.cast(WEIGHTS[name](w, axes), w.dtype)
 
-    def loss(y):
-        slope = keras.ops.convert_to_tensor(g)
-        return keras.ops.sum(keras.ops.cast(y, "float32") * slope)
-
-    step = training_step(layer, loss, mode)
-
-    def restart():
-        if start:
-            layer.set_weights(start)
-        return step
-
-    return restart
-
-
-def _reference_step(reference, x, gamma, beta, g, rate):
-    if isinstance(reference, WeightReference):
-        axes, gain = tuple(range(x.ndim - 1)), np.ones(x.shape[-1])
-        y = reference.forward(x, gain, axes)
-        return y, reference.gradients(g, x, gain, axes)[0]
-    if isinstance(reference, CBNReference):
-        y, constants = reference.train(x, gamma, beta, rate)
-        return y, reference.gradients(g, x, gamma, beta, constants)[0]
-    y = reference.train(x, gamma, beta)
-    return y, reference.gradients(g, x, gamma, beta)[0]
+        layer, start = AsLayer(normalize), []
+        reference = [WeightReference(name.lower())]
+    else:
+        layer, arguments = LAYERS[name]
+        layer, *reference = built(shape, rng, layer, dtype=policy, **arguments)
+        set_rate(layer, -1.0 if name in UNKNOWN_RATE else RATE)
+        start = layer.get_weights()
+    g = rng.normal(size=shape).astype("float32")
+    loss = linear_loss(g)
+    step = training_step(layer, lambda y: loss(keras.ops.cast(y, "float32")), mode)
+    return layer, start, *reference, g, step
 
 
 def _error(found, expected):
@@ -234,27 +172,19 @@ def _error(found, expected):
     return error if np.isfinite(error) else np.inf
 
 
-def fits(layer, case):
-    """Whether the layer takes the input: a unit of WS or CWN has several weights."""
-    return case != "one sample" or layer not in ("WS", "CWN")
-
-
-def _cell(layer, case):
-    if not fits(layer, case):
-        return ""
-    if case in LARGE:
-        found = [errors(layer, case, 1, WAYS[:2][-1])]
-        _step.cache_clear()
-    else:
-        found = [errors(layer, case, mode=mode) for mode in WAYS]
-    output, gradient = np.max(found, (0, 1))
-    return f"{output:.0e}, {gradient:.0e}"
-
-
 def _table(layers, cases):
     print(f"\n| inputs | {' | '.join(layers)} |\n|---|{'---|' * len(layers)}")
     for case in cases:
-        cells = (_cell(layer, case) for layer in layers)
+        cells = []
+        for layer in layers:
+            if case == "one sample" and layer in ("WS", "CWN"):
+                cells.append("")  # A unit of these has several weights.
+                continue
+            modes, steps = (WAYS[:2][-1:], 1) if case in LARGE else (WAYS, STEPS)
+            found = [errors(layer, case, steps, mode) for mode in modes]
+            if case in LARGE:
+                _compiled.cache_clear()
+            cells.append("{:.0e}, {:.0e}".format(*np.max(found, (0, 1))))
         print(f"| {case} | {' | '.join(cells)} |", flush=True)
 
 

@@ -1,0 +1,130 @@
+"""CBN, NoisyBN and LpNorm beside their references: layers, inputs, training steps."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from keras_norms import CBN, LpNorm, NoisyBN
+from tests.support.autodiff import MODES
+from tests.support.backend import BACKEND, numpy
+from tests.support.batch_reference import BatchNormReference, LpNormReference
+from tests.support.cbn_reference import CBNReference, relative_error
+
+INF = np.inf
+FORMS = {
+    "shift": {"rho": 0.7},
+    "ratio": {"rho": 0.7, "mean_gradient": "ratio"},
+    "coupled": {"rho": 0.7, "decouple": False},
+    "coupled_ratio": {"rho": 0.7, "decouple": False, "mean_gradient": "ratio"},
+}
+NORMS = [(p, of) for p in (1, 1.5, 2, 3, INF) for of in ("input", "centered")]
+CASES = {form: (CBN, arguments) for form, arguments in FORMS.items()}
+CASES |= {f"l{p} {of}": (LpNorm, {"p": p, "norm_of": of}) for p, of in NORMS}
+REFERENCES = {CBN: CBNReference, LpNorm: LpNormReference, NoisyBN: BatchNormReference}
+REFERENCES[layers.BatchNormalization] = BatchNormReference
+
+
+def some(values, few):
+    """Values of a parameter, or of several, all but a few of them thorough."""
+
+    def thorough(value):
+        value = value if isinstance(value, tuple) else (value,)
+        return pytest.param(*value, marks=pytest.mark.thorough)
+
+    return [value if value in few else thorough(value) for value in values]
+
+
+# The modes that run kernels of their own: TensorFlow's graph has those of eager, JAX's
+# eager those of XLA, one by one.
+KERNELS = MODES[-1:] if BACKEND == "jax" else MODES[::2]
+
+
+def in_modes(values, few=(), modes=KERNELS):
+    """Values and modes: a few or all values in one mode each, in turns."""
+    chosen = [(value, modes[i % len(modes)]) for i, value in enumerate(few or values)]
+    return some(itertools.product(values, MODES), chosen)
+
+
+# Each p and each `norm_of`, and CBN with both changes at once.
+FEW = ("shift", "coupled_ratio", "l1 input", "l1.5 centered", "l2 input", "l3 centered")
+FEW += (f"l{INF} input",)
+
+
+def built(shape, rng, layer, **arguments):
+    """A layer with random gamma and beta, its reference, and both in float64."""
+    reference = REFERENCES[layer]
+    known = {field.name for field in dataclasses.fields(reference)} & set(arguments)
+    reference = reference(shape[-1], **{name: arguments[name] for name in known})
+    layer = layer(**arguments)
+    layer.build((None, *shape[1:]))
+    layer.gamma.assign(rng.normal(1, 0.3, shape[-1]))
+    layer.beta.assign(rng.normal(0, 0.3, shape[-1]))
+    affine = (numpy(v).astype("float64") for v in (layer.gamma, layer.beta))
+    return layer, reference, *affine
+
+
+def case(name, shape, rng, **more):
+    """The same for one of `CASES`."""
+    layer, arguments = CASES[name]
+    return built(shape, rng, layer, **arguments | more)
+
+
+def set_rate(layer, rate):
+    """Tell CBN the learning rate; returns it as float32 has it, -1 for others."""
+    if not isinstance(layer, CBN):
+        return -1.0
+    layer.set_learning_rate(rate)
+    return float(numpy(layer.learning_rate))
+
+
+def batch(rng, shape, mean=None, std=None):
+    """A float32 batch; by default every channel has its own mean and scale."""
+    channels = shape[-1]
+    mean = rng.normal(0, 1, channels) if mean is None else mean
+    std = rng.uniform(0.5, 2, channels) if std is None else std
+    return (mean + std * rng.normal(size=shape)).astype("float32")
+
+
+def quadratic_loss(g, h):
+    """sum(g * y + h * y^2 / 2), and its derivative with respect to y in NumPy."""
+
+    def loss(y):
+        weights = [ops.convert_to_tensor(v, "float32") for v in (g, h)]
+        return ops.sum(weights[0] * y + 0.5 * weights[1] * y * y)
+
+    return loss, lambda y: g + h * y
+
+
+def linear_loss(g):
+    """sum(g * y), in the dtype of y."""
+    return lambda y: ops.sum(ops.convert_to_tensor(g, y.dtype) * y)
+
+
+def train(reference, x, gamma, beta, rate=-1.0, mask=None):
+    """A step of a reference: the output, and the last argument of its gradients."""
+    if isinstance(reference, CBNReference):
+        return reference.train(x, gamma, beta, rate)
+    return reference.train(x, gamma, beta, mask), mask
+
+
+def expected_step(reference, x, gamma, beta, g, rate=-1.0, mask=None):
+    """Output and gradients, as of `training_step`; g may be a function of y."""
+    y, last = train(reference, x, gamma, beta, rate, mask)
+    g = g(y) if callable(g) else g
+    return [y, *reference.gradients(g, x, gamma, beta, last)]
+
+
+def averages(layer):
+    """The two moving statistics of a layer or of a reference."""
+    names = ("mean", "moving_mean"), ("square", "moving_square"), ("moving_norm",)
+    names = [*names, ("moving_variance",), ("moving_statistic",)]
+    found = [getattr(layer, n) for group in names for n in group if hasattr(layer, n)]
+    return [numpy(v) for v in found]
+
+
+def assert_near(actual, expected, tolerance=1e-5):
+    for value, wanted in zip(actual, expected, strict=True):
+        assert relative_error(value, np.asarray(wanted)) < tolerance
