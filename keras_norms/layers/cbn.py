@@ -199,7 +199,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         self.rho = self.add_weight(
             name="rho",
             shape=(),
-            initializer=initializers.Constant(self.initial_rho),
+            # Not `Constant`, which rounds to float32.
+            initializer=lambda shape, dtype: ops.full(shape, self.initial_rho, dtype),
             dtype=self.statistics_dtype,
             trainable=False,
             autocast=False,

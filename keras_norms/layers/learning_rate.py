@@ -63,7 +63,8 @@ class FollowsLearningRate:
                 it is known only when a compiled step runs and the layer is not built;
                 in a compiled step on JAX, without a `keras.StatelessScope` of it.
         """
-        self._check_state(rate)
+        if self.built:  # before that, JAX need not be running
+            self._check_state(rate)
         is_number = isinstance(rate, numbers.Real)
         is_scalar = not is_number and getattr(rate, "shape", None) == ()
         is_known = True
