@@ -246,12 +246,8 @@ def test_unknown_objects_are_refused(cls):
             assert "of Keras" in refusal(cls, name, "no_such_thing")
     with pytest.raises(ValueError, match="no_such_thing"):
         cls(no_such_thing=1)
-
-
-@pytest.mark.skipif(BACKEND != "torch", reason="others synchronize")
-@norms
-def test_synchronized_is_refused_on_torch(cls):
-    assert "PyTorch" in refusal(cls, "synchronized", True)
+    if BACKEND == "torch":
+        assert "PyTorch" in refusal(cls, "synchronized", True)
 
 
 @settings(deadline=None)
@@ -275,8 +271,8 @@ def test_numbers_may_be_of_any_kind():
     found = [layer.get_config()[name] for name in ("axis", "rho", "omega")]
     assert found == [1, 2.0, 0.5]
     assert all(type(value) in (int, float) for value in found)
-    numbers = ["inf", np.float32(np.inf), np.int64(3), fractions.Fraction(3, 2)]
-    for value, expected in zip(numbers, [math.inf, math.inf, 3.0, 1.5]):
+    numbers = [np.float32(np.inf), np.int64(3), fractions.Fraction(3, 2)]
+    for value, expected in zip(numbers, [math.inf, 3.0, 1.5]):
         p = LpNorm(value).p
         assert type(p) is float and p == expected
     assert type(NoisyBN(seed=np.int64(3)).get_config()["seed"]) is int

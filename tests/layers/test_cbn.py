@@ -92,10 +92,9 @@ def assert_same(actual, expected, rtol=0, atol=0):
         np.testing.assert_allclose(value, wanted, rtol=rtol, atol=atol)
 
 
-# With a schedule: `test_models`.
-@pytest.mark.parametrize(
-    "schedule", [False, pytest.param(True, marks=pytest.mark.thorough)]
-)
+# In `make test`, `test_models` does it.
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", [False, True])
 def test_a_saved_model_goes_on(tmp_path, schedule):
     model = trained(schedule)
     model.save(tmp_path / "model.keras")

@@ -30,6 +30,11 @@ from tests.support.weight_reference import AsLayer
 thorough = pytest.mark.thorough
 
 
+# Kinds of layers that a faster one stands for.
+NEIGHBOURS = {f"FusedCBN({kind})" for kind in ("conv1d", "conv2d_pointwise", "conv3d")}
+NEIGHBOURS |= {"CBN(coupled, no gamma)", "NoisyBN(no beta)", "LpNorm(3, no gamma)"}
+
+
 def forms(names, kept=ONE_EACH):
     """Those that are kept; all of them in `make test-all`."""
     marks = {name: () if name in kept else thorough for name in names}
@@ -81,13 +86,15 @@ def assert_unchanged(each, state):
         np.testing.assert_array_equal(value, numpy(variable))
 
 
-@forms(FORMS, kept=FORMS)
+@forms(FORMS, kept=FORMS.keys() - NEIGHBOURS)
 def test_training_and_inference(name):
     assert_steps(case(name))
 
 
 @not_torch
-@forms(FORMS)
+@forms(
+    FORMS, kept=["CBN", "LpNorm(2.5, centered)", "FusedCBN(conv2d_same)", "WN(dense)"]
+)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != FAST])
 def test_training_in_other_modes(name, mode):
     assert_steps(case(name), mode)

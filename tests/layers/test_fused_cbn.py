@@ -111,6 +111,7 @@ def test_kernel_gradient_as_on_a_tpu(monkeypatch):
         assert relative_error(tpu, expected) < 2e-2
 
 
+@pytest.mark.thorough
 def test_fit_save_and_load(tmp_path):
     inputs = keras.Input((6, 6, 3))
     a, b = FusedCBN([layers.Conv2D(5, 3), layers.Conv2D(5, 3)], name="two")(inputs)

@@ -138,8 +138,6 @@ def test_images_of_any_size(_):
         model.train_on_batch(x, np.zeros((samples, 3)))
         eager(x, training=True)
         assert_same(weights(model), weights(eager))
-        y = model.predict_on_batch(x)
-        np.testing.assert_allclose(y, numpy(eager(x)), rtol=1e-5, atol=1e-5)
 
 
 def test_masks_of_an_embedding():

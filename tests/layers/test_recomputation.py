@@ -121,10 +121,12 @@ def assert_remat_changes_nothing(make, names, mode="eager", repeat=1):
 
 @runs_twice
 @pytest.mark.parametrize(
-    "mode", ["eager", *(pytest.param(m, marks=thorough) for m in MODES[1:])]
+    ("names", "mode"),
+    [(["cbn", "noisy"], "eager")]
+    + [pytest.param(list(NORMS), mode, marks=thorough) for mode in MODES],
 )
-def test_every_layer(mode):
-    assert_remat_changes_nothing(once, NORMS, mode)
+def test_every_layer(names, mode):
+    assert_remat_changes_nothing(once, names, mode)
 
 
 @runs_twice
@@ -132,7 +134,7 @@ def test_every_layer(mode):
     ("make", "names"),
     [
         (equal_inputs, ["cbn"]),
-        (shared, ["noisy"]),
+        pytest.param(shared, ["noisy"], marks=thorough),
         pytest.param(nested, ["cbn", "noisy"], marks=thorough),
         pytest.param(shared, ["cbn", "noisy"], marks=thorough),
         pytest.param(equal_inputs, ["cbn", "noisy"], marks=thorough),
@@ -143,6 +145,7 @@ def test_several_calls_and_backward_passes(make, names):
 
 
 @tensorflow_only
+@thorough
 def test_several_calls_in_a_graph():
     assert_remat_changes_nothing(equal_inputs, ["cbn"], "graph")
 

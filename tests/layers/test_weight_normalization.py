@@ -5,8 +5,6 @@ import math
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from keras import layers, ops
 
 from keras_norms import CWN, WN, WS
@@ -19,10 +17,9 @@ from tests.support.any_layer import (
     slope_of,
     step_of,
 )
-from tests.support.autodiff import FAST, compiled
 from tests.support.backend import has_float64, numpy
 from tests.support.cbn_reference import relative_error
-from tests.support.weight_reference import CASES, WeightReference
+from tests.support.weight_reference import CASES
 
 thorough = pytest.mark.thorough
 DENSE = ["WS(dense)", "CWN(dense)", "WN(dense)"]
@@ -120,57 +117,6 @@ def test_units_whose_weights_are_equal(name, value):
         assert np.all(kernel[:, 1] == 0)
     assert_close(kernel, expected[0])
     assert np.all(np.isfinite(gradient))
-
-
-@thorough
-@settings(max_examples=15, deadline=None)
-@given(draw=st.data())
-def test_any_layer_is_called_with_its_normalized_kernels(draw):
-    """Shapes and arguments that no other test has."""
-    numbers = st.integers(1, 3)
-    rank, inputs, outputs = draw.draw(numbers), draw.draw(numbers), draw.draw(numbers)
-    size = [draw.draw(st.integers(2, 3)) for _ in range(rank)]
-    kinds = ["Dense", f"Conv{rank}D", f"Conv{rank}DTranspose"]
-    kinds += [f"DepthwiseConv{rank}D", f"SeparableConv{rank}D"] * (rank < 3)
-    kind = draw.draw(st.sampled_from(kinds))
-    arguments = {"use_bias": draw.draw(st.booleans())}
-    if kind != "Dense":
-        arguments["kernel_size"] = size
-        arguments["padding"] = draw.draw(st.sampled_from(["valid", "same"]))
-    if not kind.startswith("Depthwise"):
-        arguments["units" if kind == "Dense" else "filters"] = outputs
-    if kind.startswith(("Depthwise", "Separable")):
-        arguments["depth_multiplier"] = draw.draw(numbers)
-    wrapper = draw.draw(st.sampled_from(WRAPPERS))
-    x = data(2, *[n + 1 for n in size], inputs + 1)
-    layer = wrapped(wrapper, getattr(layers, kind)(**arguments), x.shape, epsilon=0.1)
-    randomize(layer)
-
-    kernels = layer.normalized_kernels()
-    norm = WeightReference(wrapper.__name__.lower(), 0.1)
-    for key, value in kernels.items():
-        # Written again from the words of the specification.
-        axes = {
-            "Dense": (0,),
-            f"Conv{rank}D": tuple(range(rank + 1)),
-            f"Conv{rank}DTranspose": (*range(rank), rank + 1),
-        }.get(kind, tuple(range(rank)))
-        axes = tuple(range(rank + 1)) if key == "pointwise_kernel" else axes
-        weight = numpy(getattr(layer.layer, key)).astype("float64")
-        gain = np.ones(np.delete(weight.shape, axes))
-        if wrapper is WN:
-            gain = numpy(layer.gains[key]).astype("float64")
-        assert relative_error(value, norm.forward(weight, gain, axes)) < 1e-5
-
-    plain = getattr(layers, kind)(**arguments)
-    plain.build(x.shape)
-    for key, value in kernels.items():
-        getattr(plain, key).assign(value)
-    if plain.use_bias:
-        plain.bias.assign(layer.layer.bias)
-    y, expected = (compiled(f, FAST)(x) for f in (layer, plain))
-    assert_close(y, expected)
-    assert tuple(layer.compute_output_shape(x.shape)) == tuple(expected.shape)
 
 
 def test_gain_initializers():
