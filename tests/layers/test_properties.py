@@ -75,7 +75,8 @@ def sizes(g, y, x):
     """Of what the gradients of x, gamma and beta are differences of."""
     largest = np.abs(g + y).max()
     sums = largest * x[..., 0].size
-    slope = largest * np.abs(y).max() / np.abs(x - x.mean()).max()
+    # One element has no deviation.
+    slope = largest * np.abs(y).max() / (np.abs(x - x.mean()).max() or 1)
     return {
         "x": slope,
         "gamma": sums * np.abs(y).max(),
