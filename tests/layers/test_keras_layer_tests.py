@@ -7,27 +7,25 @@ from keras.src.testing import TestCase
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 
 VECTORS, SERIES, IMAGES = (5, 3), (4, 5, 3), (3, 4, 4, 3)
-CONFIGURATIONS = [
-    (CBN, {}, VECTORS),
+DENSE = {"layer": lambda: layers.Dense(2)}
+REGULARIZED = {"layer": lambda: layers.Dense(2, kernel_regularizer="l2")}
+CONVOLUTION = {"layer": lambda: layers.Conv2D(4, 2, padding="same"), "norm": CBN}
+KEPT = [(CBN, {}, VECTORS), (WN, REGULARIZED, VECTORS)]
+LATER = [
     (CBN, {"axis": 1, "decouple": False, "gamma_regularizer": "l2"}, IMAGES),
     (NoisyBN, {"activity_regularizer": "l2"}, SERIES),
     (LpNorm, {"p": 3}, IMAGES),
     (WS, {"layer": lambda: layers.Conv1D(3, 2), "gain": True}, SERIES),
     (CWN, {"layer": lambda: layers.SeparableConv2D(3, 2)}, IMAGES),
-    (WN, {"layer": lambda: layers.Dense(2, kernel_regularizer="l2")}, VECTORS),
-    (FusedCBN, {"layer": lambda: layers.Dense(2)}, SERIES),
-    (
-        FusedCBN,
-        {"layer": lambda: layers.Conv2D(4, 2, padding="same"), "norm": CBN},
-        IMAGES,
-    ),
+    (FusedCBN, DENSE, SERIES),
+    (FusedCBN, CONVOLUTION, IMAGES),
 ]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("cls", "arguments", "shape"),
-    CONFIGURATIONS,
+    KEPT + [pytest.param(*each, marks=pytest.mark.thorough) for each in LATER],
     ids=lambda v: getattr(v, "__name__", ""),
 )
 def test_a_layer_passes(cls, arguments, shape):

@@ -10,7 +10,8 @@ from keras import layers, ops
 
 from keras_norms import AMAT, CBN, FusedCBN, LpNorm, NoisyBN
 from keras_norms.layers import recomputation
-from tests.support.autodiff import BACKEND, MODES, compiled
+from tests.support.autodiff import MODES, compiled
+from tests.support.backend import BACKEND, jax_only, numpy, tensorflow_only
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "recomputation.md"
 RNG = np.random.default_rng(0)
@@ -18,7 +19,7 @@ X = [RNG.normal(i + 1, i + 2, (8, 5)).astype("float32") for i in range(3)]
 
 runs_twice = pytest.mark.skipif(BACKEND == "jax", reason="JAX traces once")
 torch_only = pytest.mark.skipif(BACKEND != "torch", reason="PyTorch only")
-jax_only = pytest.mark.skipif(BACKEND != "jax", reason="JAX only")
+thorough = pytest.mark.thorough
 
 
 def cbn():
@@ -104,8 +105,8 @@ def gradients(block, loss, mode, repeat):
     step = compiled(step, mode)
     for scale in (1, 2):
         found = step(*(ops.convert_to_tensor(scale * x) for x in X))
-    state = [ops.convert_to_numpy(v) for v in block.non_trainable_variables]
-    return [ops.convert_to_numpy(g) for g in found], state
+    state = [numpy(v) for v in block.non_trainable_variables]
+    return [numpy(g) for g in found], state
 
 
 def assert_remat_changes_nothing(make, names, mode="eager", repeat=1):
@@ -119,31 +120,34 @@ def assert_remat_changes_nothing(make, names, mode="eager", repeat=1):
 
 
 @runs_twice
-@pytest.mark.parametrize("mode", MODES[1:] or MODES)
-def test_a_block(mode):
-    assert_remat_changes_nothing(once, ["cbn", "noisy"], mode)
+@pytest.mark.parametrize(
+    ("names", "mode"),
+    [(["cbn", "noisy"], "eager")]
+    + [pytest.param(list(NORMS), mode, marks=thorough) for mode in MODES],
+)
+def test_every_layer(names, mode):
+    assert_remat_changes_nothing(once, names, mode)
 
 
 @runs_twice
-@pytest.mark.parametrize("name", NORMS)
-def test_each_layer(name):
-    assert_remat_changes_nothing(once, [name])
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (equal_inputs, ["cbn"]),
+        pytest.param(shared, ["noisy"], marks=thorough),
+        pytest.param(nested, ["cbn", "noisy"], marks=thorough),
+        pytest.param(shared, ["cbn", "noisy"], marks=thorough),
+        pytest.param(equal_inputs, ["cbn", "noisy"], marks=thorough),
+    ],
+)
+def test_several_calls_and_backward_passes(make, names):
+    assert_remat_changes_nothing(make, names, repeat=2 if len(names) == 1 else 1)
 
 
-@runs_twice
-@pytest.mark.parametrize("make", [shared, equal_inputs, nested])
-def test_several_calls(make):
-    assert_remat_changes_nothing(make, ["cbn", "noisy"])
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
+@tensorflow_only
+@thorough
 def test_several_calls_in_a_graph():
     assert_remat_changes_nothing(equal_inputs, ["cbn"], "graph")
-
-
-@runs_twice
-def test_several_backward_passes():
-    assert_remat_changes_nothing(equal_inputs, ["cbn"], repeat=2)
 
 
 @runs_twice
@@ -192,7 +196,7 @@ def test_the_reentrant_checkpoint_of_pytorch():
         call(2 * x)
         y = checkpoint(call, x, use_reentrant=True) if remat else call(x)
         ops.sum(y**3).backward()
-        results.append(ops.convert_to_numpy(x.grad))
+        results.append(numpy(x.grad))
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
 
 
@@ -221,26 +225,32 @@ def test_state_leaves_what_jax_traces_by_a_stateless_call_only():
         remat(X[0])
 
 
-def trained(wrap):
+def assert_same_training(*makes):
     """The variables of a network after a few steps of `fit`."""
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh")])
-    model.add(wrap())
-    model.add(layers.Dense(5))
-    model.compile(keras.optimizers.SGD(0.03), "mse")
-    x = np.concatenate(X)
-    model.fit(x, x[::-1], batch_size=8, verbose=0, callbacks=[AMAT()])
-    return [ops.convert_to_numpy(v) for v in model.variables]
+    found = []
+    for make in makes:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(5, "tanh")])
+        for layer in make():
+            model.add(layer)
+        model.add(layers.Dense(5))
+        model.compile(keras.optimizers.SGD(0.03), "mse")
+        x = np.concatenate(X)
+        model.fit(x, x[::-1], batch_size=8, verbose=0, callbacks=[AMAT()])
+        found.append([numpy(v) for v in model.variables])
+    for actual, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_a_layer_in_a_scope_of_keras_in_fit(name):
+def test_layers_in_a_scope_of_keras_in_fit():
+    def plain():
+        return [make() for make in NORMS.values()]
+
     def scoped():
         with keras.RematScope("full"):
-            return NORMS[name]()
+            return plain()
 
-    for actual, expected in zip(trained(scoped), trained(NORMS[name])):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert_same_training(scoped, plain)
 
 
 def test_the_wrapper_of_the_documentation_in_fit():
@@ -248,8 +258,6 @@ def test_the_wrapper_of_the_documentation_in_fit():
     exec(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1], names)
 
     def plain():
-        return keras.Sequential([CBN(), layers.Dense(6), NoisyBN(seed=2)])
+        return [keras.Sequential([CBN(), layers.Dense(6), NoisyBN(seed=2)])]
 
-    recomputed = trained(lambda: names["Recomputed"](plain()))
-    for actual, expected in zip(recomputed, trained(plain)):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert_same_training(lambda: [names["Recomputed"](*plain())], plain)

@@ -1,149 +1,245 @@
-"""Layers with any weights, in any state, on any batch, and their references."""
+"""Every layer of the package, and what it computes in float64.
 
+`FORMS` is the table that drives what all layers must do (`tests/layers`).
+"""
+
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 from keras import ops
 
-from keras_norms import CBN, LpNorm, NoisyBN
-from tests.support.autodiff import BACKEND, compiled, training_step
-from tests.support.batch_reference import BatchNormReference, LpNormReference
-from tests.support.cbn_reference import CBNReference
+from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+from tests.support.autodiff import FAST, compiled, training_step
+from tests.support.backend import numpy
+from tests.support.layer_reference import (
+    REFERENCES,
+    Fused,
+    OfChannels,
+    Wrapped,
+    known_to,
+)
+from tests.support.weight_reference import CASES, WeightReference
 
+# Noise depends on the position: without it, elements can be compared.
 QUIET = {"mean_range": 0, "scale_range": 1, "mean_jitter": 0, "scale_jitter": 0}
-# By name: the layer, its arguments, its reference, and those of it.
-FORMS = {
-    "CBN": (CBN, {}, CBNReference),
-    "CBN(ratio)": (CBN, {"mean_gradient": "ratio", "rho": 2.0}, CBNReference),
-    "CBN(coupled)": (CBN, {"decouple": False, "rho": 0.5}, CBNReference),
-    "NoisyBN": (NoisyBN, {}, BatchNormReference),
-    "LpNorm(1)": (LpNorm, {"p": 1}, LpNormReference),
-    "LpNorm(2.5, centered)": (
-        LpNorm,
-        {"p": 2.5, "norm_of": "centered"},
-        LpNormReference,
-    ),
-    "LpNorm(inf)": (LpNorm, {"p": np.inf}, LpNormReference),
+
+
+class Form(NamedTuple):
+    """A layer with some arguments, the input that it gets, and the layer inside."""
+
+    cls: type
+    arguments: dict
+    shape: tuple
+    inner: str | None = None
+    inner_arguments: dict = {}
+
+    def make(self, dtype="float32", **other):
+        arguments = {**self.arguments, **other}
+        if self.inner is None:
+            quiet = QUIET if self.cls is NoisyBN else {}
+            return self.cls(dtype=dtype, **quiet, **arguments)
+        inner = CASES[self.inner].make(dtype=dtype, **self.inner_arguments)
+        if self.cls is FusedCBN:
+            return FusedCBN(inner, CBN(dtype=dtype, **arguments))
+        return self.cls(inner, **arguments)
+
+
+def _channels(cls, shape, **arguments):
+    return Form(cls, {"axis": -1, "momentum": 0.5, "epsilon": 1e-3, **arguments}, shape)
+
+
+def _fused(inner, inner_arguments=None, **arguments):
+    arguments = {"momentum": 0.5, "epsilon": 1e-3, **arguments}
+    shape = CASES[inner].input_shape
+    return Form(FusedCBN, arguments, shape, inner, inner_arguments or {})
+
+
+def _wrapped(cls, inner):
+    arguments = {"epsilon": 0.1}
+    arguments |= {WS: {"gain": True}, CWN: {"gain": True, "scale": 1.5}, WN: {}}[cls]
+    return Form(cls, arguments, CASES[inner].input_shape, inner)
+
+
+DENSE, SERIES, IMAGES, VOLUMES = (6, 4), (3, 4, 5), (3, 4, 2, 3), (2, 3, 2, 2, 3)
+CHANNELS = {
+    "CBN": _channels(CBN, DENSE),
+    "CBN(ratio)": _channels(CBN, SERIES, axis=1, mean_gradient="ratio", rho=2.0),
+    "CBN(coupled)": _channels(CBN, IMAGES, decouple=False, rho=0.5),
+    "CBN(no beta)": _channels(CBN, SERIES, axis=0, center=False),
+    "CBN(coupled, no gamma)": _channels(CBN, DENSE, decouple=False, scale=False),
+    "NoisyBN": _channels(NoisyBN, SERIES, axis=1),
+    "NoisyBN(no gamma)": _channels(NoisyBN, VOLUMES, scale=False),
+    "NoisyBN(no beta)": _channels(NoisyBN, DENSE, center=False),
+    "LpNorm(1)": _channels(LpNorm, IMAGES, axis=-3, p=1),
+    "LpNorm(2, no beta)": _channels(LpNorm, DENSE, center=False),
+    "LpNorm(2.5, centered)": _channels(LpNorm, SERIES, p=2.5, norm_of="centered"),
+    "LpNorm(3, no gamma)": _channels(LpNorm, DENSE, p=3, scale=False),
+    "LpNorm(inf)": _channels(LpNorm, VOLUMES, axis=1, p=np.inf),
 }
-SHAPES = {"dense": ((6, 4), -1), "sequence": ((3, 4, 5), 1)}
-# Without compilation where it costs more than it saves.
-FAST = "jit_compile" if BACKEND == "jax" else "eager"
+FUSED = {
+    f"FusedCBN({inner}{suffix})": _fused(inner, inner_arguments, **arguments)
+    for inner, suffix, inner_arguments, arguments in (
+        ("dense", ", tanh", {"activation": "tanh"}, {}),
+        ("dense_of_sequences", ", no bias", {"use_bias": False}, {"rho": 2.0}),
+        ("conv1d", "", {}, {"mean_gradient": "ratio"}),
+        ("conv2d", "", {}, {"decouple": False}),
+        ("conv2d_same", "", {}, {}),
+        ("conv2d_dilated", "", {}, {"center": False, "scale": False}),
+        ("conv2d_pointwise", "", {}, {}),
+        ("conv2d_in_groups", "", {}, {}),
+        ("conv3d", "", {}, {"rho": 0.5}),
+        ("depthwise_conv1d", "", {}, {"decouple": False}),
+        ("depthwise_conv2d", "", {}, {}),
+    )
+}
+# Every kind of layer in one wrapper, and one kind in all.
+WRAPPERS = (WS, CWN, WN)
+WRAPPED = {
+    f"{cls.__name__}({inner})": _wrapped(cls, inner)
+    for i, inner in enumerate(CASES)
+    for cls in (WRAPPERS if inner == "dense" else [WRAPPERS[i % 3]])
+}
+FORMS = CHANNELS | FUSED | WRAPPED
+# One form of each layer.
+ONE_EACH = ["CBN", "NoisyBN", "LpNorm(2.5, centered)", "FusedCBN(conv2d_same)"]
+ONE_EACH += ["WS(dense)", "CWN(conv1d_transpose)", "WN(separable_conv1d)"]
 
 
-class Case(NamedTuple):
-    """A layer for one shape, compiled once for all examples."""
+@dataclasses.dataclass(eq=False)
+class Case:
+    """A built layer of some form."""
 
+    form: Form
     layer: Any
     shape: tuple
-    axis: int
+
+    @property
+    def norm(self):
+        """The layer with the statistics of activations, or `None`."""
+        if self.form.cls in WRAPPERS:
+            return None
+        return self.layer.norm if self.form.cls is FusedCBN else self.layer
+
+    @property
+    def axis(self):
+        return self.norm.axis
 
     @property
     def channels(self):
         return self.shape[self.axis]
 
     def assign(self, values):
-        for name, value in values.items():
-            getattr(self.layer, name).assign(value)
+        for variable in self.layer.weights:
+            if variable.name in values:
+                variable.assign(values[variable.name])
 
     def state(self):
         """The statistics, without the state of a generator."""
         found = {v.name: numpy(v) for v in self.layer.non_trainable_variables}
-        return {k: v for k, v in found.items() if v.shape in ((), (self.channels,))}
+        return {k: v for k, v in found.items() if "seed" not in k}
+
+    def values(self, x):
+        """What the gradients are of, by name, in float64."""
+        weights = {v.name: numpy(v) for v in self.layer.trainable_variables}
+        return {k: v.astype("float64") for k, v in ({"x": x} | weights).items()}
 
 
 @functools.cache
-def case(form, shape, epsilon=1e-3):
-    cls, arguments, _ = FORMS[form]
-    shape, axis = SHAPES[shape]
-    quiet = QUIET if cls is NoisyBN else {}
-    layer = cls(axis=axis, epsilon=epsilon, momentum=0.5, **arguments, **quiet)
+def case(form, /, shape=None, **arguments):
+    form = FORMS[form]
+    layer, shape = form.make(**arguments), shape or form.shape
     layer.build(shape)
-    return Case(layer, shape, axis)
+    return Case(form._replace(arguments=form.arguments | arguments), layer, shape)
+
+
+def example(each, seed, rate=-1.0, hard=False):
+    """A batch, and values for every weight, as the layer holds them.
+
+    Statistics and weights with the unit of the input are of its size. Hard are means
+    larger than deviations, and sizes other than 1.
+    """
+    rng = np.random.default_rng(seed)
+    x, values = rng.normal(size=each.shape), {}
+    location, scale = rng.uniform(-1, 1), 1.0
+    if hard:
+        location, scale = 4 * location, np.exp(rng.uniform(-1, 2))
+    if each.norm is not None:
+        x = last(each, x) + rng.normal(size=each.channels)
+        x = np.moveaxis(x * scale + location, -1, each.axis)
+    for variable in each.layer.weights:
+        name, shape = variable.name, variable.shape
+        if name == "gamma":
+            value = rng.uniform(0.5, 2, shape) * rng.choice([-1, 1], shape)
+        elif name in ("beta", "moving_mean"):
+            value = rng.normal(size=shape) * scale + location * (name != "beta")
+        elif name.startswith("moving"):
+            size = 1 if name == "moving_norm" else 2
+            value = rng.uniform(0.5, 3, shape) ** (size / 2) * scale**size
+        elif name == "average_weight":
+            value = rng.uniform(0, 1)
+        elif name == "learning_rate":
+            value = rate
+        elif name == "rho":
+            continue
+        else:  # A kernel, a gain or a bias, which do not drive tanh to its ends.
+            value = rng.normal(0.5, 1, shape) * (1 if each.norm is None else 0.25)
+        values[name] = np.float32(value)
+    return x.astype("float32"), values
+
+
+def last(each, x):
+    """With the channels in the last axis."""
+    return np.moveaxis(x, each.axis, -1)
 
 
 @functools.cache
-def step_of(each, mode):
-    """A training step: output, gradients of `loss_of`, and the state moves on."""
-    positions = upstream(each)
-
-    def loss(y):
-        return ops.sum(ops.convert_to_tensor(positions) * y + y * y / 2)
-
-    return training_step(each.layer, loss, mode)
-
-
-def upstream(each):
-    """The gradient of the loss where the output is 0, the same for all channels."""
-    shape = last(each, np.empty(each.shape)).shape[:-1]
-    g = np.random.default_rng(0).normal(size=(*shape, 1)).astype("float32")
-    return np.moveaxis(g, -1, each.axis)
-
-
-@functools.cache
-def inference_of(each):
+def _call_of(each, training):
     def call(parameters, state, x):
-        return each.layer.stateless_call(parameters, state, x, training=False)[0]
+        return each.layer.stateless_call(parameters, state, x, training=training)
 
     return compiled(call, FAST)
 
 
-def infer(each, x):
-    layer = each.layer
-    variables = layer.trainable_variables, layer.non_trainable_variables
-    x = ops.convert_to_tensor(x)
-    return numpy(inference_of(each)(*([v.value for v in vs] for vs in variables), x))
+def call(each, x, training=False):
+    """The output, and the state after it, which the layer does not keep."""
+    variables = each.layer.trainable_variables, each.layer.non_trainable_variables
+    values = ([v.value for v in vs] for vs in variables)
+    y, state = _call_of(each, training)(*values, ops.convert_to_tensor(x))
+    return numpy(y), [numpy(v) for v in state]
 
 
-def numpy(x):
-    return np.asarray(ops.convert_to_numpy(x))
+@functools.cache
+def slope_of(each):
+    """The gradient of the loss where the output is 0, the same for all channels."""
+    shape = list(each.layer.compute_output_shape(each.shape))
+    if each.form.cls in REFERENCES:
+        shape[each.axis] = 1
+    slope = np.random.default_rng(0).normal(size=shape).astype("float32")
+    return np.broadcast_to(slope, each.layer.compute_output_shape(each.shape))
 
 
-def example(each, seed, rate=-1.0):
-    """A batch, and values for every weight; the second statistic is of its size."""
-    rng = np.random.default_rng(seed)
-    location, scale = rng.uniform(-4, 4), np.exp(rng.uniform(-1, 2))
-    x = last(each, rng.normal(size=each.shape)) + rng.normal(size=each.channels)
-    x = np.moveaxis(x * scale + location, -1, each.axis).astype("float32")
-    values = {
-        "gamma": rng.uniform(0.5, 2, each.channels)
-        * rng.choice([-1, 1], each.channels),
-        "beta": rng.normal(size=each.channels) * scale,
-        "moving_mean": location + rng.normal(size=each.channels) * scale,
-    }
-    for name in ("moving_square", "moving_variance"):
-        values[name] = rng.uniform(0.5, 3, each.channels) * scale**2
-    values["moving_norm"] = np.sqrt(values["moving_square"])
-    values["average_weight"] = rng.uniform(0, 1)
-    values["learning_rate"] = rate
-    known = {v.name for v in each.layer.variables}
-    # As the layer holds them.
-    return x, {k: np.float32(v) for k, v in values.items() if k in known}
+@functools.cache
+def step_of(each, mode=FAST):
+    """A training step: output, gradients of a loss, and the state moves on.
+
+    The gradient of the loss is `slope_of(each)` and the output.
+    """
+
+    def loss(y):
+        dtype = "float64" if each.layer.compute_dtype == "float64" else "float32"
+        y, slope = ops.cast(y, dtype), ops.convert_to_tensor(slope_of(each), dtype)
+        return ops.sum(slope * y + y * y / 2)
+
+    return training_step(each.layer, loss, mode)
 
 
-def last(each, x):
-    return np.moveaxis(x, each.axis, -1)
-
-
-def reference_of(form, each, values):
-    """The float64 reference in the state of `values`."""
-    cls, arguments, make = FORMS[form]
-    known = make.__dataclass_fields__
-    arguments = {k: v for k, v in arguments.items() if k in known}
-    reference = make(
-        each.channels, momentum=0.5, epsilon=each.layer.epsilon, **arguments
-    )
-    second = {"moving_square", "moving_variance", "moving_norm"} & set(values)
-    mean, second = (values[k].astype("float64") for k in ("moving_mean", *second))
-    if make is CBNReference:
-        reference.mean, reference.square = mean, second
-        reference.weight = float(values["average_weight"])
-    else:
-        reference.moving_mean, reference.moving_statistic = mean, second
-    return reference
-
-
-def assert_near(actual, expected, size=1.0, bound=3e-5):
-    """The deviation is small next to the largest expected number, or to `size`."""
-    limit = bound * max(np.abs(expected).max(), size)
-    assert np.abs(np.asarray(actual, "float64") - expected).max() <= limit
+def reference_of(each):
+    """The float64 reference of a case in the state that it is in."""
+    form, linear = each.form, CASES.get(each.form.inner)
+    if form.cls in WRAPPERS:
+        known = known_to(WeightReference, form.arguments)
+        return Wrapped(linear, WeightReference(form.cls.__name__.lower(), **known))
+    norm = OfChannels(each)
+    return Fused(linear, norm, form.inner_arguments) if linear else norm

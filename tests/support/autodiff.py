@@ -1,14 +1,16 @@
 """Gradients of a layer's output, eager or compiled, on whichever backend runs."""
 
 import keras
-import numpy as np
 
-BACKEND = keras.backend.backend()
+from tests.support.backend import BACKEND, numpy
+
 MODES = {
     "tensorflow": ("eager", "graph", "jit_compile"),
     "jax": ("eager", "jit_compile"),
     "torch": ("eager",),
 }[BACKEND]
+# Without compilation where it costs more than it saves: JAX compiles in every mode.
+FAST = "jit_compile" if BACKEND == "jax" else "eager"
 
 
 def compiled(function, mode):
@@ -32,13 +34,14 @@ def training_step(layer, loss, mode="eager", **call_arguments):
 
     Returns:
         A function that returns the output, and the gradients of the loss with respect
-        to x and to each trainable variable, as NumPy arrays.
+        to x and to each trainable variable, as NumPy arrays. It takes more tensors for
+        the call, such as a mask, by name.
     """
 
-    def step(x, parameters, state):
+    def step(x, parameters, state, tensors):
         def scalar(x, parameters):
             y, new_state = layer.stateless_call(
-                parameters, state, x, training=True, **call_arguments
+                parameters, state, x, training=True, **call_arguments, **tensors
             )
             return loss(y), (y, new_state)
 
@@ -46,13 +49,14 @@ def training_step(layer, loss, mode="eager", **call_arguments):
 
     step = compiled(step, mode)
 
-    def run(x):
+    def run(x, **tensors):
         parameters = [v.value for v in layer.trainable_variables]
         state = [v.value for v in layer.non_trainable_variables]
-        (y, state), (dx, dparameters) = step(_tensor(x), parameters, state)
+        tensors = {name: _tensor(value) for name, value in tensors.items()}
+        (y, state), (dx, dparameters) = step(_tensor(x), parameters, state, tensors)
         for variable, value in zip(layer.non_trainable_variables, state):
             variable.assign(value)
-        return tuple(map(_numpy, (y, dx, *dparameters)))
+        return tuple(map(numpy, (y, dx, *dparameters)))
 
     return run
 
@@ -74,7 +78,7 @@ def second_derivative(layer, x, loss, direction, mode="eager"):
 
         return _gradient(scalar, x, [])[1][0]
 
-    return _numpy(compiled(step, mode)(_tensor(x)))
+    return numpy(compiled(step, mode)(_tensor(x)))
 
 
 def _gradient(scalar, x, parameters, keep=False):
@@ -107,7 +111,3 @@ def _gradient(scalar, x, parameters, keep=False):
 
 def _tensor(x):
     return keras.ops.convert_to_tensor(x)
-
-
-def _numpy(x):
-    return np.asarray(keras.ops.convert_to_numpy(x))

@@ -5,6 +5,7 @@ Written from the formulas, unit by unit. Nothing here is shared with the package
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from keras import layers
@@ -80,46 +81,61 @@ def _per_unit(function, axes, *arrays):
     return np.transpose(results.reshape(outer + inner), np.argsort(order))
 
 
-# Linear maps of layers, channels last, without padding
+# Linear maps of layers, channels last
 
 
-def convolution(x, kernel, stride=1, groups=1):
+def convolution(x, kernel, strides=1, dilation_rate=1, groups=1, padding="valid"):
+    if padding == "same":
+        x = _padded(x, kernel.shape, strides, dilation_rate)
     inputs = np.split(x, groups, axis=-1)
     kernels = np.split(kernel, groups, axis=-1)
     outputs = [
-        sum(part @ k[at] for at, part in _windows(i, k.shape, stride))
+        sum(part @ k[at] for at, part in _windows(i, k.shape, strides, dilation_rate))
         for i, k in zip(inputs, kernels)
     ]
     return np.concatenate(outputs, axis=-1)
 
 
-def depthwise_convolution(x, kernel, stride=1):
-    y = sum(
-        part[..., None] * kernel[at] for at, part in _windows(x, kernel.shape, stride)
-    )
+def depthwise_convolution(x, kernel, depth_multiplier=1, padding="valid"):
+    x = _padded(x, kernel.shape) if padding == "same" else x
+    y = sum(part[..., None] * kernel[at] for at, part in _windows(x, kernel.shape))
     return y.reshape(*y.shape[:-2], -1)
 
 
-def transposed_convolution(x, kernel, stride=1):
-    sizes = [(n - 1) * stride + k for n, k in zip(x.shape[1:-1], kernel.shape)]
+def separable_convolution(x, depthwise_kernel, pointwise_kernel, depth_multiplier=1):
+    return convolution(depthwise_convolution(x, depthwise_kernel), pointwise_kernel)
+
+
+def transposed_convolution(x, kernel, strides=1):
+    sizes = [(n - 1) * strides + k for n, k in zip(x.shape[1:-1], kernel.shape)]
     y = np.zeros((x.shape[0], *sizes, kernel.shape[-2]))
-    for at, part in _windows(y, kernel.shape, stride):
+    for at, part in _windows(y, kernel.shape, strides):
         part += x @ kernel[at].T
     return y
 
 
-def _windows(x, kernel_shape, stride):
+def _windows(x, kernel_shape, strides=1, dilation=1):
     """For each position in the kernel, the elements that it meets."""
     size = kernel_shape[: x.ndim - 2]
     for at in np.ndindex(*size):
         window = tuple(
-            slice(i, n - k + i + 1, stride) for i, k, n in zip(at, size, x.shape[1:])
+            slice(i * dilation, n - (k - 1 - i) * dilation, strides)
+            for i, k, n in zip(at, size, x.shape[1:])
         )
         yield at, x[(slice(None), *window)]
 
 
+def _padded(x, kernel_shape, strides=1, dilation=1):
+    """Zeros around it, so that each stride begins at an element, the odd zero last."""
+    pads = [(0, 0)]
+    for n, k in zip(x.shape[1:-1], kernel_shape):
+        total = max((-(-n // strides) - 1) * strides + (k - 1) * dilation + 1 - n, 0)
+        pads.append((total // 2, total - total // 2))
+    return np.pad(x, [*pads, (0, 0)])
+
+
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Linear:
     """A layer, an input for it, where its units lie, and what it computes.
 
     `make` takes further arguments of the layer. `fan_in` has the axes of a unit for
@@ -132,161 +148,28 @@ class Case:
     fan_in: dict
     units: tuple = (-1,)
 
-    def output(self, x, kernels, bias):
-        return self.linear(x, *kernels.values()) + bias
+    def output(self, x, weights):
+        kernels = (weights[name] for name in self.fan_in)
+        return self.linear(x, *kernels) + weights.get("bias", 0)
 
+    def gradients(self, g, x, weights):
+        """Of sum(g * output), a dict by name: of x, of the kernels and of the bias."""
 
-def _einsum(equation, output_shape, bias_axes, input_shape, fan_in, units):
-    return Case(
-        lambda **kwargs: layers.EinsumDense(
-            equation, output_shape, bias_axes=bias_axes, **kwargs
-        ),
-        input_shape,
-        lambda x, w: np.einsum(equation, x, w),
-        {"kernel": fan_in},
-        units,
-    )
+        def with_other(name):
+            def output(value):
+                others = {**weights, "x": x, "bias": 0, name: value}
+                return self.output(others["x"], others)
 
+            return output
 
-CASES = {
-    "dense": Case(
-        lambda **kwargs: layers.Dense(3, **kwargs),
-        (5, 4),
-        lambda x, w: x @ w,
-        {"kernel": (0,)},
-    ),
-    "dense_of_sequences": Case(
-        lambda **kwargs: layers.Dense(3, **kwargs),
-        (2, 3, 4),
-        lambda x, w: x @ w,
-        {"kernel": (0,)},
-    ),
-    "einsum_heads": _einsum(
-        "abc,cde->abde", (3, 2, 2), "de", (2, 3, 4), (0,), (-2, -1)
-    ),
-    "einsum_of_heads": _einsum(
-        "abde,dec->abc", (3, 4), "c", (2, 3, 2, 3), (0, 1), (-1,)
-    ),
-    "einsum_swapped": _einsum(
-        "abc,ced->abde", (3, 2, 3), "de", (2, 3, 4), (0,), (-1, -2)
-    ),
-    "einsum_kernel_per_step": _einsum(
-        "abc,bcd->abd", (3, 2), "bd", (4, 3, 4), (1,), (1, 2)
-    ),
-    "einsum_ellipsis_left": _einsum("...x,xy->...y", 3, "y", (2, 3, 4), (0,), (-1,)),
-    "einsum_ellipsis_right": _einsum("ab...,bc->ac...", 3, "c", (2, 4, 5), (0,), (1,)),
-    "conv1d": Case(
-        lambda **kwargs: layers.Conv1D(3, 3, **kwargs),
-        (2, 6, 2),
-        convolution,
-        {"kernel": (0, 1)},
-    ),
-    "conv2d": Case(
-        lambda **kwargs: layers.Conv2D(3, (3, 2), strides=2, **kwargs),
-        (2, 6, 6, 2),
-        lambda x, w: convolution(x, w, stride=2),
-        {"kernel": (0, 1, 2)},
-    ),
-    "conv2d_in_groups": Case(
-        lambda **kwargs: layers.Conv2D(4, 2, groups=2, **kwargs),
-        (2, 4, 4, 4),
-        lambda x, w: convolution(x, w, groups=2),
-        {"kernel": (0, 1, 2)},
-    ),
-    "conv3d": Case(
-        lambda **kwargs: layers.Conv3D(3, (2, 1, 2), **kwargs),
-        (2, 3, 3, 3, 2),
-        convolution,
-        {"kernel": (0, 1, 2, 3)},
-    ),
-    "conv1d_transpose": Case(
-        lambda **kwargs: layers.Conv1DTranspose(3, 3, strides=2, **kwargs),
-        (2, 4, 2),
-        lambda x, w: transposed_convolution(x, w, stride=2),
-        {"kernel": (0, 2)},
-    ),
-    "conv2d_transpose": Case(
-        lambda **kwargs: layers.Conv2DTranspose(3, 2, **kwargs),
-        (2, 3, 3, 2),
-        transposed_convolution,
-        {"kernel": (0, 1, 3)},
-    ),
-    "conv3d_transpose": Case(
-        lambda **kwargs: layers.Conv3DTranspose(3, (2, 1, 2), **kwargs),
-        (2, 2, 2, 2, 2),
-        transposed_convolution,
-        {"kernel": (0, 1, 2, 4)},
-    ),
-    "depthwise_conv1d": Case(
-        lambda **kwargs: layers.DepthwiseConv1D(3, depth_multiplier=2, **kwargs),
-        (2, 6, 3),
-        depthwise_convolution,
-        {"kernel": (0,)},
-    ),
-    "depthwise_conv2d": Case(
-        lambda **kwargs: layers.DepthwiseConv2D(2, depth_multiplier=2, **kwargs),
-        (2, 4, 4, 3),
-        depthwise_convolution,
-        {"kernel": (0, 1)},
-    ),
-    "separable_conv1d": Case(
-        lambda **kwargs: layers.SeparableConv1D(3, 3, **kwargs),
-        (3, 6, 2),
-        lambda x, d, p: convolution(depthwise_convolution(x, d), p),
-        {"depthwise_kernel": (0,), "pointwise_kernel": (0, 1)},
-    ),
-    "separable_conv2d": Case(
-        lambda **kwargs: layers.SeparableConv2D(3, 2, depth_multiplier=2, **kwargs),
-        (2, 4, 4, 2),
-        lambda x, d, p: convolution(depthwise_convolution(x, d), p),
-        {"depthwise_kernel": (0, 1), "pointwise_kernel": (0, 1, 2)},
-    ),
-}
-
-
-@dataclasses.dataclass
-class LayerReference:
-    """A wrapped layer as a function of its weights, which are a dict by name."""
-
-    case: Case
-    norm: WeightReference
-    x: np.ndarray
-
-    def kernels(self, weights):
-        return {
-            name: self.norm.forward(weights[name], _gain(weights, name, axes), axes)
-            for name, axes in self.case.fan_in.items()
+        linear = {"x": x, **{name: weights[name] for name in self.fan_in}}
+        found = {
+            name: _adjoint(with_other(name), value.shape, g)
+            for name, value in linear.items()
         }
-
-    def forward(self, weights):
-        return self.case.output(self.x, self.kernels(weights), weights["bias"])
-
-    def gradients(self, upstream, weights):
-        """Gradients of sum(upstream * forward), also a dict."""
-        kernels = self.kernels(weights)
-        gradients = {"bias": _sum_to(upstream, weights["bias"].shape)}
-        for name, axes in self.case.fan_in.items():
-
-            def linear(kernel, name=name):
-                return self.case.output(self.x, {**kernels, name: kernel}, 0.0)
-
-            dkernel = _adjoint(linear, kernels[name].shape, upstream)
-            gain = _gain(weights, name, axes)
-            gradients[name], dgain = self.norm.gradients(
-                dkernel, weights[name], gain, axes
-            )
-            if gain_name(name) in weights:
-                gradients[gain_name(name)] = dgain
-        return gradients
-
-
-def gain_name(kernel_name):
-    return kernel_name.replace("kernel", "gain")
-
-
-def _gain(weights, name, axes):
-    shape = [n for i, n in enumerate(weights[name].shape) if i not in axes]
-    return weights.get(gain_name(name), np.ones(shape))
+        if "bias" in weights:
+            found["bias"] = _sum_to(g, weights["bias"].shape)
+        return found
 
 
 def _adjoint(linear, shape, upstream):
@@ -301,6 +184,95 @@ def _sum_to(array, shape):
     array = array.sum(tuple(range(array.ndim - len(shape))))
     repeated = tuple(i for i, n in enumerate(shape) if n == 1)
     return array.sum(repeated, keepdims=True)
+
+
+def _case(name, linear, shape, fan_in, *arguments, units=(-1,), **config):
+    """A layer of Keras with one kernel, or `fan_in` by name for several."""
+    make = partial(getattr(layers, name), *arguments, **config)
+    fan_in = fan_in if isinstance(fan_in, dict) else {"kernel": fan_in}
+    return Linear(make, shape, partial(linear, **config), fan_in, units)
+
+
+def _einsum(equation, output_shape, bias_axes, shape, fan_in, units=(-1,)):
+    make = partial(layers.EinsumDense, equation, output_shape, bias_axes=bias_axes)
+    linear = partial(np.einsum, equation)
+    return Linear(make, shape, linear, {"kernel": fan_in}, units)
+
+
+SAME = {"padding": "same"}
+IMAGES, EVEN = (2, 5, 4, 4), (2, 4, 4, 4)
+CASES = {
+    "dense": _case("Dense", np.matmul, (5, 4), (0,), 3),
+    "dense_of_sequences": _case("Dense", np.matmul, (2, 3, 4), (0,), 3),
+    "einsum_heads": _einsum(
+        "abc,cde->abde", (3, 2, 2), "de", (2, 3, 4), (0,), (-2, -1)
+    ),
+    "einsum_of_heads": _einsum("abde,dec->abc", (3, 4), "c", (2, 3, 2, 3), (0, 1)),
+    "einsum_swapped": _einsum(
+        "abc,ced->abde", (3, 2, 3), "de", (2, 3, 4), (0,), (-1, -2)
+    ),
+    "einsum_kernel_per_step": _einsum(
+        "abc,bcd->abd", (3, 2), "bd", (4, 3, 4), (1,), (1, 2)
+    ),
+    "einsum_ellipsis_left": _einsum("...x,xy->...y", 3, "y", (2, 3, 4), (0,)),
+    "einsum_ellipsis_right": _einsum("ab...,bc->ac...", 3, "c", (2, 4, 5), (0,), (1,)),
+    "conv1d": _case("Conv1D", convolution, (2, 6, 2), (0, 1), 3, 3),
+    "conv2d": _case(
+        "Conv2D", convolution, (2, 6, 6, 2), (0, 1, 2), 3, (3, 2), strides=2
+    ),
+    "conv2d_same": _case(
+        "Conv2D", convolution, IMAGES, (0, 1, 2), 3, 3, strides=2, **SAME
+    ),
+    "conv2d_dilated": _case(
+        "Conv2D", convolution, IMAGES, (0, 1, 2), 3, 2, dilation_rate=2, **SAME
+    ),
+    "conv2d_pointwise": _case(
+        "Conv2D", convolution, IMAGES, (0, 1, 2), 3, 1, strides=2
+    ),
+    "conv2d_in_groups": _case("Conv2D", convolution, EVEN, (0, 1, 2), 4, 2, groups=2),
+    "conv3d": _case("Conv3D", convolution, (2, 3, 3, 3, 2), (0, 1, 2, 3), 3, (2, 1, 2)),
+    "conv1d_transpose": _case(
+        "Conv1DTranspose", transposed_convolution, (2, 4, 2), (0, 2), 3, 3, strides=2
+    ),
+    "conv2d_transpose": _case(
+        "Conv2DTranspose", transposed_convolution, (2, 3, 3, 2), (0, 1, 3), 3, 2
+    ),
+    "conv3d_transpose": _case(
+        "Conv3DTranspose",
+        transposed_convolution,
+        (2, 2, 2, 2, 2),
+        (0, 1, 2, 4),
+        3,
+        (2, 1, 2),
+    ),
+    "depthwise_conv1d": _case(
+        "DepthwiseConv1D", depthwise_convolution, (2, 6, 3), (0,), 3, depth_multiplier=2
+    ),
+    "depthwise_conv2d": _case(
+        "DepthwiseConv2D",
+        depthwise_convolution,
+        (2, 4, 4, 3),
+        (0, 1),
+        2,
+        depth_multiplier=2,
+        **SAME,
+    ),
+    "separable_conv1d": _case(
+        "SeparableConv1D",
+        separable_convolution,
+        (3, 6, 2),
+        {"depthwise_kernel": (0,), "pointwise_kernel": (0, 1)},
+        *(3, 3),
+    ),
+    "separable_conv2d": _case(
+        "SeparableConv2D",
+        separable_convolution,
+        (2, 4, 4, 2),
+        {"depthwise_kernel": (0, 1), "pointwise_kernel": (0, 1, 2)},
+        *(3, 2),
+        depth_multiplier=2,
+    ),
+}
 
 
 class AsLayer:

@@ -1,0 +1,131 @@
+"""WN.data_init: outputs before the activation start with mean 0 and variance 1."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_norms import WN
+from tests.layers.test_weight_normalization import (
+    SOME,
+    assert_close,
+    data,
+    randomize,
+    thorough,
+)
+from tests.layers.test_wrapped_layers import Doubled, Noisy
+from tests.support.backend import has_channels_first, numpy
+from tests.support.weight_reference import CASES
+
+
+def assert_normalised(y, units):
+    others = tuple(i for i in range(y.ndim) if i not in [u % y.ndim for u in units])
+    mean, deviation = y.mean(others), y.std(others)
+    assert_close(mean, np.zeros(mean.shape), atol=1e-5)
+    assert_close(deviation, np.ones(mean.shape), atol=1e-5)
+
+
+EINSUM = [name for name in CASES if "einsum" in name]
+KEPT = {("dense", True), ("separable_conv1d", False), ("einsum_swapped", False)}
+KEPT |= {("conv1d_transpose", True), ("einsum_kernel_per_step", False)}
+
+
+@pytest.mark.parametrize(
+    ("name", "built"),
+    [
+        pytest.param(*each, marks=() if each in KEPT else thorough)
+        for each in [(name, False) for name in SOME + EINSUM]
+        + [(name, True) for name in SOME]
+    ],
+)
+def test_data_init(name, built):
+    linear = CASES[name]
+    layer = WN(linear.make(activation="relu"))
+    x = 3 * data(7, *linear.input_shape[1:]) + 1
+    if built:
+        layer.build(x.shape)
+        randomize(layer)
+    kernels = {key: numpy(getattr(layer.layer, key)) for key in linear.fan_in if built}
+    layer.data_init(x)
+    for key, kernel in kernels.items():
+        np.testing.assert_array_equal(numpy(getattr(layer.layer, key)), kernel)
+    weights = {k: numpy(v) for k, v in layer.normalized_kernels().items()}
+    weights["bias"] = numpy(layer.layer.bias)
+    y = linear.output(x.astype("float64"), weights)
+    assert_normalised(y, linear.units)
+    assert layer.layer.activation is keras.activations.relu
+    assert_close(layer(x), np.maximum(y, 0), atol=1e-5)
+
+
+@has_channels_first
+def test_channels_first():
+    layer = WN(layers.Conv2D(3, 2, data_format="channels_first"))
+    x = 3 * data(7, 2, 4, 5) + 1
+    layer.data_init(x)
+    assert_normalised(numpy(layer(x)), (1,))
+
+
+def test_an_activation_that_is_a_layer():
+    activation = layers.LeakyReLU()
+    layer = WN(layers.Dense(3, activation=activation))
+    x = data(20, 4)
+    layer.data_init(x)
+    assert layer.layer.activation is activation
+    y = numpy(layer(x))
+    assert_normalised(np.where(y < 0, y / 0.3, y), (1,))
+
+
+def test_it_counts_no_call():
+    layer = WN(Noisy(3))
+    layer.data_init(data(20, 4))
+    assert_close(layer.layer.calls, 0.0)
+    assert layer.losses == []
+
+
+def test_a_class_that_overrides_call():
+    x = data(5, 4)
+    layer = WN(Doubled(3))
+    y = numpy(layer(x))
+    assert_close(y, layer.layer(x))
+    layer.gains["kernel"].assign(3 * layer.gains["kernel"])
+    assert_close(layer(x), 3 * y)
+    before = layer.get_weights()
+    with pytest.raises(ValueError, match="Doubled, overrides `call`"):
+        layer.data_init(3 * x + 1)
+    for weight, value in zip(layer.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (layers.Dense(3, use_bias=False), "has no bias.*use_bias=True"),
+        (layers.EinsumDense("abc,cd->abd", (None, 3)), "has no bias.*use_bias=True"),
+        (
+            layers.EinsumDense("abc,cde->abde", (None, 2, 3), bias_axes="e"),
+            "bias_axes.*Received.*bias_axes='e'",
+        ),
+    ],
+)
+def test_a_bias_is_needed_for_each_unit(layer, message):
+    with pytest.raises(ValueError, match=message):
+        WN(layer).data_init(data(5, 6, 4))
+
+
+def test_more_biases_than_units():
+    layer = WN(layers.EinsumDense("abc,cd->abd", (6, 3), bias_axes="bd"))
+    x = 2 * data(5, 6, 4) + 1
+    layer.data_init(x)
+    assert_normalised(numpy(layer(x)), (2,))
+
+
+def test_data_must_vary():
+    layer = WN(layers.Dense(3))
+    with pytest.raises(ValueError, match="vary.*x.shape=.1, 4.*3 of 3 units"):
+        layer.data_init(data(1, 4))
+    layer.layer.kernel.assign(np.eye(4, 3))
+    before = layer.get_weights()
+    with pytest.raises(ValueError, match="1 of 3 units"):
+        layer.data_init(data(5, 4) * np.float32([1, 0, 1, 1]))
+    for weight, value in zip(layer.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, value)

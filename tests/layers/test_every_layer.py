@@ -1,0 +1,290 @@
+"""What every layer computes, in each of its forms, against float64 references.
+
+The forms are those of `tests.support.any_layer`.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tests.support.any_layer import (
+    CHANNELS,
+    FORMS,
+    FUSED,
+    ONE_EACH,
+    REFERENCES,
+    Case,
+    call,
+    case,
+    example,
+    last,
+    reference_of,
+    slope_of,
+    step_of,
+)
+from tests.support.autodiff import FAST, MODES, second_derivative, training_step
+from tests.support.backend import BACKEND, has_float64, not_torch, numpy
+from tests.support.weight_reference import AsLayer
+
+thorough = pytest.mark.thorough
+
+
+# Kinds of layers that a faster one stands for.
+NEIGHBOURS = {f"FusedCBN({kind})" for kind in ("conv1d", "conv2d_pointwise", "conv3d")}
+NEIGHBOURS |= {"CBN(coupled, no gamma)", "NoisyBN(no beta)", "LpNorm(3, no gamma)"}
+KEPT = FORMS.keys() - NEIGHBOURS
+if BACKEND == "jax":  # Which compiles each of them; the kinds of layers are Keras'.
+    KEPT = {*CHANNELS, *ONE_EACH, "FusedCBN(dense, tanh)", "CWN(dense)"} - NEIGHBOURS
+
+
+def forms(names, kept=ONE_EACH):
+    """Those that are kept; all of them in `make test-all`."""
+    marks = {name: () if name in kept else thorough for name in names}
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=mark) for name, mark in marks.items()]
+    )
+
+
+def assert_near(found, expected, bound=1e-5):
+    """Of arrays by name: the error is small next to the largest number."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == np.shape(value), name
+        # A mean, of what `example` makes of size 1, may be small.
+        size = max(np.abs(value).max(), name == "moving_mean")
+        assert np.abs(found[name] - value).max() < bound * size, name
+
+
+def results(each, x, mode=FAST):
+    """Output, gradients and state of a training step, by name."""
+    names = [v.name for v in each.layer.trainable_variables]
+    found = dict(zip(["y", "x", *names], step_of(each, mode)(x), strict=True))
+    return found | each.state()
+
+
+def expected_results(each, reference, values):
+    y = reference.train(values)
+    gradients = reference.gradients(slope_of(each) + y, values)
+    kept = {k: v for k, v in each.state().items() if k in ("rho", "learning_rate")}
+    return {"y": y} | gradients | reference.state() | kept
+
+
+def assert_steps(each, mode=FAST):
+    """From any state, with the learning rate unknown and known."""
+    for seed, rate in enumerate((-1.0, 0.03)):
+        x, start = example(each, seed, rate)
+        each.assign(start)
+        reference, values = reference_of(each), each.values(x)
+        expected = expected_results(each, reference, values)
+        assert_near(results(each, x, mode), expected)
+        y, state = call(each, x)
+        assert_near({"y": y}, {"y": reference.inference(values)})
+        assert_unchanged(each, state)
+
+
+def assert_unchanged(each, state):
+    """The state after a call is the one that the layer has."""
+    for value, variable in zip(state, each.layer.non_trainable_variables, strict=True):
+        np.testing.assert_array_equal(value, numpy(variable))
+
+
+@forms(FORMS, kept=KEPT)
+def test_training_and_inference(name):
+    assert_steps(case(name))
+
+
+@not_torch
+@forms(
+    FORMS, kept=["CBN", "LpNorm(2.5, centered)", "FusedCBN(conv2d_same)", "WN(dense)"]
+)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != FAST])
+def test_training_in_other_modes(name, mode):
+    assert_steps(case(name), mode)
+
+
+@not_torch
+@forms(CHANNELS)
+def test_on_one_device_synchronized_changes_nothing(name):
+    assert_steps(case(name, synchronized=True))
+
+
+def in_one_vector(each, values):
+    """Input and weights in one vector; and what takes it apart again, by name."""
+    names = ["x", *(v.name for v in each.layer.trainable_variables)]
+    shapes = {name: values[name].shape for name in names}
+
+    def split(vector):
+        parts, start = {}, 0
+        for name, shape in shapes.items():
+            end = start + int(np.prod(shape))
+            part = vector[start:end]
+            reshape = np.reshape if isinstance(part, np.ndarray) else ops.reshape
+            parts[name], start = reshape(part, shape), end
+        return parts
+
+    return np.concatenate([values[name].reshape(-1) for name in names]), split
+
+
+@forms(FORMS)
+def test_second_derivatives(name):
+    """Of input and weights together, along one direction, times the rest."""
+    each = case(name)
+    x, start = example(each, 2, 0.03)
+    each.assign(start)
+    reference, slope = reference_of(each), slope_of(each)
+    vector, split = in_one_vector(each, each.values(x))
+    reference.train(split(vector))
+    direction = np.random.default_rng(1).normal(size=vector.shape).astype("float32")
+
+    def gradient(vector):
+        values = split(vector)
+        found = reference.gradients(slope + reference.forward(values), values)
+        return np.concatenate([found[name].reshape(-1) for name in values])
+
+    def output(vector):
+        x, *weights = split(vector).values()
+        state = [v.value for v in each.layer.non_trainable_variables]
+        return each.layer.stateless_call(weights, state, x, training=True)[0]
+
+    def loss(y):
+        return ops.sum(ops.convert_to_tensor(slope) * y + y * y / 2)
+
+    # Second derivatives may be taken in any order.
+    small = 1e-6 * direction.astype("float64")
+    expected = (gradient(vector + small) - gradient(vector - small)) / 2e-6
+    arguments = AsLayer(output), vector.astype("float32"), loss, direction
+    actual = split(second_derivative(*arguments, FAST))
+    assert_near(actual, split(expected), bound=2e-5)
+
+
+@forms(FORMS, kept=FORMS)
+def test_reference_gradients_are_finite_differences(name):
+    each = case(name)
+    x, start = example(each, 3, 0.03)
+    each.assign(start)
+    reference, rng = reference_of(each), np.random.default_rng(1)
+    vector, split = in_one_vector(each, each.values(x))
+    g = slope_of(each) + reference.train(split(vector))
+    gradients = reference.gradients(g, split(vector))
+    for name, gradient in gradients.items():
+        for _ in range(3):
+            values = split(vector)
+            small = 1e-6 * rng.normal(size=gradient.shape)
+            there, back = (
+                np.sum(g * reference.forward({**values, name: values[name] + step}))
+                for step in (small, -small)
+            )
+            expected = np.sum(gradient * small)
+            size = np.sum(np.abs(gradient * small))
+            assert abs((there - back) / 2 - expected) < 1e-6 * size, name
+
+
+# Precision
+
+
+@forms(CHANNELS | FUSED)
+@pytest.mark.parametrize(
+    ("policy", "bound"),
+    [
+        ("mixed_float16", 4e-3),
+        ("mixed_bfloat16", 3e-2),
+        pytest.param("float64", 1e-12, marks=has_float64),
+    ],
+)
+def test_policies(name, policy, bound):
+    each = case(name, dtype=policy)
+    wide = "float64" if policy == "float64" else "float32"
+    x = np.random.default_rng(0).normal(1, 2, each.shape).astype(wide)
+    x = numpy(ops.cast(x, each.layer.compute_dtype))
+    reference, values = reference_of(each), each.values(x)
+    expected = expected_results(each, reference, values)
+    found = results(each, x)
+    assert keras.backend.standardize_dtype(found["y"].dtype) == each.layer.compute_dtype
+    for weight in each.layer.weights:
+        assert keras.backend.standardize_dtype(weight.dtype) == wide
+    # Statistics are those of the rounded inputs.
+    state = {k: found.pop(k) for k in each.state()}
+    assert_near(state, {k: expected.pop(k) for k in state}, min(bound, 1e-5))
+    # These are sums, with an error of each term.
+    slope = np.abs(slope_of(each) + expected["y"]).sum() / each.channels
+    for name, size in ("beta", slope), ("gamma", slope * np.abs(expected["y"]).max()):
+        if name in expected:
+            error = np.abs(found.pop(name) - expected.pop(name)).max()
+            assert error < bound * size, name
+    assert_near(found, expected, bound)
+    y, _ = call(each, x)
+    assert_near({"y": y}, {"y": reference.inference(values)}, bound)
+
+
+# Masks, and layers that do not train
+
+
+@forms(CHANNELS, kept=["CBN", "CBN(coupled)", "LpNorm(1)", "LpNorm(inf)", *ONE_EACH])
+def test_what_a_mask_hides_is_not_there(name):
+    each = case(name)
+    x, start = example(each, 4, 0.03)
+    each.assign(start)
+    rng = np.random.default_rng(1)
+    visible = rng.random(last(each, x).shape[:-1]) < 0.6
+    g = np.where(np.expand_dims(visible, each.axis), slope_of(each), 0)
+    g = g.astype("float32")
+    step = training_step(
+        each.layer, lambda y: ops.sum(ops.convert_to_tensor(g) * y), FAST
+    )
+    # Those that it shows, one after the other.
+    reference, values = reference_of(each), each.values(last(each, x)[visible])
+    reference.axis = -1
+    y = reference.train(values)
+    expected = reference.gradients(last(each, g)[visible], values)
+    x = np.where(np.expand_dims(visible, each.axis), x, 1e6).astype("float32")
+    actual, dx, *gradients = step(x, mask=visible)
+    assert not np.any(last(each, dx)[~visible])
+    names = [v.name for v in each.layer.trainable_variables]
+    found = {"x": last(each, dx)[visible]} | dict(zip(names, gradients))
+    assert_near(found, expected)
+    assert_near({"y": last(each, actual)[visible]}, {"y": y})
+    state = each.state()
+    moved = reference.state()
+    assert_near({name: state[name] for name in moved}, moved)
+
+    found = step(100 * x, mask=np.zeros_like(visible))
+    assert all(np.all(np.isfinite(value)) for value in found)
+    for name, value in each.state().items():
+        # CBN adds the difference of the old average and that of nothing.
+        np.testing.assert_allclose(value, state[name], rtol=2**-21, atol=0)
+
+
+@forms(FORMS)
+def test_frozen_is_inference(name):
+    each = case(name, name="frozen")
+    x, start = example(each, 5, 0.03)
+    each.assign(start)
+    expected, state = call(each, x)
+    in_training = call(each, x, training=True)[0]
+    assert (np.abs(in_training - expected).max() > 0.1) == bool(state)
+    each.layer.trainable = False
+    frozen = Case(each.form, each.layer, each.shape)  # Compiled anew.
+    y, state = call(frozen, x, training=True)
+    np.testing.assert_array_equal(y, expected)
+    assert_unchanged(frozen, state)
+
+
+# Shapes
+
+
+@forms(FORMS, kept=KEPT)
+def test_shapes(name):
+    form, each = FORMS[name], case(name)
+    expected = reference_of(each).inference(each.values(np.zeros(each.shape))).shape
+    assert tuple(each.layer.compute_output_shape(each.shape)) == expected
+    symbolic = form.make()(keras.Input(batch_shape=form.shape), training=True)
+    assert tuple(symbolic.shape) == expected
+    if form.cls in REFERENCES:
+        unknown = (None,) * len(form.shape)
+        assert tuple(each.layer.compute_output_shape(unknown)) == unknown
+        sizes = {tuple(weight.shape) for weight in each.layer.weights}
+        assert sizes <= {(each.channels,), ()}
+    if form.cls not in REFERENCES or each.axis % len(form.shape):
+        symbolic = form.make()(keras.Input(form.shape[1:]))
+        assert tuple(symbolic.shape) == (None, *expected[1:])

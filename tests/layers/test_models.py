@@ -1,0 +1,203 @@
+"""Every layer in models: training, compilation, saving, copying, masks, any size."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+from tests.support.any_layer import QUIET
+from tests.support.backend import numpy, tensorflow_only, thorough_on
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.normal(1, 2, (8, 6, 6, 2)).astype("float32")
+LABELS = np.arange(8) % 2
+# JAX compiles for each size, which it knows.
+unless_jax = pytest.mark.parametrize("_", [pytest.param(0, marks=thorough_on("jax"))])
+
+
+def network(rate=0.1, **compile_arguments):
+    """Each layer where every weight of it matters."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((6, 6, 2)),
+            WS(layers.Conv2D(3, 3, use_bias=False)),
+            NoisyBN(momentum=0.9, **QUIET),
+            layers.Activation("tanh"),
+            FusedCBN(layers.Conv2D(4, 2, activation="tanh"), CBN(rho=2.0)),
+            CBN(rho=0.5),
+            WN(layers.SeparableConv2D(4, 2, activation="tanh")),
+            LpNorm(3, norm_of="centered", momentum=0.9),
+            CWN(layers.DepthwiseConv2D(2), scale=2.0, gain=True),
+            layers.GlobalAveragePooling2D(),
+            WN(layers.Dense(2)),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(rate), loss, **compile_arguments)
+    return model
+
+
+def fit(model):
+    model.fit(IMAGES, LABELS, 4, shuffle=False, verbose=0, callbacks=[AMAT()], epochs=1)
+    return weights(model)
+
+
+def weights(model):
+    """By path in the model, but for the counters that a schedule adds."""
+    return {f"{i}/{v.name}": numpy(v) for i, v in enumerate(kept_weights(model))}
+
+
+def kept_weights(model):
+    return [v for v in model.weights if v.name != "step"]
+
+
+def assert_same(actual, expected, tolerance=1e-5):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            actual[name], value, rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+def assert_trained(before, after):
+    for name, value in after.items():
+        assert value.dtype == "float32" and np.all(np.isfinite(value)), name
+        assert np.any(value != before[name]) or name.endswith("/rho"), name
+
+
+def test_training_saving_and_copying(tmp_path):
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
+    model = network(schedule)
+    before = weights(model)
+    trained = fit(model)
+    assert_trained(before, trained)
+
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    fresh = network()
+    fresh.load_weights(tmp_path / "model.weights.h5")
+    clone = keras.models.clone_model(model)
+    for layer, copy in zip(model.layers, clone.layers, strict=True):
+        assert copy.get_config() == layer.get_config()
+    assert np.any(numpy(clone.layers[1].moving_mean) != trained["3/moving_mean"])
+    for variable, value in zip(kept_weights(clone), trained.values(), strict=True):
+        variable.assign(value)
+    y = numpy(model(IMAGES))
+    for other in (loaded, fresh, clone):
+        assert_same(weights(other), trained, tolerance=0)
+        np.testing.assert_allclose(numpy(other(IMAGES)), y, rtol=1e-5, atol=1e-6)
+    assert_same(fit(loaded), fit(model))
+
+
+@tensorflow_only
+@pytest.mark.thorough
+def test_jit_compile_changes_nothing():
+    compiled, plain = (fit(network(jit_compile=jit)) for jit in (True, False))
+    assert_same(compiled, plain)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["mixed_bfloat16", pytest.param("mixed_float16", marks=pytest.mark.thorough)],
+)
+def test_mixed_precision(policy):
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = network()
+        before = weights(model)
+        assert_trained(before, fit(model))
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@unless_jax
+def test_images_of_any_size(_):
+    def made():
+        keras.utils.set_random_seed(1)
+        return keras.Sequential(
+            [
+                keras.Input((None, None, 2)),
+                WS(layers.Conv2D(3, 2, padding="same")),
+                NoisyBN(**QUIET),
+                FusedCBN(layers.Conv2D(3, 2, padding="same")),
+                LpNorm(1),
+                CBN(),
+                layers.GlobalMaxPooling2D(),
+            ]
+        )
+
+    model, eager = made(), made()
+    assert model.layers[-2].output.shape == (None, None, None, 3)
+    # Nothing is learned, so that the state moves on as without an optimizer.
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    for samples, *size in [(2, 4, 5), (1, 1, 2)]:
+        x = RNG.normal(1, 2, (samples, *size, 2)).astype("float32")
+        model.train_on_batch(x, np.zeros((samples, 3)))
+        eager(x, training=True)
+        assert_same(weights(model), weights(eager))
+
+
+def test_masks_of_an_embedding():
+    tokens = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [2, 2, 1, 0]])
+
+    def made():
+        keras.utils.set_random_seed(1)
+        norms = [CBN(), NoisyBN(**QUIET), LpNorm(1), LpNorm(np.inf)]
+        return [*norms, FusedCBN(layers.Dense(3)), WN(layers.Dense(2))]
+
+    embedding = layers.Embedding(4, 5, mask_zero=True)
+    inputs = keras.Input((4,), dtype="int32")
+    chain, alone = made(), made()
+    x = embedding(inputs)
+    for layer in chain:
+        x = layer(x)
+    # Also while the model is made.
+    assert tuple(x._keras_mask.shape) == (None, 4)
+    model = keras.Model(inputs, [x, layers.GlobalAveragePooling1D()(x)])
+    y, pooled = map(numpy, model(tokens, training=True))
+
+    expected = ops.convert_to_tensor(numpy(embedding(tokens))[tokens > 0])
+    for layer in alone:
+        expected = layer(expected, training=True)
+    np.testing.assert_allclose(y[tokens > 0], numpy(expected), rtol=1e-4, atol=1e-5)
+    for one, other in zip(chain, alone):
+        for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    # The mask goes on to the pooling.
+    means = [y[0, :2].mean(0), y[1, 0], y[2, :3].mean(0)]
+    np.testing.assert_allclose(pooled, means, rtol=1e-5, atol=1e-6)
+
+
+class Subclassed(keras.Model):
+    """Layers in it are built in a scope in which weights have no values yet."""
+
+    def __init__(self):
+        super().__init__()
+        inner = layers.Dense(3, kernel_initializer="random_normal")
+        self.kernel = WN(inner, trainable=False)
+        self.norm = CBN()
+        self.of_steps = layers.TimeDistributed(CWN(layers.Dense(3), gain=True))
+
+    def call(self, x, training=None):
+        x = self.kernel(x) + self.kernel(2 * x)
+        x = self.norm(x, training=training) + self.norm(2 * x, training=training)
+        return self.of_steps(x)
+
+
+def test_layers_that_are_called_twice_or_step_by_step_in_a_subclassed_model():
+    model = Subclassed()
+    model.compile(keras.optimizers.SGD(0.02), "mse")
+    x = RNG.normal(size=(4, 2, 3)).astype("float32")
+    model.fit(x, x, verbose=0, callbacks=[AMAT()])
+    assert len(model.norm.weights) == 7
+    np.testing.assert_allclose(numpy(model.norm.average_weight), 1 - 0.8**2, rtol=1e-5)
+    y = model.norm(x)
+    steps = numpy(model.of_steps(y)).reshape(8, 3)
+    expected = model.of_steps.layer(np.reshape(numpy(y), (8, 3)))
+    np.testing.assert_allclose(steps, numpy(expected), rtol=1e-5, atol=1e-6)
+    # The gain started as the length of the kernel, neither of which is trained.
+    length = np.sqrt(np.sum(numpy(model.kernel.layer.kernel) ** 2, 0) + 1e-5)
+    np.testing.assert_allclose(numpy(model.kernel.gains["kernel"]), length, rtol=1e-5)

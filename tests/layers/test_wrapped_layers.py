@@ -1,0 +1,294 @@
+"""WS, CWN and WN around a layer: its state, losses and masks, and which are refused."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from keras_norms import CWN, WN, WS
+from tests.layers.test_weight_normalization import (
+    assert_close,
+    data,
+    randomize,
+    wrapped,
+)
+from tests.support.any_layer import WRAPPERS
+from tests.support.backend import BACKEND, numpy, thorough_on
+
+wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+def test_regularizers_count_once_and_act_on_the_stored_kernel():
+    x, y = data(5, 4), np.zeros((5, 3))
+    layer = WS(layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.25)))
+    model = keras.Sequential([keras.Input((4,)), layer])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    randomize(layer)
+    kernel = numpy(layer.layer.kernel)
+    layer.layer.bias.assign(np.zeros(3))
+    assert [numpy(v) for v in layer.losses] == [
+        pytest.approx(0.25 * np.sum(kernel**2), rel=1e-5)
+    ]
+    error = np.mean(numpy(layer(x)) ** 2)
+    expected = pytest.approx(error + 0.25 * np.sum(kernel**2), rel=1e-5)
+    assert model.evaluate(x, y, verbose=0) == expected
+    assert model.train_on_batch(x, y) == expected
+
+    # Without data, decay is what is left of the gradient.
+    layer.layer.kernel.assign(kernel)
+    layer.layer.bias.assign(np.zeros(3))
+    model.train_on_batch(np.zeros((5, 4)), y)
+    assert_close(layer.layer.kernel, kernel * (1 - 0.1 * 2 * 0.25))
+
+
+def test_constraints_act_on_the_stored_kernel_and_regularizers_on_outputs():
+    x = data(5, 4)
+    constraint, regularizer = keras.constraints.NonNeg(), keras.regularizers.L1(0.5)
+    layer = CWN(
+        layers.Dense(3, kernel_constraint=constraint, activity_regularizer=regularizer)
+    )
+    model = keras.Sequential([keras.Input((4,)), layer])
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    y = numpy(layer(x))
+    expected = pytest.approx(0.5 * np.abs(y).sum() / 5, rel=1e-4)
+    for _ in range(2):
+        layer(x)
+        assert [numpy(v) for v in layer.losses] == [expected]
+    assert model.evaluate(x, y, verbose=0) == expected
+    assert model.train_on_batch(x, y) == expected
+    assert np.all(numpy(layer.layer.kernel) >= 0)
+    assert np.any(numpy(layer.normalized_kernels()["kernel"]) < 0)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Noisy(layers.Dense):
+    """A Dense layer with all that a layer may do in a call besides."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(units, **kwargs)
+        self.seed_generator = keras.random.SeedGenerator(3)
+        self.metric = keras.metrics.Sum()
+
+    def build(self, input_shape):
+        self.calls = self.add_weight(
+            name="calls", shape=(), initializer="zeros", trainable=False, autocast=False
+        )
+        super().build(input_shape)
+
+    def call(self, inputs, training=False, mask=None):
+        outputs = super().call(inputs)
+        if mask is not None:
+            outputs = outputs * ops.cast(mask, outputs.dtype)[:, None]
+        if not training:
+            return outputs
+        self.calls.assign_add(1.0)
+        if BACKEND != "jax":  # Its trainer has no metrics inside of layers.
+            self.metric.update_state(ops.sum(inputs))
+        self.add_loss(ops.mean(outputs))
+        noise = keras.random.normal(ops.shape(outputs), seed=self.seed_generator)
+        return outputs + ops.cast(noise, outputs.dtype)
+
+
+def test_the_state_and_the_losses_of_a_derived_layer():
+    x = data(5, 4)
+    layer = WS(Noisy(3))
+    model = keras.Sequential([keras.Input((4,)), layer])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    quiet = numpy(layer(x))
+    noisy = [numpy(layer(x, training=True)) for _ in range(2)]
+    assert np.abs(noisy[0] - noisy[1]).max() > 0.1
+    assert len(layer.losses) == 1
+    assert_close(layer.losses[0], quiet.mean(), atol=1e-5)
+    model.fit(np.concatenate([x, x]), np.zeros((10, 3)), 5, verbose=0)
+    assert_close(layer.layer.calls, 4.0)
+    if BACKEND != "jax":  # The trainer has reset it before.
+        assert_close(layer.layer.metric.result(), 2 * x.sum(), rtol=1e-4)
+    loss = model.train_on_batch(x, quiet)
+    assert 0.3 < np.ravel(loss)[0] - quiet.mean() < 3.0
+    assert_close(layer(x), quiet)
+
+
+def test_mixed_precision_keeps_the_state_of_a_derived_layer():
+    """A counter of 4096 calls would stay as it is in bfloat16."""
+    layer = wrapped(WS, Noisy(3, dtype="mixed_bfloat16"), (None, 4))
+    layer.layer.calls.assign(4096.0)
+    layer(data(5, 4), training=True)
+    assert_close(layer.layer.calls, 4097.0, rtol=0)
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=thorough_on("jax"))])
+def test_a_derived_layer_may_use_the_weights_of_another(_):
+    keras.utils.set_random_seed(0)
+    first = layers.Dense(4)
+
+    class Tied(layers.Dense):
+        def call(self, inputs):
+            return ops.matmul(super().call(inputs), first.kernel)
+
+    model = keras.Sequential([keras.Input((4,)), first, WS(Tied(4)), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    x, y = data(5, 4), data(5, 1)
+    losses = [model.train_on_batch(x, y) for _ in range(2)]
+    history = model.fit(x, y, epochs=2, verbose=0).history["loss"]
+    assert losses[0] > losses[1] > history[0] > history[1]
+
+
+def test_masks_reach_a_derived_layer_and_the_stored_kernel_stays():
+    x, mask = data(3, 4), np.array([True, False, True])
+    layer = WS(Noisy(2))
+    y, masked = numpy(layer(x)), numpy(layer(x, mask=mask))
+    assert_close(masked, y * mask[:, None])
+    before = numpy(layer.layer.kernel)
+    layer(x, training=True)
+    np.testing.assert_array_equal(numpy(layer.layer.kernel), before)
+
+
+def test_a_mask_ends_where_the_wrapped_layer_ends_it():
+    embedding = layers.Embedding(4, 5, mask_zero=True)
+    x = embedding(np.array([[1, 2, 0], [3, 0, 0]]))
+    layer = wrapped(WS, layers.Conv1D(2, 2), (None, 3, 5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        y = layer(x)
+    assert getattr(y, "_keras_mask", None) is None
+    assert sum("destroy the mask" in str(w.message) for w in caught) == 1
+
+
+def test_frozen_kernels_stay_and_are_normalized():
+    """By the wrapper, by the layer, by an argument, and by the layer before `build`."""
+    x, inner = data(5, 4), [layers.Dense(4) for _ in range(4)]
+    stack = [CWN(each, gain=True, trainable=i != 2) for i, each in enumerate(inner)]
+    inner[3].trainable = False
+    model = keras.Sequential([keras.Input((4,)), *stack])
+    stack[0].trainable = inner[1].trainable = False
+    # Where the layer alone is frozen, the gain is not.
+    assert [v.name for v in model.trainable_weights] == ["gain", "gain"]
+    assert model.trainable_weights == stack[1].trainable_weights + (
+        stack[3].trainable_weights
+    )
+    before = [(numpy(i.kernel), numpy(s(x))) for i, s in zip(inner, stack)]
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(x, data(5, 4, seed=1), verbose=0)
+    for i, (kernel, expected) in enumerate(before):
+        np.testing.assert_array_equal(numpy(inner[i].kernel), kernel)
+        assert np.abs(expected - numpy(inner[i](x))).max() > 0.01
+        assert np.all(numpy(stack[i](x)) == expected) == (i in (0, 2))
+
+
+# Layers that are refused
+
+
+NOT_LAYERS = [None, "dense", 3, layers.Dense, [layers.Dense(3)]]
+WITHOUT_KERNEL = [
+    layers.Embedding(4, 5),
+    layers.BatchNormalization(),
+    layers.Activation("relu"),
+    layers.LSTM(3),
+    layers.SimpleRNNCell(3),
+    layers.MultiHeadAttention(2, 3),
+]
+
+
+@wrappers
+def test_layers_without_a_kernel_are_refused(wrapper):
+    for layer in NOT_LAYERS + WITHOUT_KERNEL:
+        with pytest.raises(ValueError, match="`layer`.*Dense.*kernel") as error:
+            wrapper(layer)
+        assert str(error.value).endswith(f"Received: layer={layer!r}")
+
+
+def with_lora():
+    layer = layers.Dense(3)
+    layer.build((None, 4))
+    layer.enable_lora(2)
+    return layer
+
+
+def quantized():
+    layer = layers.Dense(3)
+    layer.build((None, 4))
+    layer.quantize("int8")
+    return layer
+
+
+class Halved(layers.Dense):
+    @property
+    def kernel(self):
+        return self._kernel / 2
+
+
+class Doubled(layers.Dense):
+    def call(self, inputs):
+        return 2 * super().call(inputs)
+
+
+@wrappers
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WS(layers.Dense(3)), "not a wrapper. Wrap the layer inside"),
+        (lambda: WN(layers.Dense(3)), "not a wrapper. Wrap the layer inside"),
+        (lambda: layers.TimeDistributed(layers.Dense(3)), "not a wrapper"),
+        (lambda: layers.SpectralNormalization(layers.Dense(3)), "not a wrapper"),
+        (lambda: keras.Sequential([layers.Dense(3)]), "not a model. Wrap its layers"),
+        (with_lora, "LoRA.*lora_rank=2.*Leave it unwrapped"),
+        (lambda: layers.Conv2D(3, 2, lora_rank=1), "LoRA.*lora_rank=1"),
+        (quantized, "quantized.*int8.*normalized_kernels"),
+        (lambda: layers.Dense(3, dtype="int8_from_float32"), "quantized.*int8"),
+        (lambda: Halved(3), "overrides the kernel.*Received: layer="),
+    ],
+)
+def test_layers_whose_kernel_is_no_single_weight_are_refused(wrapper, make, message):
+    with pytest.raises(ValueError, match=f"`layer`.*{message}"):
+        wrapper(make())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layer: layer.enable_lora(2), "changed after.*LoRA"),
+        (lambda layer: layer.quantize("int8"), "changed after.*quantized"),
+    ],
+)
+def test_a_kernel_that_is_no_single_weight_any_more_is_refused(change, message):
+    layer = wrapped(WN, layers.Dense(3), (None, 4))
+    change(layer.layer)
+    for use in (lambda: layer(data(5, 4)), layer.normalized_kernels, layer.reset_gain):
+        with pytest.raises(ValueError, match=message):
+            use()
+
+
+@pytest.mark.parametrize("wrapper", [WS, CWN])
+@pytest.mark.parametrize(
+    ("make", "shape", "name"),
+    [
+        (lambda: layers.Dense(3), (None, 1), "kernel"),
+        (lambda: layers.DepthwiseConv2D(1), (None, 4, 4, 3), "kernel"),
+        (lambda: layers.SeparableConv1D(3, 1), (None, 6, 2), "depthwise_kernel"),
+        (lambda: layers.SeparableConv1D(3, 2), (None, 6, 1), "pointwise_kernel"),
+        (lambda: layers.EinsumDense("ab,b->ab", 4), (None, 4), "kernel"),
+    ],
+)
+def test_a_unit_with_one_weight_is_refused(wrapper, make, shape, name):
+    with pytest.raises(ValueError, match=f"`{name}`.*Use WN.*{name}.shape="):
+        wrapper(make()).build(shape)
+
+
+def test_wn_takes_units_with_one_weight():
+    for layer, shape in [
+        (layers.DepthwiseConv2D(1, depth_multiplier=2), (2, 4, 4, 3)),
+        (layers.EinsumDense("ab,b->ab", 4), (2, 4)),
+    ]:
+        assert_close(WN(layer)(data(*shape)), layer(data(*shape)))
+
+
+def test_weights_are_there_after_build_only_and_inputs_must_fit():
+    layer = WN(layers.Dense(3))
+    for use in (layer.normalized_kernels, layer.reset_gain):
+        with pytest.raises(ValueError, match="`build`"):
+            use()
+    layer.build((None, 4))
+    with pytest.raises(ValueError, match="incompatible with the layer"):
+        layer(keras.Input((5,)))

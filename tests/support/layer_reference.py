@@ -1,0 +1,153 @@
+"""What layers compute in float64: functions of their input and weights by name.
+
+Each has `train(values)`, which moves its state on, `forward(values)` and
+`gradients(g, values)` of the step before, `inference(values)` and `state()`. In
+`values`, "x" is the input. `tests.support.any_layer.reference_of` makes them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_norms import CBN, LpNorm, NoisyBN
+from tests.support.batch_reference import BatchNormReference, LpNormReference
+from tests.support.cbn_reference import CBNReference
+from tests.support.weight_reference import Linear, WeightReference
+
+REFERENCES = {CBN: CBNReference, NoisyBN: BatchNormReference, LpNorm: LpNormReference}
+
+
+class OfChannels:
+    """CBN, NoisyBN or LpNorm, and its statistics."""
+
+    def __init__(self, each):
+        self.axis = each.axis
+        make = REFERENCES[type(each.norm)]
+        known = known_to(make, each.form.arguments)
+        self.reference = make(each.channels, **known)
+        state = {k: v.astype("float64") for k, v in each.state().items()}
+        self.names = [k for k in state if k.startswith("moving")]
+        mean, second = (state[name] for name in self.names)
+        self.is_cbn = make is CBNReference
+        if self.is_cbn:
+            self.reference.mean, self.reference.square = mean, second
+            self.reference.weight = float(state["average_weight"])
+            self.rate = float(state["learning_rate"])
+        else:
+            self.reference.moving_mean, self.reference.moving_statistic = mean, second
+
+    def state(self):
+        found = self.reference
+        if self.is_cbn:
+            state = dict(zip(self.names, (found.mean, found.square)))
+            return {**state, "average_weight": found.weight}
+        return dict(zip(self.names, (found.moving_mean, found.moving_statistic)))
+
+    def train(self, values):
+        """The output of a step, which moves the statistics on."""
+        if not self.is_cbn:
+            return self._back(self.reference.train(*self._of(values)))
+        y, self.constants = self.reference.train(*self._of(values), self.rate)
+        return self._back(y)
+
+    def forward(self, values):
+        """The output as a function of `values` alone, with the constants of a step."""
+        constants = [self.constants] if self.is_cbn else []
+        return self._back(self.reference.forward(*self._of(values), *constants))
+
+    def gradients(self, g, values):
+        """Of sum(g * forward), by name."""
+        constants = [self.constants] if self.is_cbn else []
+        g = np.moveaxis(g, self.axis, -1)
+        dx, *affine = self.reference.gradients(g, *self._of(values), *constants)
+        found = {"x": self._back(dx), **dict(zip(("gamma", "beta"), affine))}
+        return {name: value for name, value in found.items() if name in values}
+
+    def inference(self, values):
+        return self._back(self.reference.inference(*self._of(values)))
+
+    def _of(self, values):
+        x = np.moveaxis(np.asarray(values["x"], "float64"), self.axis, -1)
+        ones = np.ones(x.shape[-1])
+        return x, values.get("gamma", ones), values.get("beta", 0 * ones)
+
+    def _back(self, x):
+        return np.moveaxis(x, -1, self.axis)
+
+
+class Fused(NamedTuple):
+    """CBN, a linear layer, and its activation."""
+
+    linear: Linear
+    norm: OfChannels
+    arguments: dict
+
+    def state(self):
+        return self.norm.state()
+
+    def train(self, values):
+        return self._activated(self.norm.train(values), values)
+
+    def forward(self, values):
+        return self._activated(self.norm.forward(values), values)
+
+    def inference(self, values):
+        return self._activated(self.norm.inference(values), values)
+
+    def _activated(self, x, values):
+        y = self.linear.output(x, values)
+        return np.tanh(y) if "activation" in self.arguments else y
+
+    def gradients(self, g, values):
+        x = self.norm.forward(values)
+        if "activation" in self.arguments:
+            g = g * (1 - np.tanh(self.linear.output(x, values)) ** 2)
+        found = self.linear.gradients(g, x, values)
+        return {**found, **self.norm.gradients(found["x"], values)}
+
+
+class Wrapped(NamedTuple):
+    """A layer that is called with normalised kernels. It has no state."""
+
+    linear: Linear
+    norm: WeightReference
+
+    def state(self):
+        return {}
+
+    def kernels(self, values):
+        return {
+            name: self.norm.forward(values[name], _gain(values, name, axes), axes)
+            for name, axes in self.linear.fan_in.items()
+        }
+
+    def forward(self, values):
+        return self.linear.output(values["x"], {**values, **self.kernels(values)})
+
+    train = inference = forward
+
+    def gradients(self, g, values):
+        kernels = {**values, **self.kernels(values)}
+        found = self.linear.gradients(g, values["x"], kernels)
+        for name, axes in self.linear.fan_in.items():
+            gain = _gain(values, name, axes)
+            found[name], dgain = self.norm.gradients(
+                found[name], values[name], gain, axes
+            )
+            if gain_name(name) in values:
+                found[gain_name(name)] = dgain
+        return found
+
+
+def gain_name(kernel_name):
+    return kernel_name.replace("kernel", "gain")
+
+
+def _gain(values, name, axes):
+    shape = [n for i, n in enumerate(values[name].shape) if i not in axes]
+    return values.get(gain_name(name), np.ones(shape))
+
+
+def known_to(reference, arguments):
+    """Those arguments of a layer that its reference has too."""
+    return {k: v for k, v in arguments.items() if k in reference.__dataclass_fields__}
