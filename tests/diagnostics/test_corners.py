@@ -7,9 +7,10 @@ from keras import layers, ops
 
 from keras_norms import CBN, diagnostics
 from tests.support import diagnostics_networks as networks
-from tests.support.backend import numpy
+from tests.support.backend import numpy, thorough_on
 from tests.support.diagnostics_networks import compiled, float64, sequential
 
+pytestmark = thorough_on("jax")
 X, Y = networks.regression_batch()
 X = X.astype("float32")
 

@@ -36,9 +36,9 @@ def test_shifts_are_those_of_the_reference(nonlinear):
     model, x, y, weights, _ = nonlinear
     before = variables(model)
     slopes = gradients(weights, x, y)
-    descent = [w - 0.3 * g.reshape(w.shape) for w, g in zip(weights, slopes)]
+    descent = [w - 0.03 * g.reshape(w.shape) for w, g in zip(weights, slopes)]
     rng = np.random.default_rng(0)
-    anywhere = [w + 0.1 * rng.normal(size=w.shape) for w in weights]
+    anywhere = [w + 0.02 * rng.normal(size=w.shape) for w in weights]
     outputs = model.get_layer("outputs")
     for names, updated, settings in (
         # Without a choice: the layers with kernels.
@@ -47,7 +47,7 @@ def test_shifts_are_those_of_the_reference(nonlinear):
         (["hidden"], descent, {"layers": ["hidden"]}),
         (["hidden", "outputs"], anywhere, {"updated": anywhere}),
     ):
-        given = {"learning_rate": 0.3} if updated is descent else {}
+        given = {"learning_rate": 0.03} if updated is descent else {}
         found = diagnostics.covariate_shift(model, x, y, **given, **settings)
         assert list(found.layers) == names
         expected = expected_shifts(weights, updated, x, y, names)

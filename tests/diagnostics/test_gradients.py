@@ -59,6 +59,7 @@ def test_mixed_precision():
     assert activation.dtype == "float32" and np.any(activation)
 
 
+@networks.later_on_jax
 def test_float16_gradients_are_scaled_as_in_training():
     with networks.precision("mixed_float16"):
         model = networks.build("BatchNormalization")

@@ -27,9 +27,8 @@ def test_a_quadratic_loss_has_its_exact_beta(linear):
     np.testing.assert_allclose(found.betas, beta, rtol=tolerance)
     assert found.effective_beta == pytest.approx(beta, rel=tolerance)
     assert found.loss_range == pytest.approx((losses.min(), losses.max()), tolerance)
-    assert found.gradient_distance == pytest.approx(
-        (steps[0] * bent, steps[-1] * bent), tolerance
-    )
+    bounds = pytest.approx((steps[0] * bent, steps[-1] * bent), tolerance)
+    assert found.gradient_distance == bounds
     assert found.loss == pytest.approx(np.mean((x @ w - y) ** 2), tolerance)
     assert found.gradient_norm == pytest.approx(np.linalg.norm(g), tolerance)
     assert found.not_finite == () and found.gradient_evaluations == 6 + 1

@@ -10,7 +10,10 @@ from keras_norms import diagnostics
 from keras_norms.diagnostics import theorems
 from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
+from tests.support.backend import thorough_on
 from tests.support.diagnostics_networks import assert_same, float64, variables
+
+pytestmark = thorough_on("jax")
 
 
 class Setting:

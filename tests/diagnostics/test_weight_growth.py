@@ -51,17 +51,12 @@ def test_growth_of_weights_that_are_invariant_and_that_are_not():
     assert np.sum(after**2) == pytest.approx(square, rel=rounding)
     assert np.all(np.diff([*squares, np.sum(after**2)]) > 0)
     # The definition holds for what is not scale-invariant too; the lemma does not.
-    squares = history["last_norm"] ** 2
-    np.testing.assert_allclose(
-        np.diff(squares), history["last_growth"][:-1], rtol=1e-6, atol=1e-9
+    norm, step, growth, cosine = (
+        history[f"last_{key}"] for key in ("norm", "step", "growth", "cosine")
     )
-    product = history["last_growth"] - history["last_step"] ** 2
-    np.testing.assert_allclose(
-        history["last_cosine"],
-        product / 2 / history["last_norm"] / history["last_step"],
-        rtol=1e-6,
-    )
-    assert np.abs(history["last_cosine"]).max() > 0.05
+    np.testing.assert_allclose(np.diff(norm**2), growth[:-1], rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(cosine, (growth / step - step) / 2 / norm, rtol=1e-6)
+    assert np.abs(cosine).max() > 0.05
 
 
 def test_batch_statistics():

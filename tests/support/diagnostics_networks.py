@@ -22,6 +22,11 @@ if WIDEST == "float64":
 EAGER = BACKEND == "tensorflow"
 
 
+def later_on_jax(test):
+    """Of what is written in terms of Keras alone, and slow to compile."""
+    return pytest.mark.thorough(test) if BACKEND == "jax" else test
+
+
 @contextlib.contextmanager
 def precision(dtype):
     """Models and losses are made in `dtype`, or with that policy, which they keep."""
@@ -171,7 +176,9 @@ class Subclassed(keras.Model):
     def call(self, inputs, training=None):
         x = inputs
         for layer in self.stack:
-            x = layer(x)
+            # Keras on JAX does not tell them when it trains such a model.
+            told = {"training": training} if layer._call_has_training_arg else {}
+            x = layer(x, **told)
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
         return x
 
