@@ -1,25 +1,37 @@
 """Small networks with every normalisation, batches for them, and what they hold."""
 
 import contextlib
+from typing import NamedTuple
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
-from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from tests.support import diagnostics_reference as reference
+from tests.support.backend import BACKEND, numpy
 
-BACKEND = keras.backend.backend()
 FEATURES, CLASSES = 5, 3
 # Operations of Keras return float32 of float64 on the other backends.
-PRECISIONS = ["float32", "float64"] if BACKEND == "tensorflow" else ["float32"]
+WIDEST = "float64" if BACKEND == "tensorflow" else "float32"
+PRECISIONS = [WIDEST]
+if WIDEST == "float64":
+    PRECISIONS.append(pytest.param("float32", marks=pytest.mark.thorough))
+# TensorFlow compiles longer than it runs such networks, other backends do not.
+EAGER = BACKEND == "tensorflow"
+
+
+def later_on_jax(test):
+    """Of what is written in terms of Keras alone, and slow to compile."""
+    return pytest.mark.thorough(test) if BACKEND == "jax" else test
 
 
 @contextlib.contextmanager
 def precision(dtype):
-    """Models are made in `dtype`."""
+    """Models and losses are made in `dtype`, or with that policy, which they keep."""
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(dtype)
+    keras.config.set_floatx("float32" if dtype.startswith("mixed") else dtype)
     keras.config.set_dtype_policy(dtype)
     try:
         yield
@@ -28,30 +40,30 @@ def precision(dtype):
         keras.config.set_dtype_policy(policy)
 
 
-def batch(size=12, seed=0):
+def batch(size=8, seed=0):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(size, FEATURES)), rng.integers(0, CLASSES, size)
 
 
-def regression_batch(size=12, seed=0):
+def regression_batch(size=8, seed=0):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(size, FEATURES)), rng.normal(size=(size, 2))
 
 
-def numpy(x):
-    return np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(x)))
-
-
 def variables(model):
-    """Every value that the model holds, optimizer and metrics included."""
+    """Copies of every value that the model holds, optimizer and metrics included."""
     found = [*model.variables, *model.metrics_variables]
     if getattr(model, "optimizer", None) is not None:
         found += model.optimizer.variables
-    return [numpy(variable) for variable in found]
+    return [numpy(variable).copy() for variable in found]
+
+
+def float64(variable):
+    return numpy(variable).astype("float64")
 
 
 def weights_of(model):
-    return [numpy(v).astype("float64") for v in model.trainable_variables]
+    return [float64(variable) for variable in model.trainable_variables]
 
 
 def assert_same(actual, expected):
@@ -64,26 +76,66 @@ def relative_error(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
-def reference_network(seed=0):
-    """The network of `reference`, with random weights."""
-    model = keras.Sequential(
-        [
-            keras.Input((FEATURES,)),
-            layers.Dense(
-                4,
-                activation="tanh",
-                kernel_regularizer=keras.regularizers.L2(reference.L2),
-                name="hidden",
-            ),
-            layers.BatchNormalization(epsilon=reference.EPSILON, name="norm"),
-            layers.Dense(2, name="outputs"),
-        ]
-    )
-    rng = np.random.default_rng(seed)
+def flat(arrays):
+    return np.concatenate([np.ravel(a) for a in arrays])
+
+
+class Case(NamedTuple):
+    """A network that tests only read, a batch, and its weights in float64."""
+
+    model: keras.Model
+    x: np.ndarray
+    y: np.ndarray
+    weights: list
+    dtype: str
+
+
+def compiled(model, loss=None, optimizer=None, **settings):
+    """Eager where nothing is said: to compile takes longer than a few gradients."""
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = optimizer or keras.optimizers.SGD(0.1)
+    model.compile(optimizer, loss, **{"run_eagerly": True, **settings})
+    return model
+
+
+def sequential(*stack, shape=(FEATURES,), **settings):
+    return compiled(keras.Sequential([keras.Input(shape), *stack]), **settings)
+
+
+def train(model, *callbacks, size=24, **settings):
+    x, y = batch(size)
+    settings = {"batch_size": 8, "shuffle": False, "verbose": 0, **settings}
+    return model.fit(x, y, callbacks=[AMAT(), *callbacks], **settings)
+
+
+def randomize(model):
+    rng = np.random.default_rng(0)
     for variable in model.trainable_variables:
         variable.assign(rng.normal(0.5, 0.5, variable.shape))
-    model.compile("sgd", "mse")
-    return model
+
+
+def _case(dtype, *stack):
+    with precision(dtype):
+        loss = keras.losses.MeanSquaredError()
+        model = sequential(*(f() for f in stack), loss=loss, run_eagerly=False)
+    randomize(model)
+    return Case(model, *regression_batch(), weights_of(model), dtype)
+
+
+def nonlinear(dtype):
+    """The network of `reference`."""
+    l2 = keras.regularizers.L2(reference.L2)
+    return _case(
+        dtype,
+        lambda: layers.Dense(4, "tanh", kernel_regularizer=l2, name="hidden"),
+        lambda: layers.BatchNormalization(epsilon=reference.EPSILON, name="norm"),
+        lambda: layers.Dense(2, name="outputs"),
+    )
+
+
+def linear(dtype):
+    """`L = mean((x W - y)^2)`: a quadratic function of the weights."""
+    return _case(dtype, lambda: layers.Dense(2, use_bias=False))
 
 
 def cbn():
@@ -92,12 +144,9 @@ def cbn():
     return layer
 
 
-def hidden():
-    return layers.Dense(6, activation="tanh", name="hidden")
-
-
 def _normalised(*norms):
-    return [hidden(), *norms, layers.Dense(CLASSES)]
+    hidden = layers.Dense(6, activation="tanh", name="hidden")
+    return [hidden, *norms, layers.Dense(CLASSES)]
 
 
 # Name -> function that returns the layers.
@@ -106,16 +155,14 @@ NETWORKS = {
     "BatchNormalization": lambda: _normalised(layers.BatchNormalization()),
     "LayerNormalization": lambda: _normalised(layers.LayerNormalization()),
     "CBN": lambda: _normalised(cbn()),
+    "CBN without a rate": lambda: _normalised(CBN()),
     "NoisyBN": lambda: _normalised(NoisyBN()),
     "LpNorm(inf)": lambda: _normalised(LpNorm("inf")),
     "dropout": lambda: _normalised(layers.BatchNormalization(), layers.Dropout(0.5)),
     "WS, CWN, WN": lambda: _normalised(
         WS(layers.Dense(4)), CWN(layers.Dense(4)), WN(layers.Dense(4))
     ),
-    "FusedCBN": lambda: [
-        hidden(),
-        FusedCBN(layers.Dense(CLASSES), cbn()),
-    ],
+    "FusedCBN": lambda: [*_normalised()[:1], FusedCBN(layers.Dense(CLASSES), cbn())],
 }
 
 
@@ -129,35 +176,19 @@ class Subclassed(keras.Model):
     def call(self, inputs, training=None):
         x = inputs
         for layer in self.stack:
-            takes_training = layer._call_has_training_arg
-            x = layer(x, training=training) if takes_training else layer(x)
+            # Keras on JAX does not tell them when it trains such a model.
+            told = {"training": training} if layer._call_has_training_arg else {}
+            x = layer(x, **told)
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
         return x
 
 
-def build(name, kind="Sequential", dtype=None, **compile_arguments):
+def build(name, kind="Sequential", **settings):
     """A compiled network that returns logits."""
     keras.utils.set_random_seed(0)
-    policy = keras.config.dtype_policy()
-    if dtype is not None:
-        keras.config.set_dtype_policy(dtype)
-    try:
-        stack = NETWORKS[name]()
-        if kind == "Sequential":
-            model = keras.Sequential([keras.Input((FEATURES,)), *stack])
-        elif kind == "Functional":
-            inputs = x = keras.Input((FEATURES,))
-            for layer in stack:
-                x = layer(x)
-            model = keras.Model(inputs, x)
-        else:
-            model = Subclassed(stack)
-            model(np.zeros((2, FEATURES), "float32"))
-    finally:
-        keras.config.set_dtype_policy(policy)
-    model.compile(
-        keras.optimizers.SGD(0.5),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        **compile_arguments,
-    )
-    return model
+    stack, optimizer = NETWORKS[name](), keras.optimizers.SGD(0.5)
+    if kind == "Sequential":
+        return sequential(*stack, optimizer=optimizer, **settings)
+    model = Subclassed(stack)
+    model(np.zeros((2, FEATURES), "float32"))
+    return compiled(model, optimizer=optimizer, **settings)

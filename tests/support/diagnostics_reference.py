@@ -24,15 +24,32 @@ def loss_of_hidden(weights, h, y):
     return np.mean((z @ kernel + bias - y) ** 2) + L2 * np.sum(weights[0] ** 2)
 
 
-def loss(weights, x, y):
-    return loss_of_hidden(weights, hidden(weights, x), y)
+def of_weights(weights, x, y):
+    """The loss as a function of the weights in one vector, and that vector."""
+    return _of_vector(lambda w: loss_of_hidden(w, hidden(w, x), y), weights)
+
+
+def of_activations(weights, x, y):
+    """The loss as a function of `h` in one vector, and that vector."""
+    h = hidden(weights, x)
+    return _of_vector(lambda values: loss_of_hidden(weights, values[0], y), [h])
+
+
+def _of_vector(function, arrays):
+    ends = np.cumsum([a.size for a in arrays])[:-1]
+
+    def of_vector(vector):
+        parts = np.split(vector, ends)
+        return function([p.reshape(a.shape) for p, a in zip(parts, arrays)])
+
+    return of_vector, np.concatenate([np.ravel(a) for a in arrays])
 
 
 def gradient(function, point):
-    """The gradient of an analytic function of a vector, by complex steps."""
-    step = 1e-30
-    points = point + 1j * step * np.eye(len(point))
-    return np.array([function(p).imag for p in points]) / step
+    """The gradient of an analytic function of an array, by complex steps."""
+    steps = 1e-30j * np.eye(point.size).reshape(-1, *point.shape)
+    slopes = [function(point + step).imag for step in steps]
+    return np.reshape(slopes, point.shape) / 1e-30
 
 
 def hessian_vector_product(function, point, vector, step=1e-5):
@@ -45,14 +62,3 @@ def hessian_vector_product(function, point, vector, step=1e-5):
 def hessian(function, point):
     columns = [hessian_vector_product(function, point, e) for e in np.eye(len(point))]
     return np.stack(columns, 1)
-
-
-def of_vector(function, arrays):
-    """`function` of a list of arrays, as a function of one vector."""
-    ends = np.cumsum([a.size for a in arrays])[:-1]
-
-    def of_vector(vector):
-        parts = np.split(vector, ends)
-        return function([p.reshape(a.shape) for p, a in zip(parts, arrays)])
-
-    return of_vector, np.concatenate([np.ravel(a) for a in arrays]).astype("float64")
