@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_norms import _keras
 from keras_norms.diagnostics.differentiation import (
     compiler,
     differentiate,
@@ -286,9 +287,9 @@ def _program(model, loss, layer, side, training):
     made_for = (
         # `compile`, and `AMAT` where it changes the step, have the step made anew.
         None if model.train_function is None else weakref.ref(model.train_function),
-        getattr(model, "_compile_loss", None),
+        _keras.compiled_loss(model),
         *(id(variable) for variable in variables),
-        *(each.trainable for each in model._flatten_layers()),
+        *(each.trainable for each in _keras.layers_of(model)),
     )
     programs = _PROGRAMS.setdefault(model, {})
     key = (id(loss), id(layer), side, training)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import keras
 
+from keras_norms import _keras
 from keras_norms.diagnostics.differentiation import drawing_from, randomness
 from keras_norms.diagnostics.gradients import _batch
 from keras_norms.diagnostics.model_loss import ModelLoss
@@ -49,7 +50,6 @@ def record(model, layers, x, training):
     return calls
 
 
-@contextlib.contextmanager
 def _recording(layer, calls):
     call = layer.call
 
@@ -59,9 +59,4 @@ def _recording(layer, calls):
         calls.append(Call(layer, first, output))
         return output
 
-    # Past Keras, which would look for weights in the attribute.
-    object.__setattr__(layer, "call", recorded)
-    try:
-        yield
-    finally:
-        object.__delattr__(layer, "call")
+    return _keras.replaced(layer, call=recorded)

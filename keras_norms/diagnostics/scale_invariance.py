@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_norms import _keras
 from keras_norms.diagnostics.geometry import has_kernels
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.landscape import learning_rate_of
@@ -179,7 +180,7 @@ def _largest(cosines):
 def _fan_in(model):
     """Identity of each kernel -> the axes that one of its units sums over."""
     axes = {}
-    for layer in model._flatten_layers(include_self=False):
+    for layer in _keras.layers_of(model, include_self=False):
         if has_kernels(layer):
             for kernel in kernels_of(layer):
                 axes[id(getattr(layer, kernel.name))] = kernel.fan_in

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_norms import _keras
 from keras_norms.layers import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
@@ -74,7 +75,7 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
     arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
     calls = [norm.call for norm in NORMS]
     found, others = [], []
-    for layer in model._flatten_layers():
+    for layer in _keras.layers_of(model):
         if isinstance(layer, NORMS) and layer.trainable:
             (found if type(layer).call in calls else others).append(layer)
     if others:
@@ -169,20 +170,13 @@ class _Recorder:
     @contextlib.contextmanager
     def recording(self):
         self.order, self.rows = [], []
-        for index, layer in enumerate(self.layers):
-            # Past Keras, which would look for weights in the attribute.
-            object.__setattr__(layer, "call", self._call(index, layer))
-            if isinstance(layer, CBN):
-                # What FusedCBN calls.
-                patched = self._scale_and_shift(index, layer)
-                object.__setattr__(layer, "scale_and_shift", patched)
-        try:
+        with contextlib.ExitStack() as stack:
+            for index, layer in enumerate(self.layers):
+                methods = {"call": self._call(index, layer)}
+                if isinstance(layer, CBN):  # FusedCBN calls this
+                    methods["scale_and_shift"] = self._scale_and_shift(index, layer)
+                stack.enter_context(_keras.replaced(layer, **methods))
             yield self.rows
-        finally:
-            for layer in self.layers:
-                object.__delattr__(layer, "call")
-                if isinstance(layer, CBN):
-                    object.__delattr__(layer, "scale_and_shift")
 
     def _call(self, index, layer):
         original = layer.call
