@@ -157,6 +157,11 @@ def functional_in(model):
     return model._functional
 
 
+def inputs_of_graph(model):
+    """The structure of the inputs of a Functional model; `None` of other models."""
+    return getattr(model, "_inputs_struct", None)
+
+
 def structure_of(model):
     """The inputs of a Functional model, its calls in order, and its outputs."""
     by_depth = model._nodes_by_depth

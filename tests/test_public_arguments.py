@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import keras_norms
 from keras_norms import surgery
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from tests.support.arguments.diagnostics import DIAGNOSTICS
 from tests.support.arguments.kinds import POOL
 from tests.support.arguments.layers import LAYERS, SURGERY

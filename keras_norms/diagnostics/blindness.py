@@ -7,17 +7,17 @@ import numpy as np
 from keras import ops, tree
 
 from keras_norms import _keras
-from keras_norms.diagnostics.model_loss import find_layer, names_of
-from keras_norms.diagnostics.slopes import Slopes
-from keras_norms.layers import arguments
-from keras_norms.layers.channel_normalization import ChannelNormalization
-from keras_norms.layers.fused_cbn import FusedCBN
-from keras_norms.layers.model_arguments import (
+from keras_norms._checks import arguments
+from keras_norms._checks.models import (
     check_batch,
     check_compiled_or_loss,
     check_layers,
     check_model,
 )
+from keras_norms.diagnostics.model_loss import find_layer, names_of
+from keras_norms.diagnostics.slopes import Slopes
+from keras_norms.layers.channel_normalization import ChannelNormalization
+from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.layers.weight_normalization import NormalizesKernel
 
 TERMS = ("first", "diagonal", "off_diagonal", "third")

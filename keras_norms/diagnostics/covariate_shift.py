@@ -5,10 +5,10 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_norms import _keras
+from keras_norms._checks.models import check_layers, check_model
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.landscape import learning_rate_of
 from keras_norms.diagnostics.model_loss import find_layer, names_of
-from keras_norms.layers.model_arguments import check_layers, check_model
 
 
 class CovariateShift(NamedTuple):

@@ -6,11 +6,11 @@ import keras
 import numpy as np
 
 from keras_norms import _keras
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_inputs, check_model
 from keras_norms.diagnostics.model_loss import names_of
 from keras_norms.diagnostics.recorder import record
-from keras_norms.layers import arguments
 from keras_norms.layers.kernels import check_layer, kernels_of, overrides_call
-from keras_norms.layers.model_arguments import check_inputs, check_model
 from keras_norms.layers.weight_normalization import NormalizesKernel
 
 

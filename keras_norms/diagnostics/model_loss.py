@@ -5,10 +5,11 @@ import functools
 import weakref
 
 import keras
+import numpy as np
 from keras import ops, tree
 
 from keras_norms import _keras
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 
 SIDES = ("input", "output")
 
@@ -153,6 +154,22 @@ class ModelLoss:
                 f"Received: layer '{self.layer.name}', {self._side} {value}"
             )
         return value
+
+
+def as_tensors(model, x, y):
+    """Tensors, as `fit` gives them to the model."""
+    floats = "float64" if model.compute_dtype == "float64" else keras.config.floatx()
+
+    def tensor(array):
+        if array is None:
+            return None
+        if not ops.is_tensor(array):
+            array = np.asarray(array)
+        array = ops.convert_to_tensor(array)
+        is_float = keras.backend.is_float_dtype(array.dtype)
+        return ops.cast(array, floats) if is_float else array
+
+    return tree.map_structure(tensor, (x, y))
 
 
 def find_layer(model, layer, argument="layer"):

@@ -7,8 +7,7 @@ import keras
 
 from keras_norms import _keras
 from keras_norms.diagnostics.differentiation import drawing_from, randomness
-from keras_norms.diagnostics.gradients import _batch
-from keras_norms.diagnostics.model_loss import ModelLoss
+from keras_norms.diagnostics.model_loss import ModelLoss, as_tensors
 
 
 class Call(NamedTuple):
@@ -36,7 +35,7 @@ def record(model, layers, x, training):
     """
     if keras.backend.backend() == "jax":
         model.jax_state_sync()  # In `fit`, the trainer holds the state.
-    x, _ = _batch(model, x, None)
+    x, _ = as_tensors(model, x, None)
     pure = ModelLoss(model, None, None, "input", training)
     calls = []
     with (

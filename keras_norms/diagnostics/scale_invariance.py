@@ -5,12 +5,12 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_norms import _keras
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_model
 from keras_norms.diagnostics.geometry import has_kernels
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.landscape import learning_rate_of
-from keras_norms.layers import arguments
 from keras_norms.layers.kernels import kernels_of
-from keras_norms.layers.model_arguments import check_model
 
 
 class WeightGeometry(NamedTuple):

@@ -4,12 +4,12 @@ import keras
 import numpy as np
 
 from keras_norms import _keras
+from keras_norms._checks.models import check_inputs, check_layers
 from keras_norms.diagnostics.geometry import affine, float64, moments
 from keras_norms.diagnostics.model_loss import names_of
 from keras_norms.diagnostics.probes import Probe
 from keras_norms.diagnostics.recorder import record
 from keras_norms.layers.channel_normalization import ChannelNormalization
-from keras_norms.layers.model_arguments import check_inputs, check_layers
 
 
 class WeightGrowth(Probe):

@@ -7,7 +7,7 @@ from keras import layers as keras_layers
 from keras import ops
 
 from keras_norms import _keras
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.kernels import overrides_call
 from keras_norms.layers.recomputation import Recomputable

@@ -11,7 +11,7 @@ from keras import initializers, ops
 from keras.optimizers.schedules import LearningRateSchedule
 
 from keras_norms import _keras
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 
 UNKNOWN = -1.0
 

@@ -7,7 +7,7 @@ import numpy as np
 from keras import initializers, ops, tree
 
 from keras_norms import _keras
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from keras_norms.layers.kernels import (
     check_layer,
     check_unchanged,

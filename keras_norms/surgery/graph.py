@@ -14,7 +14,7 @@ import numpy as np
 from keras import ops, tree
 
 from keras_norms import _keras
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from keras_norms.surgery import again
 
 

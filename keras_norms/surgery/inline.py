@@ -16,7 +16,7 @@ import warnings
 import keras
 
 from keras_norms import _keras
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery import linear
 from keras_norms.surgery.affine import NORMS

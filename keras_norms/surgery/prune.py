@@ -9,14 +9,14 @@ import numpy as np
 from keras import tree
 
 from keras_norms import _keras
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery import linear, resize
 from keras_norms.surgery.channels import Channels
 from keras_norms.surgery.fused import split
 from keras_norms.surgery.graph import Graph, numpy
 from keras_norms.surgery.inline import LINEAR, graph_of
-from keras_norms.surgery.recalibrate import _batches, _wrong_data
+from keras_norms.surgery.inputs import inputs_of, wrong_data
 from keras_norms.surgery.substitutes import Choice, Site
 
 
@@ -214,14 +214,14 @@ def _check(gamma, similarity, steps, batch_size):
 
 def _collect(model, data, steps, batch_size):
     """The batches of `data`, inputs only."""
-    x = _batches(model, data)
+    x = inputs_of(model, data)
     try:
         found = _keras.batches_of(x, batch_size)
     except ValueError as e:
-        raise _wrong_data(data) from e
+        raise wrong_data(data) from e
     batches = list(itertools.islice(found, steps))
     if not batches:
-        raise _wrong_data(data)
+        raise wrong_data(data)
     return batches
 
 

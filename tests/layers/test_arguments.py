@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from keras import ops
 
 from keras_norms import CBN
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 
 
 def refusal(name, value):
