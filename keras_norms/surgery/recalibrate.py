@@ -12,7 +12,8 @@ from keras_norms._checks import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.ops import lp_norm, normalize
-from keras_norms.ops.moments import Moments, moments, per_channel, reduction_axes
+from keras_norms.ops.moments import Moments, moments
+from keras_norms.ops.shapes import per_channel, reduction_axes
 from keras_norms.surgery.affine import NORMS, Statistics
 from keras_norms.surgery.graph import numpy
 from keras_norms.surgery.hurry import FEW, cheap_compilation, is_few
