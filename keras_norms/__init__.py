@@ -2,11 +2,7 @@
 
 from keras_norms import diagnostics
 from keras_norms.amat import AMAT
-from keras_norms.layers.cbn import CBN
-from keras_norms.layers.fused_cbn import FusedCBN
-from keras_norms.layers.lp_norm import LpNorm
-from keras_norms.layers.noisy_bn import NoisyBN
-from keras_norms.layers.weight_normalization import CWN, WN, WS
+from keras_norms.layers import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from keras_norms.surgery import convert, fold, prune, recalibrate
 
 __version__ = "0.1.0"

@@ -5,6 +5,7 @@ import warnings
 import keras
 from keras import ops
 
+from keras_norms import _keras
 from keras_norms.layers.learning_rate import FollowsLearningRate
 
 
@@ -69,12 +70,12 @@ class AMAT(keras.callbacks.Callback):
         self._schedule = _schedule(model.optimizer)
         self._layers = [
             layer
-            for layer in model._flatten_layers()
+            for layer in _keras.layers_of(model)
             if isinstance(layer, FollowsLearningRate)
         ]
         iterations = None
         if self._schedule is not None and keras.backend.backend() == "tensorflow":
-            iterations = _inner(model.optimizer)._iterations
+            iterations = _keras.step_counter(_inner(model.optimizer))
         changed = [layer.follow(self._schedule, iterations) for layer in self._layers]
         if any(changed):
             model.make_train_function(force=True)
@@ -83,7 +84,7 @@ class AMAT(keras.callbacks.Callback):
     def _set_counters(self):
         counting = [layer for layer in self._layers if layer.step is not None]
         if counting:
-            done = int(_number(_inner(self.model.optimizer)._iterations))
+            done = int(_number(_keras.step_counter(_inner(self.model.optimizer))))
             for layer in counting:
                 layer.step.assign(done)
 
@@ -99,7 +100,7 @@ class AMAT(keras.callbacks.Callback):
             return
         # On JAX the trainer holds all state in an epoch, and fetching it is slow. Who
         # changed the rate has fetched it: if nobody did, there is nothing to see.
-        if not getattr(self._model, "_jax_state_synced", True):
+        if not _keras.is_state_current(self._model):
             return
         rate = _number(self.model.optimizer.learning_rate)
         if rate != self._rate:
@@ -126,7 +127,7 @@ def _schedule(optimizer):
     PyTorch runs a step operation by operation: there, one evaluation on the host is
     cheaper than one in every layer.
     """
-    rate = _inner(optimizer)._learning_rate
+    rate = _keras.learning_rate_of(_inner(optimizer))
     if keras.backend.backend() == "torch":
         return None
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):

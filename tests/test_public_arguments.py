@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keras_norms
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from tests.support.arguments.kinds import FEW, POOL
 from tests.support.arguments.public import ENTRIES, LAYER_NAMES, QUICK
 from tests.support.arguments.table import KINDS, OWN, Tripwire

@@ -18,7 +18,7 @@ import math
 import keras
 
 from keras_norms import CBN
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 
 
 def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):

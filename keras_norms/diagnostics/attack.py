@@ -6,16 +6,15 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_compiled_or_loss, check_inputs
 from keras_norms.diagnostics.differentiation import (
     compiler,
     differentiate,
     drawing_from,
     randomness,
 )
-from keras_norms.diagnostics.gradients import _batch
-from keras_norms.diagnostics.model_loss import ModelLoss
-from keras_norms.layers import arguments
-from keras_norms.layers.model_arguments import check_compiled_or_loss, check_inputs
+from keras_norms.diagnostics.model_loss import ModelLoss, as_tensors
 
 NORMS = ("inf", 2)
 
@@ -160,7 +159,7 @@ class Attack:
 
     def hits(self, batch, z):
         """How many samples are classified as they should be."""
-        x, _ = _batch(self._model, z, None)
+        x, _ = as_tensors(self._model, z, None)
         with drawing_from(self._randomness):
             outputs = self._outputs(self._weights, self._state, x)
         outputs = np.asarray(ops.convert_to_numpy(outputs)).astype("float64")
@@ -175,7 +174,7 @@ class Attack:
 
     def _direction(self, z, y):
         """The direction of each sample's step, float64, and where there is none."""
-        x, y = _batch(self._model, z, y)
+        x, y = as_tensors(self._model, z, y)
         self._pure.build(x, y)
         with drawing_from(self._randomness):
             slope = self._slope(self._weights, self._state, x, y)

@@ -6,17 +6,18 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_norms.diagnostics.model_loss import find_layer, names_of
-from keras_norms.diagnostics.slopes import Slopes
-from keras_norms.layers import arguments
-from keras_norms.layers.channel_normalization import ChannelNormalization
-from keras_norms.layers.fused_cbn import FusedCBN
-from keras_norms.layers.model_arguments import (
+from keras_norms import _keras
+from keras_norms._checks import arguments
+from keras_norms._checks.models import (
     check_batch,
     check_compiled_or_loss,
     check_layers,
     check_model,
 )
+from keras_norms.diagnostics.model_loss import find_layer, names_of
+from keras_norms.diagnostics.slopes import Slopes
+from keras_norms.layers.channel_normalization import ChannelNormalization
+from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.layers.weight_normalization import NormalizesKernel
 
 TERMS = ("first", "diagonal", "off_diagonal", "third")
@@ -309,7 +310,7 @@ def _layers(model, layers):
     check_layers(layers)
     if layers is not None:
         return [find_layer(model, layer, "layers") for layer in layers]
-    every = model._flatten_layers(include_self=False)
+    every = _keras.layers_of(model, include_self=False)
     found = [layer for layer in every if isinstance(layer, NORMS)]
     # A FusedCBN has a CBN of its own, that it does not call.
     inner = {id(layer.norm) for layer in found if isinstance(layer, FusedCBN)}

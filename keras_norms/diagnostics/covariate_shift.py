@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_norms import _keras
+from keras_norms._checks.models import check_layers, check_model
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.landscape import learning_rate_of
 from keras_norms.diagnostics.model_loss import find_layer, names_of
-from keras_norms.layers.model_arguments import check_layers, check_model
 
 
 class CovariateShift(NamedTuple):
@@ -153,7 +154,7 @@ def weights_of_layers(model, layers=None):
     if layers is None:
         found = [
             each
-            for each in model._flatten_layers(include_self=False)
+            for each in _keras.layers_of(model, include_self=False)
             if any(len(v.shape) > 1 and v.trainable for v in each._trainable_variables)
             and each.trainable
         ]

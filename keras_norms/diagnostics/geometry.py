@@ -5,11 +5,12 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_norms import _keras
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_inputs, check_model
 from keras_norms.diagnostics.model_loss import names_of
 from keras_norms.diagnostics.recorder import record
-from keras_norms.layers import arguments
 from keras_norms.layers.kernels import check_layer, kernels_of, overrides_call
-from keras_norms.layers.model_arguments import check_inputs, check_model
 from keras_norms.layers.weight_normalization import NormalizesKernel
 
 
@@ -134,7 +135,7 @@ def effective_weights(model, x, *, training=True):
     check_model(model)
     check_inputs(model, x)
     arguments.boolean("training", training)
-    layers = model._flatten_layers(include_self=False)
+    layers = _keras.layers_of(model, include_self=False)
     linear = {id(layer): layer for layer in layers if _is_linear(layer)}
     wrappers = {
         id(each.layer): each for each in layers if isinstance(each, NormalizesKernel)

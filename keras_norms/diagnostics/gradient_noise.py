@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_batch, check_compiled_or_loss
 from keras_norms.diagnostics.gradients import Objective
-from keras_norms.layers import arguments
-from keras_norms.layers.model_arguments import check_batch, check_compiled_or_loss
 
 
 class GradientNoise(NamedTuple):

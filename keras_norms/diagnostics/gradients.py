@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 import keras
 import numpy as np
-from keras import ops, tree
+from keras import ops
 
+from keras_norms import _keras
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_batch, check_compiled_or_loss
 from keras_norms.diagnostics.differentiation import (
     compiler,
     differentiate,
@@ -15,9 +18,7 @@ from keras_norms.diagnostics.differentiation import (
     randomness,
     twice_differentiable,
 )
-from keras_norms.diagnostics.model_loss import SIDES, ModelLoss, find_layer
-from keras_norms.layers import arguments
-from keras_norms.layers.model_arguments import check_batch, check_compiled_or_loss
+from keras_norms.diagnostics.model_loss import SIDES, ModelLoss, as_tensors, find_layer
 
 # Compiled functions: model -> settings -> `_Program`. They hold no model alive.
 _PROGRAMS = weakref.WeakKeyDictionary()
@@ -141,7 +142,7 @@ class Objective:
         self._of_weights = layer is None
         self._program = _program(model, loss, layer, side, training)
         pure = self._program.pure
-        self._batch = _batch(model, x, y)
+        self._batch = as_tensors(model, x, y)
         pure.build(*self._batch)
         self._randomness = randomness()
         # Copies, for training may go on in the memory of the variables.
@@ -163,7 +164,7 @@ class Objective:
             raise ValueError("The objective of a layer's activations has one batch.")
         check_batch(self._model, x, y)
         other = copy.copy(self)
-        other._batch = _batch(self._model, x, y)
+        other._batch = as_tensors(self._model, x, y)
         other.gradient_evaluations = 0
         return other
 
@@ -286,9 +287,9 @@ def _program(model, loss, layer, side, training):
     made_for = (
         # `compile`, and `AMAT` where it changes the step, have the step made anew.
         None if model.train_function is None else weakref.ref(model.train_function),
-        getattr(model, "_compile_loss", None),
+        _keras.compiled_loss(model),
         *(id(variable) for variable in variables),
-        *(each.trainable for each in model._flatten_layers()),
+        *(each.trainable for each in _keras.layers_of(model)),
     )
     programs = _PROGRAMS.setdefault(model, {})
     key = (id(loss), id(layer), side, training)
@@ -303,22 +304,6 @@ def _program(model, loss, layer, side, training):
     program = _Program(pure, compiler(model))
     programs[key] = (program, made_for, loss)
     return program
-
-
-def _batch(model, x, y):
-    """Tensors, as `fit` gives them to the model."""
-    floats = "float64" if model.compute_dtype == "float64" else keras.config.floatx()
-
-    def tensor(array):
-        if array is None:
-            return None
-        if not ops.is_tensor(array):
-            array = np.asarray(array)
-        array = ops.convert_to_tensor(array)
-        is_float = keras.backend.is_float_dtype(array.dtype)
-        return ops.cast(array, floats) if is_float else array
-
-    return tree.map_structure(tensor, (x, y))
 
 
 def _loss_scale(model):

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_norms._checks import arguments
 from keras_norms.diagnostics.gradients import Objective
-from keras_norms.layers import arguments
 
 
 class Trace(NamedTuple):

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_model
 from keras_norms.diagnostics.gradients import Objective
-from keras_norms.layers import arguments
-from keras_norms.layers.model_arguments import check_model
 
 DIRECTIONS = ("gradient", "random")
 

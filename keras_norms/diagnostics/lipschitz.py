@@ -5,9 +5,9 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_norms._checks.models import check_model
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.model_loss import find_layer
-from keras_norms.layers.model_arguments import check_model
 
 
 class LipschitzTerms(NamedTuple):

@@ -1,14 +1,15 @@
 """The loss of a model as a pure function of tensors."""
 
 import contextlib
+import functools
 import weakref
 
 import keras
+import numpy as np
 from keras import ops, tree
-from keras.src.backend import compute_output_spec
-from keras.src.trainers.compile_utils import CompileLoss
 
-from keras_norms.layers import arguments
+from keras_norms import _keras
+from keras_norms._checks import arguments
 
 SIDES = ("input", "output")
 
@@ -33,7 +34,7 @@ class ModelLoss:
         self._layer = None if layer is None else weakref.ref(layer)
         self._side = side
         self._training = training
-        self._loss = None if loss is None else CompileLoss(loss)
+        self._loss = None if loss is None else _keras.CompileLoss(loss)
 
     @property
     def model(self):
@@ -61,16 +62,17 @@ class ModelLoss:
     def build(self, x, y):
         """Make what the compiled loss makes when it sees its first batch."""
         model, loss = self.model, self._loss
-        compiled = getattr(model, "_compile_loss", None) if loss is None else loss
+        compiled = _keras.compiled_loss(model) if loss is None else loss
         if compiled is None or compiled.built:
             return
         x, y = tree.map_structure(_symbolic, (x, y))
-        with _keeping_losses(model):
-            predictions = compute_output_spec(model, x)
+        with _keras.keeping_losses(model):
+            predictions = _keras.compute_output_spec(model, x)
             if loss is not None:
-                compute_output_spec(loss, y, predictions)
+                _keras.compute_output_spec(loss, y, predictions)
             else:
-                compute_output_spec(model._compute_loss, x, y, predictions, None, False)
+                compute = functools.partial(_keras.compute_loss, model)
+                _keras.compute_output_spec(compute, x, y, predictions, False)
 
     def __call__(self, values, state, x, y):
         """The loss, a scalar tensor.
@@ -84,8 +86,8 @@ class ModelLoss:
         with self._scope(values, state), self._replacing(values):
             predictions = self._forward(x)
             if self._loss is None:
-                return self.model._compute_loss(
-                    x, y, predictions, None, training=self._training
+                return _keras.compute_loss(
+                    self.model, x, y, predictions, self._training
                 )
             total = self._loss(y, predictions)
             for term in self.model.losses:
@@ -101,7 +103,7 @@ class ModelLoss:
 
     def _forward(self, x):
         model = self.model
-        if model._call_has_training_arg:
+        if _keras.takes_training(model):
             return model(x, training=self._training)
         return model(x)
 
@@ -109,10 +111,10 @@ class ModelLoss:
     def _scope(self, values, state):
         mapping = [*zip(self.parameters, values), *zip(self.state, state)]
         with (
-            _keeping_losses(self.model),
+            _keras.keeping_losses(self.model),
             keras.StatelessScope(mapping, collect_losses=True),
         ):
-            self.model._clear_losses()
+            _keras.clear_losses(self.model)
             yield
 
     def _replacing(self, values):
@@ -137,12 +139,8 @@ class ModelLoss:
             value = function(self._one_tensor(kwargs[first]))
             return call(**{**kwargs, first: value})
 
-        # Past Keras, which would look for weights in the attribute.
-        object.__setattr__(layer, "call", intercepted)
-        try:
+        with _keras.replaced(layer, call=intercepted):
             yield
-        finally:
-            object.__delattr__(layer, "call")
         if len(calls) != 1:
             raise ValueError(
                 f"Argument `layer` must be called once by the model, not {len(calls)} "
@@ -158,9 +156,25 @@ class ModelLoss:
         return value
 
 
+def as_tensors(model, x, y):
+    """Tensors, as `fit` gives them to the model."""
+    floats = "float64" if model.compute_dtype == "float64" else keras.config.floatx()
+
+    def tensor(array):
+        if array is None:
+            return None
+        if not ops.is_tensor(array):
+            array = np.asarray(array)
+        array = ops.convert_to_tensor(array)
+        is_float = keras.backend.is_float_dtype(array.dtype)
+        return ops.cast(array, floats) if is_float else array
+
+    return tree.map_structure(tensor, (x, y))
+
+
 def find_layer(model, layer, argument="layer"):
     """The layer of `model`, nested ones too, by itself, its name or its path."""
-    layers = model._flatten_layers(include_self=False)
+    layers = _keras.layers_of(model, include_self=False)
     name = layer if isinstance(layer, str) else object()
     found = [e for e in layers if e is layer or e.name == name or e.path == name]
     if len(found) == 1:
@@ -187,20 +201,6 @@ def names_of(layers):
         name if names.count(name) == 1 else layer.path
         for name, layer in zip(names, layers)
     ]
-
-
-@contextlib.contextmanager
-def _keeping_losses(model):
-    """Leave the losses that a call of the model has left for its caller."""
-    layers = [model, *model._flatten_layers(include_self=False)]
-    kept = [(layer, layer._losses[:], set(layer._loss_ids)) for layer in layers]
-    try:
-        yield
-    finally:
-        for layer, losses, ids in kept:
-            layer._losses[:] = losses
-            layer._loss_ids.clear()
-            layer._loss_ids.update(ids)
 
 
 def _symbolic(tensor):

@@ -5,6 +5,8 @@ import os
 import keras
 from keras import ops
 
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_batch, check_layers, check_loss
 from keras_norms.diagnostics.covariate_shift import shift_of, weights_of_layers
 from keras_norms.diagnostics.gradient_noise import gradient_noise
 from keras_norms.diagnostics.gradients import Objective
@@ -13,8 +15,6 @@ from keras_norms.diagnostics.landscape import (
     landscape,
     step_lengths,
 )
-from keras_norms.layers import arguments
-from keras_norms.layers.model_arguments import check_batch, check_layers, check_loss
 
 
 class Probe(keras.callbacks.Callback):

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import keras
 
+from keras_norms import _keras
 from keras_norms.diagnostics.differentiation import drawing_from, randomness
-from keras_norms.diagnostics.gradients import _batch
-from keras_norms.diagnostics.model_loss import ModelLoss
+from keras_norms.diagnostics.model_loss import ModelLoss, as_tensors
 
 
 class Call(NamedTuple):
@@ -35,7 +35,7 @@ def record(model, layers, x, training):
     """
     if keras.backend.backend() == "jax":
         model.jax_state_sync()  # In `fit`, the trainer holds the state.
-    x, _ = _batch(model, x, None)
+    x, _ = as_tensors(model, x, None)
     pure = ModelLoss(model, None, None, "input", training)
     calls = []
     with (
@@ -49,7 +49,6 @@ def record(model, layers, x, training):
     return calls
 
 
-@contextlib.contextmanager
 def _recording(layer, calls):
     call = layer.call
 
@@ -59,9 +58,4 @@ def _recording(layer, calls):
         calls.append(Call(layer, first, output))
         return output
 
-    # Past Keras, which would look for weights in the attribute.
-    object.__setattr__(layer, "call", recorded)
-    try:
-        yield
-    finally:
-        object.__delattr__(layer, "call")
+    return _keras.replaced(layer, call=recorded)

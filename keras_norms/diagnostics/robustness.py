@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_norms._checks import arguments
 from keras_norms.diagnostics.attack import Attack
-from keras_norms.layers import arguments
 
 
 class Robustness(NamedTuple):

@@ -4,12 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_norms import _keras
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_model
 from keras_norms.diagnostics.geometry import has_kernels
 from keras_norms.diagnostics.gradients import Objective
 from keras_norms.diagnostics.landscape import learning_rate_of
-from keras_norms.layers import arguments
 from keras_norms.layers.kernels import kernels_of
-from keras_norms.layers.model_arguments import check_model
 
 
 class WeightGeometry(NamedTuple):
@@ -179,7 +180,7 @@ def _largest(cosines):
 def _fan_in(model):
     """Identity of each kernel -> the axes that one of its units sums over."""
     axes = {}
-    for layer in model._flatten_layers(include_self=False):
+    for layer in _keras.layers_of(model, include_self=False):
         if has_kernels(layer):
             for kernel in kernels_of(layer):
                 axes[id(getattr(layer, kernel.name))] = kernel.fan_in

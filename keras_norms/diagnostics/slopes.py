@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 from keras import ops
 
+from keras_norms import _keras
 from keras_norms.diagnostics.differentiation import (
     compiler,
     differentiate,
@@ -90,10 +91,5 @@ def _outputs_of(layer):
         seen.append(call(*args, **kwargs))
         return seen[-1]
 
-    # Past Keras, which would look for weights in the attribute.
-    object.__setattr__(layer, "call", recorded)
-    try:
+    with _keras.replaced(layer, call=recorded):
         yield seen
-    finally:
-        # `ModelLoss` replaces it as well, and leaves none.
-        layer.__dict__.pop("call", None)

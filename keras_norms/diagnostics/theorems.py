@@ -21,7 +21,7 @@ Reference:
 
 import numpy as np
 
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 
 
 def normalize(y):

@@ -3,12 +3,13 @@
 import keras
 import numpy as np
 
+from keras_norms import _keras
+from keras_norms._checks.models import check_inputs, check_layers
 from keras_norms.diagnostics.geometry import affine, float64, moments
 from keras_norms.diagnostics.model_loss import names_of
 from keras_norms.diagnostics.probes import Probe
 from keras_norms.diagnostics.recorder import record
 from keras_norms.layers.channel_normalization import ChannelNormalization
-from keras_norms.layers.model_arguments import check_inputs, check_layers
 
 
 class WeightGrowth(Probe):
@@ -99,7 +100,7 @@ def kernels_by_name(model, layers=None):
     Returns:
         A dict from names to variables.
     """
-    every = model._flatten_layers(include_self=False)
+    every = _keras.layers_of(model, include_self=False)
     owners = {
         id(variable): layer
         for layer in every
@@ -187,7 +188,7 @@ class BatchStatistics(Probe):
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        every = self.model._flatten_layers(include_self=False)
+        every = _keras.layers_of(self.model, include_self=False)
         kinds = (keras.layers.BatchNormalization,)
         if self._has_batch:
             kinds = (*kinds, ChannelNormalization)

@@ -7,7 +7,7 @@ import warnings
 import keras
 from keras import initializers, ops
 
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.learning_rate import FollowsLearningRate
 from keras_norms.layers.recomputation import Recomputable, moves_state

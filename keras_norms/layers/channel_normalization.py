@@ -3,7 +3,7 @@
 import keras
 from keras import constraints, initializers, ops, regularizers
 
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from keras_norms.ops.moments import moving_averages
 from keras_norms.ops.replicas import check_strategy
 

@@ -5,9 +5,9 @@ import functools
 import keras
 from keras import layers as keras_layers
 from keras import ops
-from keras.src.backend import AutocastScope
 
-from keras_norms.layers import arguments
+from keras_norms import _keras
+from keras_norms._checks import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.kernels import overrides_call
 from keras_norms.layers.recomputation import Recomputable
@@ -189,7 +189,7 @@ def _channels_first(layer):
 
 def _call(layer, inputs, scale, shift):
     """`layer(scale * inputs + shift)`."""
-    with AutocastScope(None):  # in mixed precision, a call would cast them
+    with _keras.without_autocast():  # in mixed precision, a call would cast them
         # With LoRA, the kernel is computed.
         kernel = ops.cast(layer.kernel, scale.dtype)
         bias = ops.cast(layer.bias, scale.dtype) if layer.use_bias else None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import keras
 from keras import layers
 
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 
 _CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
 _TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 from keras import initializers, ops
 from keras.optimizers.schedules import LearningRateSchedule
-from keras.src.backend import get_stateless_scope
 
-from keras_norms.layers import arguments
+from keras_norms import _keras
+from keras_norms._checks import arguments
 
 UNKNOWN = -1.0
 
@@ -88,7 +88,7 @@ class FollowsLearningRate:
         """Raise where JAX would lose what is assigned, or keep it for good."""
         if keras.backend.backend() != "jax" or _value(ops.zeros(())) is not None:
             return
-        scope = get_stateless_scope()
+        scope = _keras.get_stateless_scope()
         if scope is not None and isinstance(rate, keras.Variable):
             self._check_is_state(rate, scope)
         if scope is None:
@@ -132,9 +132,8 @@ class FollowsLearningRate:
             return False
         counts = schedule is not None and iterations is None
         if counts and self.built and self.step is None:
-            self._tracker.unlock()
-            self._add_step()
-            self._tracker.lock()
+            with _keras.unlocked(self):
+                self._add_step()
         self._schedule = schedule
         # A variable in an attribute would become a weight of this layer.
         self._iterations = None if iterations is None else weakref.ref(iterations)
@@ -168,7 +167,7 @@ class FollowsLearningRate:
             _explain_amat_once()
         if self._schedule is None:
             return self.learning_rate
-        scope, is_jax = get_stateless_scope(), keras.backend.backend() == "jax"
+        scope, is_jax = _keras.get_stateless_scope(), keras.backend.backend() == "jax"
         if self._iterations is not None:
             iterations = self._iterations()
             if iterations is not None:

@@ -3,7 +3,7 @@
 import keras
 from keras import initializers, ops
 
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import noise, normalize

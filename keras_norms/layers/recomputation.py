@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import keras
 from keras import ops
-from keras.src.backend import get_stateless_scope
 
+from keras_norms import _keras
 from keras_norms.ops.recomputation import (
     current_graph,
     recomputation,
@@ -60,7 +60,7 @@ def moves_state(call):
 
         if not training or not self.trainable:
             return run()
-        which = recomputation(get_stateless_scope())
+        which = recomputation(_keras.get_stateless_scope())
         if which is None:
             return run()
         if which == "lost":

@@ -5,10 +5,9 @@ import math
 import keras
 import numpy as np
 from keras import initializers, ops, tree
-from keras.src.backend import AutocastScope, get_stateless_scope
-from keras.src.layers.input_spec import assert_input_compatibility
 
-from keras_norms.layers import arguments
+from keras_norms import _keras
+from keras_norms._checks import arguments
 from keras_norms.layers.kernels import (
     check_layer,
     check_unchanged,
@@ -81,7 +80,7 @@ class NormalizesKernel(keras.layers.Wrapper):
     def _stored(self, kernel):
         """The kernel as it is stored: in a call, mixed precision would cast it."""
         check_unchanged(self.layer)
-        with AutocastScope(None):
+        with _keras.without_autocast():
             return getattr(self.layer, kernel.name).value
 
     def _check_built(self):
@@ -125,7 +124,7 @@ class NormalizesKernel(keras.layers.Wrapper):
 
     def _call_layer(self, values, inputs, **optional):
         """Call the layer with `values`, by attribute, in place of its weights."""
-        layer, outer = self.layer, get_stateless_scope()
+        layer, outer = self.layer, _keras.get_stateless_scope()
         scope = keras.StatelessScope(
             collect_losses=outer is None or outer.collect_losses
         )
@@ -452,7 +451,7 @@ class WN(NormalizesKernel):
         given = x
         x = ops.convert_to_tensor(x if ops.is_tensor(x) else arguments.array("x", x))
         try:
-            assert_input_compatibility(self.layer.input_spec, x, self.layer.name)
+            _keras.assert_input_compatibility(self.layer.input_spec, x, self.layer.name)
         except ValueError as e:
             raise arguments.wrong("x", "a batch of inputs of the layer", given) from e
         if not self.built:

@@ -1,7 +1,4 @@
-"""Hand-written gradients and compilation: the one place where backends differ.
-
-Everything else in `keras_norms.ops` is written once, in `keras.ops`.
-"""
+"""Hand-written gradients and fused passes, by the means of each backend."""
 
 import functools
 
@@ -96,7 +93,7 @@ def _torch_function():
     return WithGradient
 
 
-def fused(cpu=None, xla=False):
+def fused(xla=False):
     """Decorate a pass over activations so that it runs as few kernels.
 
     The function it decorates is written in `keras.ops`. XLA fuses it with its
@@ -109,13 +106,15 @@ def fused(cpu=None, xla=False):
     keyword argument. The function must not communicate between replicas.
 
     Args:
-        cpu: Name of the function that computes the same on a CPU, in
-            `keras_norms.ops.tensorflow_cpu`, `torch_cpu` or both. It takes the same
-            arguments and needs no gradient.
-        xla: Whether TensorFlow compiles the function by XLA on a CPU too, where `cpu`
-            does not apply. XLA there is slow where it reduces large tensors, and fast
+        xla: Whether TensorFlow compiles the function by XLA on a CPU too, where it has
+            nothing better. XLA there is slow where it reduces large tensors, and fast
             where it computes element by element. `"small"`: only where the first
             argument is small, so that starting kernels is what takes the time.
+
+    Returns:
+        A decorator. What it makes of a function has `on_cpu(where)`, a decorator too:
+        of a function that computes the same on a CPU, faster, where
+        `where(*tensors, **static)` is true, and that needs no gradient.
     """
 
     def decorate(function):
@@ -134,15 +133,22 @@ def fused(cpu=None, xla=False):
                 return function(*tensors, **static)
             if backend == "tensorflow" and _has_gpu():
                 return compiled_by_tensorflow(key)(*tensors)
-            kernels = _cpu_kernels(backend)
-            kernel = getattr(kernels, cpu, None) if cpu else None
-            if kernel is None or not kernels.apply_to(*tensors, **static):
-                if backend == "tensorflow" and _compiles(xla, tensors):
-                    return compiled_by_tensorflow(key)(*tensors)
-                return function(*tensors, **static)
-            with_gradient_of = _GRADIENT_OF[backend]
-            return with_gradient_of(function, kernel, static)(*tensors)
+            for kernel, applies_to in call.kernels:
+                if applies_to(*tensors, **static):
+                    with_gradient_of = _GRADIENT_OF[backend]
+                    return with_gradient_of(function, kernel, static)(*tensors)
+            if backend == "tensorflow" and _compiles(xla, tensors):
+                return compiled_by_tensorflow(key)(*tensors)
+            return function(*tensors, **static)
 
+        def on_cpu(where):
+            def register(kernel):
+                call.kernels.append((kernel, where))
+                return kernel
+
+            return register
+
+        call.kernels, call.on_cpu = [], on_cpu
         return call
 
     return decorate
@@ -185,16 +191,6 @@ def linear_in_half_precision(linear, x, kernel):
     with_gradient = jax.custom_vjp(half)
     with_gradient.defvjp(lambda *tensors: (half(*tensors), tensors), backward)
     return with_gradient(x, kernel)
-
-
-def _cpu_kernels(backend):
-    if backend == "tensorflow":
-        from keras_norms.ops import tensorflow_cpu as kernels
-    elif backend == "torch":
-        from keras_norms.ops import torch_cpu as kernels
-    else:
-        kernels = None
-    return kernels
 
 
 @functools.cache

@@ -19,10 +19,9 @@ from keras_norms.ops.passes import (
     gradient_x,
     masked_gradient_sums,
     masked_gradient_x,
-    per_channel,
-    reduction_axes,
 )
 from keras_norms.ops.replicas import gather_replicas, sum_over_replicas
+from keras_norms.ops.shapes import per_channel, reduction_axes
 
 
 class LpStatistics(NamedTuple):

@@ -8,18 +8,14 @@ import numpy as np
 from keras import ops
 
 from keras_norms.ops.custom_gradient import custom_gradient, fused
-from keras_norms.ops.passes import (
-    affine,
-    channel_sums,
-    per_channel,
-    reduction_axes,
-)
+from keras_norms.ops.passes import affine, channel_sums
 from keras_norms.ops.replicas import (
     devices_share_batches,
     gather_replicas,
     number_of_replicas,
     sum_over_replicas,
 )
+from keras_norms.ops.shapes import per_channel, reduction_axes
 
 # A shift that is off by this many deviations costs six of 24 bits of the variance.
 _FAR = 8.0
@@ -64,7 +60,7 @@ def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
         prior = ops.zeros((x.shape[axis],), dtype)
     if mask is None:
         count = _elements(x, axis, dtype)
-        mean, variance = _mean_and_variance(x, prior, count, axis=axis)
+        mean, variance = mean_and_variance(x, prior, count, axis=axis)
     elif devices_share_batches():
         count, mean, variance = _masked_and_shared(x, mask, prior, axis)
     else:
@@ -136,8 +132,8 @@ def _bounded(variance):
     return ops.where(variance > largest, largest, variance)
 
 
-@fused(cpu="mean_and_variance")
-def _mean_and_variance(x, prior, count, *, axis):
+@fused()
+def mean_and_variance(x, prior, count, *, axis):
     half = keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16")
     if devices_share_batches():
         around = _around_prior_or_zero if half else _around_prior_if_near

@@ -10,8 +10,8 @@ import keras
 from keras import ops
 
 from keras_norms.ops.custom_gradient import fused
-from keras_norms.ops.passes import per_channel
 from keras_norms.ops.replicas import replica_number
+from keras_norms.ops.shapes import per_channel
 
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio, spreads neighbouring numbers
 

@@ -1,42 +1,10 @@
 """The passes over activations of which forward and backward maps consist."""
 
-import math
-
 import keras
 from keras import ops
 
 from keras_norms.ops.custom_gradient import fused
-
-_LONGEST_ROW = 4096
-
-
-def reduction_axes(ndim, axis):
-    """Return every axis of a tensor of rank `ndim` but the channel axis."""
-    return tuple(i for i in range(ndim) if i != axis % ndim)
-
-
-def per_channel(vector, ndim, axis):
-    """Reshape `(channels,)` so that it broadcasts against a tensor of rank `ndim`."""
-    trailing = ndim - 1 - axis % ndim
-    if not trailing or not len(vector.shape):
-        return vector
-    return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
-
-
-def neighbours(shape):
-    """How many neighbouring positions a CPU best takes as channels of their own.
-
-    Its loops add up a channel one element after the other. Shorter sums, combined
-    afterwards, keep more digits, and longer rows are faster where channels are few.
-
-    Args:
-        shape: That of a tensor, channels last; sizes may be `None`.
-    """
-    positions = math.prod(size for size in shape[1:-1] if size)
-    if None in shape[1:-1]:
-        positions = shape[-2] or 1
-    longest = max(_LONGEST_ROW // shape[-1], 1)
-    return max(n for n in range(1, longest + 1) if positions % n == 0)
+from keras_norms.ops.shapes import channel_groups, per_channel, reduction_axes
 
 
 def channel_sums(x, axis):
@@ -46,12 +14,12 @@ def channel_sums(x, axis):
         and axis % len(x.shape) == len(x.shape) - 1
     ):
         # On a CPU it adds one element after the other, see above.
-        x = ops.sum(ops.reshape(x, (-1, neighbours(x.shape), x.shape[-1])), 0)
+        x = ops.sum(ops.reshape(x, (-1, channel_groups(x.shape), x.shape[-1])), 0)
         axis = -1
     return ops.sum(x, reduction_axes(len(x.shape), axis))
 
 
-@fused(cpu="affine")  # not by XLA: inference is exported to where there is none
+@fused()  # not by XLA: inference is exported to where there is none
 def affine(x, center, scale, offset, *, axis):
     """scale * (x - center) + offset; subtracting first keeps digits."""
     ndim = len(x.shape)
@@ -61,7 +29,7 @@ def affine(x, center, scale, offset, *, axis):
     return ops.cast((ops.cast(x, center.dtype) - center) * scale + offset, x.dtype)
 
 
-@fused(cpu="gradient_sums")
+@fused()
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)) over a channel, stacked."""
     ndim = len(x.shape)
@@ -81,7 +49,7 @@ def masked_gradient_sums(upstream, x, center, mask, *, axis):
     return gradient_sums.__wrapped__(upstream, x, center, axis=axis)
 
 
-@fused(cpu="gradient_x", xla=True)
+@fused(xla=True)
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     """scale * (g - k * (x - pivot) - constant); k may be as small as x is large."""
     ndim = len(x.shape)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_norms import _keras
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.kernels import overrides_call
@@ -221,7 +222,7 @@ def hidden_norms(graph):
             names.append(f"{unit.name} (of class {unit.cls.__name__})")
         names += [
             f"{inside.name} (in {unit.name})"
-            for inside in unit.layer._flatten_layers(include_self=False)
+            for inside in _keras.layers_of(unit.layer, include_self=False)
             if isinstance(inside, NORMS)
         ]
     return names

@@ -9,7 +9,8 @@ import warnings
 
 import keras
 from keras import tree
-from keras.src.saving.serialization_lib import SafeModeScope
+
+from keras_norms import _keras
 
 
 class _Kept:
@@ -82,7 +83,7 @@ def from_config(cls, config, source=None):
     # A constructor may take none of the arguments that all layers have.
     untaken = _untaken(cls, config)
     config = {name: value for name, value in config.items() if name not in untaken}
-    with SafeModeScope(False), keras.saving.custom_object_scope(own):
+    with _keras.unsafe_deserialization(), keras.saving.custom_object_scope(own):
         new = cls.from_config(config)
     for name, value in untaken.items():
         setattr(new, name if name != "dtype" else "dtype_policy", value)
@@ -126,7 +127,7 @@ def warn_of_what_is_left_out(old, new):
 
 def warn_of_what_is_shared(operations, model):
     """Warn where functions refer to layers or weights of a model, and so do copies."""
-    own = {id(each): each for each in (*model._flatten_layers(), *model.variables)}
+    own = {id(each): each for each in (*_keras.layers_of(model), *model.variables)}
     found = {
         f"{own[id(each)].name} (in {operation.name})"
         for operation in operations
@@ -154,8 +155,7 @@ def copied(operation, name):
     new = object.__new__(type(operation))
     vars(new).update(vars(operation))
     object.__setattr__(new, "name", name)
-    for name in ("_inbound_nodes", "_outbound_nodes"):
-        object.__setattr__(new, name, [])
+    _keras.forget_calls(new)
     return new
 
 
@@ -182,7 +182,7 @@ def compile_as(old, new):
             if config is not None:
                 new.compile_from_config(config)
             return
-        settings = old._compile_config.config
+        settings = _keras.compile_settings(old)
         new.compile(
             **{k: tree.map_structure(_made_again, v) for k, v in settings.items()}
         )
@@ -206,7 +206,7 @@ def _made_again(setting):
 def _parts(thing):
     """A layer with those inside of it, or the object alone."""
     if isinstance(thing, keras.layers.Layer):
-        return thing._flatten_layers()
+        return _keras.layers_of(thing)
     return [thing]
 
 

@@ -6,7 +6,7 @@ import warnings
 import keras
 import numpy as np
 
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
@@ -17,8 +17,9 @@ from keras_norms.surgery.again import config_of, from_config
 from keras_norms.surgery.fused import fuse_model
 from keras_norms.surgery.graph import Unit
 from keras_norms.surgery.inline import graph_of
+from keras_norms.surgery.inputs import inputs_of
 from keras_norms.surgery.placement import insertions
-from keras_norms.surgery.recalibrate import check_data, measure, recalibrate
+from keras_norms.surgery.recalibrate import measure, recalibrate
 
 NAMES = {
     "cbn": CBN,
@@ -141,7 +142,7 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False, inlin
         )
     graph = graph_of(model, "convert", inline, skip=skip)
     if data is not None:
-        check_data(model, data)
+        inputs_of(model, data)
     skipped = _skipped(graph, skip)
     graphs = [g for g in graph.walk() if id(g) not in skipped]
     units = _units(graphs, skipped)

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 from keras import ops, tree
-from keras.src.backend import get_keras_mask
-from keras.src.models.functional import Functional, functional_like_constructor
 
-from keras_norms.layers import arguments
+from keras_norms import _keras
+from keras_norms._checks import arguments
 from keras_norms.surgery import again
 
 
@@ -261,7 +260,7 @@ class Graph:
             value = Value(x.shape, keras.backend.standardize_dtype(x.dtype), node)
             values[id(x)] = value
             node.outputs.append(value)
-            self.has_masks |= get_keras_mask(x) is not None
+            self.has_masks |= _keras.get_keras_mask(x) is not None
         self.nodes.append(node)
 
     def _unit(self, operation):
@@ -386,9 +385,9 @@ class Graph:
             for structure in (self.inputs, self.outputs)
         )
         cls = type(self.model)
-        if not is_graph(self.model) or not functional_like_constructor(cls):
+        if not is_graph(self.model) or not _keras.functional_like_constructor(cls):
             cls = keras.Model
-        if cls is Functional or isinstance(self.model, keras.Sequential):
+        if cls is _keras.Functional or isinstance(self.model, keras.Sequential):
             cls = keras.Model
         model = cls(inputs, outputs, name=self.name)
         if not self.model.trainable:
@@ -433,32 +432,32 @@ class Graph:
 
 def calls_of(model):
     """The inputs, the calls in an order in which they can be run, and the outputs."""
-    functional = functional_of(model)
+    inputs, nodes, outputs = _keras.structure_of(functional_of(model))
     calls = [
         Call(node.operation, node.arguments.args, node.arguments.kwargs, node.outputs)
-        for depth in sorted(functional._nodes_by_depth, reverse=True)
-        for node in functional._nodes_by_depth[depth]
+        for node in nodes
     ]
-    return functional._inputs_struct, calls, functional._outputs_struct
+    return inputs, calls, outputs
 
 
 def is_graph(layer):
     """Whether `layer` is a model whose calls can be read."""
     if isinstance(layer, keras.Sequential):
-        return layer._functional is not None
-    return isinstance(layer, Functional) and type(layer).call is Functional.call
+        return _keras.functional_in(layer) is not None
+    functional = _keras.Functional
+    return isinstance(layer, functional) and type(layer).call is functional.call
 
 
 def functional_of(model):
     """The Functional model in `model`, or an error that says why there is none."""
     if isinstance(model, keras.Sequential):
-        if model._functional is None:
+        if _keras.functional_in(model) is None:
             raise ValueError(
                 "Argument `model` must be built: give it a `keras.Input`, or call it "
                 f"on data. Received: Sequential model '{model.name}' without an input "
                 "shape"
             )
-        return model._functional
+        return _keras.functional_in(model)
     if not isinstance(model, keras.Model):
         raise ValueError(
             "Argument `model` must be a Functional or Sequential Keras model. "
@@ -478,7 +477,8 @@ def _without_automatic_masks(call):
     kwargs = dict(call.kwargs)
     if "mask" in kwargs:
         first = call.args[0] if call.args else None
-        automatic = {id(get_keras_mask(x)) for x in tree.flatten(first)} | {id(None)}
+        masks = map(_keras.get_keras_mask, tree.flatten(first))
+        automatic = {id(None), *map(id, masks)}
         if all(id(leaf) in automatic for leaf in tree.flatten(kwargs["mask"])):
             del kwargs["mask"]
     return {name: value for name, value in kwargs.items() if value is not None}

@@ -14,9 +14,9 @@ import collections
 import warnings
 
 import keras
-from keras.src.models.functional import Functional
 
-from keras_norms.layers import arguments
+from keras_norms import _keras
+from keras_norms._checks import arguments
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery import linear
 from keras_norms.surgery.affine import NORMS
@@ -31,7 +31,7 @@ _BASES = (
     keras.layers.Wrapper,
     keras.Model,
     keras.Sequential,
-    Functional,
+    _keras.Functional,
 )
 
 
@@ -55,7 +55,7 @@ def graph_of(model, caller, inline, holding=NORMALIZING + LINEAR, skip=None):
     arguments.boolean("inline", inline)
     if not inline or not isinstance(model, keras.Model):
         return Graph(model)
-    inside = model._flatten_layers()
+    inside = _keras.layers_of(model)
     blocks = [x for x in inside if is_block(x) and (x is model or not _in(skip, x))]
     left, count = {}, -1
     while len(left) > count:  # A block stays in all of its calls, or in none.
@@ -81,7 +81,7 @@ def graph_of(model, caller, inline, holding=NORMALIZING + LINEAR, skip=None):
         f"'{block.name}' ({type(block).__name__}): {reason}"
         for block, reason in left.values()
         if id(block) in graph.units
-        and any(isinstance(x, holding) for x in block._flatten_layers())
+        and any(isinstance(x, holding) for x in _keras.layers_of(block))
     ]
     if named:
         warnings.warn(
@@ -103,7 +103,7 @@ def is_block(layer):
             return False
     return any(
         isinstance(x, NORMALIZING + LINEAR)
-        for x in layer._flatten_layers(include_self=False)
+        for x in _keras.layers_of(layer, include_self=False)
     )
 
 

@@ -1,20 +1,22 @@
 """prune: the same function with fewer channels, up to an error that is stated."""
 
+import contextlib
+import itertools
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import tree
-from keras.src.trainers.data_adapters import data_adapter_utils, get_data_adapter
 
-from keras_norms.layers import arguments
+from keras_norms import _keras
+from keras_norms._checks import arguments
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery import linear, resize
 from keras_norms.surgery.channels import Channels
 from keras_norms.surgery.fused import split
 from keras_norms.surgery.graph import Graph, numpy
 from keras_norms.surgery.inline import LINEAR, graph_of
-from keras_norms.surgery.recalibrate import _batches, _wrong_data
+from keras_norms.surgery.inputs import inputs_of, wrong_data
 from keras_norms.surgery.substitutes import Choice, Site
 
 
@@ -212,19 +214,14 @@ def _check(gamma, similarity, steps, batch_size):
 
 def _collect(model, data, steps, batch_size):
     """The batches of `data`, inputs only."""
-    x = _batches(model, data)
+    x = inputs_of(model, data)
     try:
-        adapter = get_data_adapter(x, batch_size=batch_size)
+        found = _keras.batches_of(x, batch_size)
     except ValueError as e:
-        raise _wrong_data(data) from e
-    batches = []
-    for batch in adapter.get_numpy_iterator():
-        if steps is not None and len(batches) == steps:
-            break
-        x, _, _ = data_adapter_utils.unpack_x_y_sample_weight(batch)
-        batches.append(x)
+        raise wrong_data(data) from e
+    batches = list(itertools.islice(found, steps))
     if not batches:
-        raise _wrong_data(data)
+        raise wrong_data(data)
     return batches
 
 
@@ -241,14 +238,10 @@ def _measure(model, sites, batches):
 
         return call
 
-    for layer, site in calls.items():
-        # Past Keras, which would look for weights in the attribute.
-        object.__setattr__(layer, "call", recorded(layer, site))
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer, site in calls.items():
+            stack.enter_context(_keras.replaced(layer, call=recorded(layer, site)))
         outputs = [_outputs(model, x) for x in batches]
-    finally:
-        for layer in calls:
-            object.__delattr__(layer, "call")
     for site in sites:
         for group in site.groups:
             group.finish()

@@ -7,15 +7,17 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_norms.layers import arguments
+from keras_norms import _keras
+from keras_norms._checks import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
-from keras_norms.layers.model_arguments import check_inputs
 from keras_norms.ops import lp_norm, normalize
-from keras_norms.ops.moments import Moments, moments, per_channel, reduction_axes
+from keras_norms.ops.moments import Moments, moments
+from keras_norms.ops.shapes import per_channel, reduction_axes
 from keras_norms.surgery.affine import NORMS, Statistics
 from keras_norms.surgery.graph import numpy
 from keras_norms.surgery.hurry import FEW, cheap_compilation, is_few
+from keras_norms.surgery.inputs import inputs_of, wrong_data
 
 
 def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
@@ -74,7 +76,7 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
     arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
     calls = [norm.call for norm in NORMS]
     found, others = [], []
-    for layer in model._flatten_layers():
+    for layer in _keras.layers_of(model):
         if isinstance(layer, NORMS) and layer.trainable:
             (found if type(layer).call in calls else others).append(layer)
     if others:
@@ -132,7 +134,7 @@ def measure(
         the model does not call.
     """
     probe = _Probe(model, layers, with_batch_statistics)
-    x = _batches(model, data)
+    x = inputs_of(model, data)
     if isinstance(data, list) and not isinstance(x, list):
         few = len(data) <= FEW
     else:
@@ -149,7 +151,7 @@ def measure(
             outputs = probe.predict(x, batch_size, verbose, steps)
     except ValueError as e:
         if "data type" in str(e) or "generator" in str(e):
-            raise _wrong_data(data) from e
+            raise wrong_data(data) from e
         raise
     by_layer = [[] for _ in layers]
     for index, output in zip(probe.recorder.order, tree.flatten(outputs)):
@@ -169,20 +171,13 @@ class _Recorder:
     @contextlib.contextmanager
     def recording(self):
         self.order, self.rows = [], []
-        for index, layer in enumerate(self.layers):
-            # Past Keras, which would look for weights in the attribute.
-            object.__setattr__(layer, "call", self._call(index, layer))
-            if isinstance(layer, CBN):
-                # What FusedCBN calls.
-                patched = self._scale_and_shift(index, layer)
-                object.__setattr__(layer, "scale_and_shift", patched)
-        try:
+        with contextlib.ExitStack() as stack:
+            for index, layer in enumerate(self.layers):
+                methods = {"call": self._call(index, layer)}
+                if isinstance(layer, CBN):  # FusedCBN calls this
+                    methods["scale_and_shift"] = self._scale_and_shift(index, layer)
+                stack.enter_context(_keras.replaced(layer, **methods))
             yield self.rows
-        finally:
-            for layer in self.layers:
-                object.__delattr__(layer, "call")
-                if isinstance(layer, CBN):
-                    object.__delattr__(layer, "scale_and_shift")
 
     def _call(self, index, layer):
         original = layer.call
@@ -327,64 +322,3 @@ def _assign(layer, statistics):
     for name, value in values.items():
         variable = getattr(layer, name)
         variable.assign(ops.cast(value, variable.dtype))
-
-
-def check_data(model, data):
-    """Raise ValueError unless it is of a kind that `recalibrate` takes."""
-    _batches(model, data)
-
-
-def _batches(model, data):
-    """`data` as `predict` takes it."""
-    if isinstance(data, (str, bytes, type, set)) or data is None or np.isscalar(data):
-        raise _wrong_data(data)
-    inputs = getattr(model, "_inputs_struct", None)
-    if isinstance(model, keras.Sequential):
-        inputs = None
-    one_input = inputs is None or len(tree.flatten(inputs)) == 1
-    if isinstance(data, tuple) and len(data) in (2, 3) and one_input:
-        return _checked(model, data[0])
-    if isinstance(data, tuple) and len(data) in (2, 3):
-        nested = isinstance(data[0], (list, tuple, dict))
-        return _checked(model, data[0] if nested else list(data))
-    is_array = hasattr(data, "shape") and hasattr(data, "dtype")
-    if is_array or isinstance(data, dict):
-        return _checked(model, data)
-    if isinstance(data, keras.utils.PyDataset):
-        return data
-    if isinstance(data, (list, tuple)):
-        if not data:
-            raise _wrong_data(data)
-        if not one_input and all(hasattr(x, "shape") for x in data):
-            return _checked(model, list(data))
-        return _as_tuples([_checked(model, _inputs(batch)) for batch in data])
-    known = ("tensorflow", "torch", "grain", "pandas")
-    if any(c.__module__.partition(".")[0] in known for c in type(data).__mro__):
-        return data
-    if hasattr(data, "__iter__"):
-        return _as_tuples(data)
-    raise _wrong_data(data)
-
-
-def _checked(model, data):
-    check_inputs(model, data, "data")
-    return data
-
-
-def _inputs(batch):
-    return batch[0] if isinstance(batch, tuple) and batch else batch
-
-
-def _as_tuples(batches):
-    """Batches of inputs alone, in tuples: Keras takes no other generators."""
-    for batch in batches:
-        inputs = _inputs(batch)
-        yield (tuple(inputs) if isinstance(inputs, list) else inputs,)
-
-
-def _wrong_data(data):
-    return ValueError(
-        "Argument `data` must be an array, a tf.data.Dataset, a PyDataset, a "
-        "DataLoader or an iterable of batches, and not be empty. "
-        f"Received: data of class {type(data).__name__}"
-    )

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 from keras import ops, tree
-from keras.src.backend import get_keras_mask
-from keras.src.backend.common.keras_tensor import is_keras_tensor
-from keras.src.backend.common.masking import set_keras_mask
+from keras.utils import is_keras_tensor
 
+from keras_norms import _keras
 from keras_norms.surgery.graph import Call, calls_of, is_graph
 from keras_norms.surgery.graph import numpy as to_numpy
 from keras_norms.surgery.hurry import cheap_compilation
@@ -59,7 +58,7 @@ class Tracer:
         identities = {
             id(layer): layer
             for block in blocks
-            for layer in block._flatten_layers()
+            for layer in _keras.layers_of(block)
             if type(layer) is keras.layers.Identity
         }
         self._inside = [*blocks, *identities.values()]
@@ -74,20 +73,19 @@ class Tracer:
             (nodes, len(nodes))
             for layer in layers
             for each in (layer, *getattr(layer, "operations", ()))
-            for nodes in (each._inbound_nodes, each._outbound_nodes)
+            for nodes in _keras.records_of(each)
         ]
-        for layer in self._inside:
-            # Past Keras, which would look for layers in the attribute.
-            object.__setattr__(layer, "symbolic_call", self._symbolic_call(layer))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        finally:
+        with contextlib.ExitStack() as stack:
             for layer in self._inside:
-                object.__delattr__(layer, "symbolic_call")
-            for nodes, count in before:
-                del nodes[count:]
+                made = self._symbolic_call(layer)
+                stack.enter_context(_keras.replaced(layer, symbolic_call=made))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            try:
+                yield
+            finally:
+                for nodes, count in before:
+                    del nodes[count:]
 
     # Models
 
@@ -108,11 +106,11 @@ class Tracer:
 
     def read_subclassed(self, model):
         """Read a model whose inputs are known from what it was built for."""
-        shapes = list((model._build_shapes_dict or {}).values())
+        shapes = _keras.shapes_built_for(model)
         if not shapes or None in shapes:
             self._leave(model, "the shapes of the inputs it is built for are not known")
             return
-        layers = model._flatten_layers()
+        layers = _keras.layers_of(model)
         reads_numbers = any(isinstance(x, keras.layers.Embedding) for x in layers)
         dtype = "int32" if reads_numbers else model.input_dtype
         inputs = [
@@ -191,7 +189,7 @@ class Tracer:
         except Exception as e:
             self._leave(block, _first_line(e))
         for each, alias, tensor in self._made:
-            if get_keras_mask(alias) is not get_keras_mask(tensor):
+            if _keras.get_keras_mask(alias) is not _keras.get_keras_mask(tensor):
                 self._leave(each, "it gives its output a mask")
         return self._entries
 
@@ -347,8 +345,8 @@ class Tracer:
 
     def _alias(self, layer, tensor):
         alias = keras.KerasTensor(tensor.shape, tensor.dtype)
-        if get_keras_mask(tensor) is not None:
-            set_keras_mask(alias, get_keras_mask(tensor))
+        if _keras.get_keras_mask(tensor) is not None:
+            _keras.set_keras_mask(alias, _keras.get_keras_mask(tensor))
         self._same[id(alias)] = (alias, tensor)
         self._made.append((layer, alias, tensor))
         return alias
@@ -373,8 +371,7 @@ class Tracer:
             x = self._real_tensor(x)
             if id(x) in known:
                 return None
-            operation, index, _ = x._keras_history
-            return operation._inbound_nodes[index]
+            return _keras.node_of(x)
 
         calls, done = [], set()
         waiting = [node_of(x) for x in reversed(tensors)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from keras import layers, ops
 
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 from tests.support.backend import BACKEND, numpy
 
 NORMS = (CBN, NoisyBN, LpNorm)

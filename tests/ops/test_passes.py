@@ -3,7 +3,6 @@
 A layer's own centres, offsets and pivots are often 0, or equal to each other.
 """
 
-import importlib
 import math
 
 import keras
@@ -12,6 +11,7 @@ import pytest
 from keras import ops
 
 from keras_norms.ops import passes
+from keras_norms.ops.shapes import channel_groups
 from tests.support.autodiff import MODES, second_derivative
 from tests.support.backend import BACKEND, has_float64, numpy
 from tests.support.cbn_reference import relative_error
@@ -144,20 +144,20 @@ def test_vectors_may_be_wider_than_the_tensors(dtype, wide, rounding):
         ((4, 0, 3, 8), 3),
     ],
 )
-def test_neighbours(shape, expected):
-    assert passes.neighbours(shape) == expected
+def test_channel_groups(shape, expected):
+    assert channel_groups(shape) == expected
     if None not in shape:
         assert math.prod(shape[1:-1]) % expected == 0
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="XLA fuses the passes themselves")
 def test_where_the_kernels_for_a_cpu_apply():
-    kernels = importlib.import_module(f"keras_norms.ops.{BACKEND}_cpu")
+    ((_, applies_to),) = passes.affine.kernels
     x = ops.zeros((64, 8, 16, 9))
 
     def applies(x, dtype="float32", axis=-1):
         vector, true = ops.zeros(x.shape[axis], dtype), ops.convert_to_tensor(True)
-        return kernels.apply_to(x, vector, vector, true, axis=axis)
+        return applies_to(x, vector, vector, true, axis=axis)
 
     assert applies(x) and applies(x, axis=3)
     for axis in (0, 1, 2, -2):

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from keras_norms.layers import arguments
+from keras_norms._checks import arguments
 
 
 def check_model(model):

@@ -3,19 +3,20 @@
 There every operation is a loop of its own over the whole tensor. The batch
 normalization operations are the only ones that do several things in one loop; with the
 right arguments they compute what CBN needs, two to four times as fast. Each function
-computes what the one of the same purpose in `moments` or `passes` does.
+computes what the one of that name in `moments` or `passes` does.
 """
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from keras_norms.ops.passes import neighbours
+from keras_norms.ops import moments, passes
+from keras_norms.ops.shapes import channel_groups
 
 _NEAR = 2.0**-12  # a deviation is small by the mean
 
 
-def apply_to(x, *others, axis):
-    """Whether this file can compute for these arguments.
+def applies_to(x, *others, axis):
+    """Whether the functions below can compute for these arguments.
 
     The operations know channels last and float32 statistics. In XLA they cancel where
     the mean is much larger than the standard deviation.
@@ -30,6 +31,7 @@ def apply_to(x, *others, axis):
     )
 
 
+@passes.affine.on_cpu(where=applies_to)
 def affine(x, center, scale, offset, *, axis):
     """(x - center) * scale + offset: normalisation by a variance of 1."""
     if x.shape[1:-1] == (1, 1):
@@ -50,6 +52,7 @@ def affine(x, center, scale, offset, *, axis):
     return y
 
 
+@moments.mean_and_variance.on_cpu(where=applies_to)
 def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
 
@@ -58,7 +61,7 @@ def mean_and_variance(x, prior, count, *, axis):
         mean, variance = _mean_and_variance(x - shift, count)
         return mean + shift, variance
 
-    if neighbours(x.shape) == 1:  # the sums are long
+    if channel_groups(x.shape) == 1:  # the sums are long
         return of_small_numbers()
     mean, variance = _mean_and_variance(x, count)
     # The last digits of a mean matter where nearly all of x is the mean.
@@ -69,7 +72,7 @@ def mean_and_variance(x, prior, count, *, axis):
 
 
 def _mean_and_variance(x, count):
-    groups = neighbours(x.shape)
+    groups = channel_groups(x.shape)
     unused = tf.zeros(groups * x.shape[-1])
     outputs = tf.raw_ops.FusedBatchNormV3(
         x=_rows(x, groups),
@@ -89,9 +92,10 @@ def _mean_and_variance(x, count):
     return tuple(tf.where(count > 0, value, zero) for value in (mean, variance))
 
 
+@passes.gradient_sums.on_cpu(where=applies_to)
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)), which is how `affine` backpropagates."""
-    groups = neighbours(x.shape)
+    groups = channel_groups(x.shape)
     ones = tf.ones(groups * x.shape[-1])
     gradients = tf.raw_ops.FusedBatchNormGradV3(
         y_backprop=_rows(upstream, groups),

@@ -3,18 +3,19 @@
 There every operation is a loop of its own, and the first touch of fresh memory takes
 longer than the loop: in-place operations and the batch normalization operations, which
 do several things in one loop, are what is fast. Each function computes what the one of
-the same purpose in `moments` or `passes` does.
+that name in `moments` or `passes` does.
 """
 
 import torch
 
-from keras_norms.ops.passes import neighbours
+from keras_norms.ops import moments, passes
+from keras_norms.ops.shapes import channel_groups
 
 _LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
 
 
-def apply_to(x, *others, axis):
-    """Whether this file can compute for these arguments."""
+def applies_to(x, *others, axis):
+    """Whether the functions below can compute for these arguments."""
     tensors = [tensor for tensor in (x, *others) if tensor.dtype != torch.bool]
     return (
         x.device.type == "cpu"
@@ -26,11 +27,13 @@ def apply_to(x, *others, axis):
     )
 
 
+@passes.affine.on_cpu(where=applies_to)
 def affine(x, center, scale, offset, *, axis):
     """(x - center) * scale + offset."""
     return (x - center).mul_(scale).add_(offset)
 
 
+@passes.gradient_x.on_cpu(where=applies_to)
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     """scale * (g - k * (x - pivot) - constant)."""
     y = x - pivot
@@ -38,9 +41,10 @@ def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     return y.sub_(constant).mul_(scale)
 
 
+@moments.mean_and_variance.on_cpu(where=applies_to)
 def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
-    groups = neighbours(x.shape)
+    groups = channel_groups(x.shape)
     shift = torch.zeros_like(prior)
     if groups == 1:
         # The sums are long: of small numbers.
@@ -52,9 +56,10 @@ def mean_and_variance(x, prior, count, *, axis):
     return mean + shift, (variances + (means - mean).square()).mean(0)
 
 
+@passes.gradient_sums.on_cpu(where=applies_to)
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)), which is how `affine` backpropagates."""
-    groups = neighbours(x.shape)
+    groups = channel_groups(x.shape)
     ones = x.new_ones(groups * x.shape[-1])
     _, sum_gx, sum_g = torch.ops.aten.native_batch_norm_backward(
         _rows(upstream, groups),

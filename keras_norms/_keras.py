@@ -1,0 +1,190 @@
+"""What this package needs of Keras that is not public: all of it, as in Keras 3.15.
+
+One function a need. Where another version of Keras has it elsewhere, this says so.
+"""
+
+import contextlib
+
+from keras.src.backend import (
+    AutocastScope,
+    compute_output_spec,
+    get_keras_mask,
+    get_stateless_scope,
+)
+from keras.src.backend.common.masking import set_keras_mask
+from keras.src.layers.input_spec import assert_input_compatibility
+from keras.src.models.functional import Functional, functional_like_constructor
+from keras.src.saving.serialization_lib import SafeModeScope
+from keras.src.trainers.compile_utils import CompileLoss
+from keras.src.trainers.data_adapters import data_adapter_utils, get_data_adapter
+
+# Used as they are.
+__all__ = [
+    "CompileLoss",
+    "Functional",
+    "assert_input_compatibility",
+    "compute_output_spec",
+    "functional_like_constructor",
+    "get_keras_mask",
+    "get_stateless_scope",
+    "set_keras_mask",
+]
+
+
+# Layers
+
+
+def layers_of(layer, include_self=True):
+    """A list of a layer and of all layers in it, however deep, each once."""
+    return list(layer._flatten_layers(include_self=include_self))
+
+
+def without_autocast():
+    """A scope in which variables keep their dtype in mixed precision."""
+    return AutocastScope(None)
+
+
+@contextlib.contextmanager
+def unlocked(layer):
+    """A scope in which a built layer may get more weights."""
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        layer._tracker.lock()
+
+
+@contextlib.contextmanager
+def keeping_losses(model):
+    """A scope whose calls of the model leave the losses of the calls before."""
+    kept = [(each, each._losses[:], set(each._loss_ids)) for each in layers_of(model)]
+    try:
+        yield
+    finally:
+        for layer, losses, ids in kept:
+            layer._losses[:] = losses
+            layer._loss_ids.clear()
+            layer._loss_ids.update(ids)
+
+
+def clear_losses(model):
+    """Forget the losses that calls of the model have added."""
+    model._clear_losses()
+
+
+@contextlib.contextmanager
+def replaced(layer, **methods):
+    """A scope in which a layer has other methods, such as `call`; scopes may nest."""
+    own = {name: vars(layer)[name] for name in methods if name in vars(layer)}
+    for name, method in methods.items():
+        # Past Keras, which would look for weights in the attribute.
+        object.__setattr__(layer, name, method)
+    try:
+        yield
+    finally:
+        for name in methods:
+            if name in own:
+                object.__setattr__(layer, name, own[name])
+            else:
+                object.__delattr__(layer, name)
+
+
+def takes_training(model):
+    """Whether the `call` of a model has the argument `training`."""
+    return model._call_has_training_arg
+
+
+def shapes_built_for(model):
+    """A list of the shapes of the inputs that a model was built for."""
+    return list((model._build_shapes_dict or {}).values())
+
+
+# Training
+
+
+def compiled_loss(model):
+    """What `compile` made of the loss, or `None`."""
+    return getattr(model, "_compile_loss", None)
+
+
+def compute_loss(model, x, y, predictions, training):
+    """The loss of a compiled model with what its layers add, as `fit` computes it."""
+    return model._compute_loss(x, y, predictions, None, training)
+
+
+def compile_settings(model):
+    """The arguments of `compile`, as they were given."""
+    return model._compile_config.config
+
+
+def is_state_current(model):
+    """Whether variables have their values, which JAX's trainer holds in an epoch."""
+    return getattr(model, "_jax_state_synced", True)
+
+
+def step_counter(optimizer):
+    """The variable that counts the steps of an optimizer."""
+    return optimizer._iterations
+
+
+def learning_rate_of(optimizer):
+    """The learning rate of an optimizer: a variable or a schedule."""
+    return optimizer._learning_rate
+
+
+def batches_of(data, batch_size):
+    """An iterator of the inputs of each batch of what `fit` takes, as NumPy arrays.
+
+    Raises:
+        ValueError: If `fit` takes no such data.
+    """
+    adapter = get_data_adapter(data, batch_size=batch_size)
+    unpack = data_adapter_utils.unpack_x_y_sample_weight
+    return (unpack(batch)[0] for batch in adapter.get_numpy_iterator())
+
+
+# Graphs of layers
+
+
+def node_of(tensor):
+    """The call that made a symbolic tensor."""
+    operation, index, _ = tensor._keras_history
+    return operation._inbound_nodes[index]
+
+
+def functional_in(model):
+    """The Functional model that a Sequential one has made, or `None`."""
+    return model._functional
+
+
+def inputs_of_graph(model):
+    """The structure of the inputs of a Functional model; `None` of other models."""
+    return getattr(model, "_inputs_struct", None)
+
+
+def structure_of(model):
+    """The inputs of a Functional model, its calls in order, and its outputs."""
+    by_depth = model._nodes_by_depth
+    nodes = [
+        node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]
+    ]
+    return model._inputs_struct, nodes, model._outputs_struct
+
+
+def records_of(operation):
+    """The lists in which an operation records calls: of itself, of its outputs."""
+    return operation._inbound_nodes, operation._outbound_nodes
+
+
+def forget_calls(operation):
+    """Give an operation new, empty records of calls."""
+    for name in ("_inbound_nodes", "_outbound_nodes"):
+        object.__setattr__(operation, name, [])
+
+
+# Files
+
+
+def unsafe_deserialization():
+    """A scope in which configurations of one's own models may hold functions."""
+    return SafeModeScope(False)
