@@ -123,12 +123,12 @@ class Run:
     def metrics(self):
         """A list with the dict of each line of metrics.jsonl."""
         metrics = []
-        for number, line in enumerate(self._lines(), 1):
-            try:
+        try:
+            for line in self._lines():
                 metrics.append(json.loads(line))
-            except ValueError as error:
-                reason = f"line {number} is not JSON ({error})"
-                raise files.damaged(self.directory / METRICS, reason) from None
+        except ValueError as error:
+            reason = f"line {len(metrics) + 1} is not JSON ({error})"
+            raise files.damaged(self.directory / METRICS, reason) from None
         return metrics
 
     def log(self, **values):
