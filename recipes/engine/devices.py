@@ -219,11 +219,13 @@ class _Datasets(_Parts):
 class _PartOfBatches(keras.utils.PyDataset):
     """The part of each batch that a process has."""
 
+    num_batches = None  # endless, unless of a list
+
     def __init__(self, batches, process, processes):
         super().__init__()
         self._batches, self._process, self._processes = batches, process, processes
-        # Those of training are endless.
-        self.num_batches = len(batches) if isinstance(batches, list) else None
+        if isinstance(batches, list):
+            self.num_batches = len(batches)
 
     def __getitem__(self, i):
         batch = self._batches[i]

@@ -9,23 +9,17 @@ from recipes.engine import classifier, data, devices
 from recipes.models import norms
 from tests.recipes.engine.test_imagenet import SIZE, TEST, read, stream
 from tests.recipes.engine.test_imagenet import data_dir as data_dir  # a fixture
+from tests.support.backend import BACKEND, tensorflow_only
 
-BACKEND = keras.backend.backend()
-tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
 SETTINGS = classifier.Training(train_size=40, batch_size=12, augment=True)
 
 
-def test_no_strategy():
-    assert devices.get(None) is None
-    assert devices.get("none") is None
-
-
-@pytest.mark.parametrize("name", ["mirrored", "tpu", "data_parallel", "of my own"])
-def test_strategies_of_other_backends_are_refused(name):
-    if devices.BACKENDS.get(name) == BACKEND:
-        pytest.skip("one of this backend")
-    with pytest.raises(ValueError, match=f"be one of none.*on the backend {BACKEND}"):
-        devices.get(name)
+def test_strategies_of_other_backends_are_refused():
+    assert devices.get(None) is None and devices.get("none") is None
+    for name in ("mirrored", "tpu", "data_parallel", "of my own"):
+        if devices.BACKENDS.get(name) != BACKEND:
+            with pytest.raises(ValueError, match=f"of none.* the backend {BACKEND}"):
+                devices.get(name)
 
 
 @pytest.mark.parametrize("name", [None, "none", "mirrored", "tpu"])
@@ -61,9 +55,8 @@ def test_processes_share_each_batch(processes):
         for mine, expected in zip(together, whole.batches(1)[i], strict=True):
             np.testing.assert_array_equal(np.concatenate(mine), expected)
     # 360 images in one batch, without any to fill it up.
-    images, labels, weights = map(
-        np.concatenate, zip(*(part.test[0] for part in parts))
-    )
+    tests = zip(*(part.test[0] for part in parts))
+    images, labels, weights = map(np.concatenate, tests)
     np.testing.assert_array_equal(images, whole.test[0])
     np.testing.assert_array_equal(labels, whole.test[1])
     assert parts[0].test.num_batches == 1 and weights.sum() == len(weights) == 360
@@ -74,9 +67,6 @@ def test_what_fills_a_test_batch_up_has_no_weight():
     assert len(images) == len(labels) == 364
     np.testing.assert_array_equal(weights, [1] * 360 + [0] * 4)
     np.testing.assert_array_equal(images[:360], data.source(SETTINGS).test[0])
-
-
-def test_batches_that_devices_cannot_share_are_refused():
     with pytest.raises(ValueError, match="multiple of the number of devices, 8. Rec"):
         devices._Parts(data.source(SETTINGS), 12, 8)
 
@@ -97,12 +87,9 @@ def test_processes_share_imagenet(data_dir):
     assert [len(test) for test in tests] == [1, 1]
     images, labels, weights = map(np.concatenate, zip(tests[0][0], tests[1][0]))
     np.testing.assert_array_equal(weights, [1] * TEST + [0])
-    np.testing.assert_array_equal(labels[:TEST], np.concatenate(read_labels(whole)))
+    expected = np.concatenate([y for _, y in read(whole.test)])
+    np.testing.assert_array_equal(labels[:TEST], expected)
     assert images.shape == (TEST + 1, SIZE, SIZE, 3)
-
-
-def read_labels(source):
-    return [y for _, y in read(source.test)]
 
 
 @tensorflow_only
@@ -116,14 +103,12 @@ def test_replicas():
     np.testing.assert_array_equal(images, expected[0])
     assert source.test.element_spec[0].shape == (360, 8, 8, 1)
     assert int(source.test.cardinality()) == 1
+    model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten()])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, weighted_metrics=["accuracy"])
     for _ in range(2):  # TensorFlow may reuse the memory of what it was given
         for _, _, weights in source.test:
             np.testing.assert_array_equal(weights, np.ones(360))
-        model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten()])
-        model.compile(
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            weighted_metrics=["accuracy"],
-        )
         model.evaluate(source.test, verbose=0)
     made = {}
     for name in ("cbn", "bn", "layer", "wn", "mean_removal"):
