@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 from recipes import models
-from recipes.engine import (
-    classifier,
-    optimizers,
-    recorder,
-    results,
-    training,
-    workers,
-)
+from recipes.engine import classifier, optimizers, recorder, results, training, workers
 from tests.support import tiny
 
 
@@ -44,43 +37,34 @@ def without_times(outcome):
     return [{k: v for k, v in line.items() if k[:7] != "seconds"} for line in metrics]
 
 
-def test_a_training_measures_each_epoch(tmp_path):
-    outcome = train(settings(tmp_path))
-    found, metrics = outcome.results, outcome.metrics
-    (directory,) = tmp_path.iterdir()
-    assert directory.name == found["name"]
-    assert found["name"].startswith("some-digits-resnet8-cbn-tanh-seed0")
-    assert [line["epoch"] for line in metrics] == [1, 2, 3]
-    assert all(line["images"] == 64 and line["seed"] == 0 for line in metrics)
-    assert found["test_accuracy"] == metrics[-1]["test_accuracy"]
-    assert found["epochs"] == 3 and not found["diverged"]
-    files = sorted(path.name for path in directory.iterdir())
-    assert [name for name in files if name != ".lock"] == [
-        "config.json",
-        "metrics.jsonl",
-        "results.json",
-    ]
-    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
-    assert train(settings(tmp_path)) == outcome
-    assert before == {path: path.stat().st_mtime_ns for path in directory.iterdir()}
-
-
-def test_hooks_and_callbacks_add_to_the_line_and_to_the_results(tmp_path):
+def test_what_is_recorded(tmp_path):
     class Logs(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             logs["twice"] = 2 * epoch
 
-    outcome = classifier.train(
-        settings(tmp_path, epochs=2),
-        before=lambda model, problem, settings, epoch: {"before": epoch},
-        after=lambda model, problem, settings: {"after": problem.steps},
+    again = functools.partial(
+        train,
+        settings(tmp_path),
+        before=lambda model, problem, settings, epoch: {"before": problem.steps},
         at_end=lambda model, problem, settings, run: {"lines": len(run.metrics)},
         callbacks=[lambda problem, settings: Logs()],
     )
-    for epoch, line in enumerate(outcome.metrics):
-        added = {key: line[key] for key in ("before", "after", "twice")}
-        assert added == {"before": epoch, "after": 2, "twice": 2 * epoch}
-    assert outcome.results["lines"] == 2
+    outcome = again()
+    found, metrics = outcome.results, outcome.metrics
+    (directory,) = tmp_path.iterdir()
+    assert directory.name == found["name"]
+    assert found["name"].startswith("some-digits-resnet8-cbn-tanh-seed0")
+    for epoch, line in enumerate(metrics):
+        expected = {"epoch": epoch + 1, "before": 2, "twice": 2 * epoch, "images": 64}
+        assert line | expected | {"seed": 0} == line
+    assert found["test_accuracy"] == metrics[-1]["test_accuracy"]
+    assert found["epochs"] == len(metrics) == found["lines"] == 3
+    assert not found["diverged"]
+    files = {path.name for path in directory.iterdir()} - {".lock"}
+    assert files == {"config.json", "metrics.jsonl", "results.json"}
+    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+    assert again() == outcome
+    assert before == {path: path.stat().st_mtime_ns for path in directory.iterdir()}
 
 
 def test_stopped_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
@@ -101,20 +85,18 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "norm,rate", [("cbn", 0.03), ("noisy_bn", 0.03), ("none", 1e30)]
+    "norm,rate",
+    [
+        ("cbn", 0.03),
+        pytest.param("noisy_bn", 0.03, marks=pytest.mark.thorough),
+        pytest.param("none", 1e30, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
     """Of which training shows no sign, even if the first one diverged."""
-    first = settings(
-        tmp_path / "shared",
-        norm=norm,
-        learning_rate=rate,
-        seed=1,
-        rho=2.0,
-        omega=20.0,
-        momentum=0.5,
-        weight_decay=0.01,
-    )
+    others = {"seed": 1, "rho": 2.0, "omega": 20.0, "momentum": 0.5}
+    others |= {"weight_decay": 0.01, "learning_rate": rate, "norm": norm}
+    first = settings(tmp_path / "shared", **others)
     second = settings(tmp_path / "shared", norm=norm)
     assert first.program() == second.program()
     assert train(first).results["diverged"] == (rate > 1)
@@ -123,11 +105,10 @@ def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
     assert training._last["model"] is model
     training._last.clear()
     alone = train(dataclasses.replace(second, runs_dir=str(tmp_path / "alone")))
-    assert training._last["model"] is not model
+    again = training._last["model"]
+    assert again is not model
     assert without_times(shared) == without_times(alone)
-    for mine, other in zip(
-        model.variables, training._last["model"].variables, strict=True
-    ):
+    for mine, other in zip(model.variables, again.variables, strict=True):
         np.testing.assert_array_equal(*map(training.numpy_copy, (mine, other)))
 
 
@@ -135,12 +116,11 @@ def test_a_network_with_another_optimizer_is_another_one(tmp_path):
     class Other(optimizers.SGD):
         pass
 
-    asked = settings(tmp_path, epochs=1)
-    train(asked)
-    model = training._last["model"]
-    problem = functools.partial(classifier.problem, optimizer=Other)
-    training.train(asked, "other", problem)
-    assert training._last["model"] is not model
+    asked, made = settings(tmp_path), []
+    for optimizer in (optimizers.SGD, optimizers.SGD, Other):
+        problem = classifier.problem(asked, optimizer=optimizer)
+        made.append(training.compiled(asked, problem)[0])
+    assert made[0] is made[1] is not made[2]
 
 
 def test_amat_goes_with_the_norms_that_want_it(tmp_path):
@@ -161,10 +141,11 @@ def test_amat_goes_with_the_norms_that_want_it(tmp_path):
     np.testing.assert_allclose(found["bn_rho_amat"], expected, rtol=1e-5)
 
 
-def test_a_diverged_run_is_reported_and_the_others_go_on(tmp_path):
-    lost = settings(tmp_path, norm="none", learning_rate=1e30)
-    good = settings(tmp_path)
-    outcomes = training.train_all(train, [lost, good, settings(tmp_path)], 1)
+def test_many_of_which_one_diverges(tmp_path):
+    lost = settings(tmp_path, norm="none", learning_rate=1e30, epochs=1)
+    good = settings(tmp_path, epochs=1)
+    runs = [lost, good, settings(tmp_path, epochs=1)]
+    outcomes = training.train_all(train, runs, 1)
     assert len(list(tmp_path.iterdir())) == 2  # equal settings are trained once
     assert list(outcomes) == [lost, good]
     (bad,), (other,) = outcomes.of(norm="none"), outcomes.of(norm="cbn", seed=0)
@@ -176,58 +157,52 @@ def test_a_diverged_run_is_reported_and_the_others_go_on(tmp_path):
     assert results.percent([other, bad]) == f"{accuracy} (1 of 2 diverged)"
 
 
-def test_workers(tmp_path):
+@pytest.mark.thorough
+def test_processes_find_what_was_trained(tmp_path):
     runs = [settings(tmp_path, epochs=1, norm=norm) for norm in ("bn", "none")]
     expected = training.train_all(train, runs, 1)
-    # They find what was trained: the network of their own processes is a larger one.
     assert training.train_all(train, runs, 2) == expected
     assert list(expected) == runs
 
 
-@pytest.fixture
-def pools(monkeypatch):
-    """A list of the processes that there would be."""
-    pools = []
+class Pool:
+    """A process that there would be."""
 
-    class Pool:
-        def __init__(self):
-            self.jobs = []
-            pools.append(self)
+    def __init__(self):
+        self.jobs = []
 
-        def __enter__(self):
-            return self
+    def __enter__(self):
+        return self
 
-        def __exit__(self, *_):
-            pass
+    def __exit__(self, *_):
+        pass
 
-        def submit(self, function, job):
-            self.jobs.append(job)
-            future = concurrent.futures.Future()
-            try:
-                future.set_result(function(job))
-            except ValueError as error:
-                future.set_exception(error)
-            return future
+    def submit(self, function, job):
+        self.jobs.append(job)
+        future = concurrent.futures.Future()
+        try:
+            future.set_result(function(job))
+        except ValueError as error:
+            future.set_exception(error)
+        return future
 
-        def shutdown(self, **_):
-            self.jobs.append("shutdown")
-
-    monkeypatch.setattr(workers, "_pool", Pool)
-    return pools
+    def shutdown(self, **_):
+        self.jobs.append("shutdown")
 
 
-def test_jobs_of_one_program_meet_in_one_process(pools):
+def test_jobs_of_one_program_meet_in_one_process(monkeypatch):
+    pools = [Pool() for _ in range(4)]
+    monkeypatch.setattr(workers, "_pool", iter(pools).__next__)
     jobs = ["c1", "a1", "b1", "a2", "b2", "a3"]
     done = dict(workers.each(str.upper, jobs, lambda job: job[0], 2))
     assert done == {job: job.upper() for job in jobs}
     # The programs of most jobs first, and who has none left takes another.
-    assert [pool.jobs for pool in pools] == [["a1", "a2", "a3"], ["b1", "b2", "c1"]]
-
-
-def test_an_error_of_a_worker_arrives(pools):
+    found = [pool.jobs for pool in pools[:2]]
+    assert found == [["a1", "a2", "a3"], ["b1", "b2", "c1"]]
+    # An error of a process arrives.
     with pytest.raises(ValueError, match="'x'"):
         list(workers.each(int, ["1", "x"], lambda job: job, 2))
-    assert [pool.jobs[-1] for pool in pools] == ["shutdown", "shutdown"]
+    assert [pool.jobs[-1] for pool in pools[2:]] == ["shutdown", "shutdown"]
 
 
 def test_an_idle_process_takes_jobs_of_a_program_of_another():
