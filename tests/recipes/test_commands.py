@@ -4,8 +4,6 @@ import importlib
 import pathlib
 import re
 
-import pytest
-
 from recipes.engine import command
 from tests.support.backend import BACKEND, thorough_on
 

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_norms import CBN
 from recipes.engine import classifier, data, devices
 from recipes.models import norms
 from tests.recipes.engine.test_imagenet import SIZE, TEST, read, stream
@@ -14,18 +13,15 @@ from tests.support.backend import BACKEND, tensorflow_only
 SETTINGS = classifier.Training(train_size=40, batch_size=12, augment=True)
 
 
-def test_strategies_of_other_backends_are_refused():
+def test_what_a_backend_does_not_have_is_refused():
     assert devices.get(None) is None and devices.get("none") is None
     for name in ("mirrored", "tpu", "data_parallel", "of my own"):
         if devices.BACKENDS.get(name) != BACKEND:
             with pytest.raises(ValueError, match=f"of none.* the backend {BACKEND}"):
                 devices.get(name)
-
-
-@pytest.mark.parametrize("name", [None, "none", "mirrored", "tpu"])
-def test_many_machines_are_refused_but_for_jax(name):
-    with pytest.raises(ValueError, match="many machines there only. Received: job_add"):
-        devices.get(name, "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
+    for name in (None, "none", "mirrored", "tpu"):
+        with pytest.raises(ValueError, match="many machines there only. Received: job"):
+            devices.get(name, "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
 
 
 @given(count=st.integers(1, 2000), several=st.integers(1, 300))
@@ -75,17 +71,14 @@ def test_processes_share_imagenet(data_dir):
     whole = stream(data_dir)
     parts = [devices._Parts(stream(data_dir), 4, 4, process, 2) for process in range(2)]
     batches = [read(part.batches(1)) for part in parts]
-    expected = read(whole.batches(1))
-    assert [len(part) for part in batches] == [len(expected)] * 2
-    for (x, y), *mine in zip(expected, *batches, strict=True):
+    for (x, y), *mine in zip(read(whole.batches(1)), *batches, strict=True):
         # The same crops of the same images, in another order.
         together = {label: image for part in mine for image, label in zip(*part)}
         assert together.keys() == set(y) and len(y) == 4
         for image, label in zip(x, y):
             np.testing.assert_allclose(together[label], image, atol=1e-5)
-    tests = [list(part.test.as_numpy_iterator()) for part in parts]
-    assert [len(test) for test in tests] == [1, 1]
-    images, labels, weights = map(np.concatenate, zip(tests[0][0], tests[1][0]))
+    ((first,), (second,)) = (list(part.test.as_numpy_iterator()) for part in parts)
+    images, labels, weights = map(np.concatenate, zip(first, second))
     np.testing.assert_array_equal(weights, [1] * TEST + [0])
     expected = np.concatenate([y for _, y in read(whole.test)])
     np.testing.assert_array_equal(labels[:TEST], expected)
@@ -118,4 +111,3 @@ def test_replicas():
     assert made["bn"].synchronized and made["mean_removal"].synchronized
     assert not hasattr(made["layer"], "synchronized") and made["wn"] is None
     assert not norms.get("cbn").layer(4, name="norm").synchronized
-    assert isinstance(made["cbn"], CBN)

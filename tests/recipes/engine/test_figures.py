@@ -33,7 +33,7 @@ def test_nothing_to_draw(tmp_path, runs):
     assert_pictures(tmp_path, "x", "y")
 
 
-def test_distributions_steps_and_gradient_norms(tmp_path):
+def test_some_of_which_there_is_nothing_to_draw(tmp_path):
     panels = {"relu": {"layer 1": [[0.1, 0.5], [1.0]], "layer 2": []}}
     figures.distributions(tmp_path / "x.png", panels, (0, 1), "v", "title", (-1, 2))
     ours = [{"mean": 1.0, "std": 0.1}, None]

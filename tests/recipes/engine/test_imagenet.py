@@ -16,14 +16,8 @@ PIL_Image = pytest.importorskip("PIL.Image")
 pytestmark = thorough_on("jax")  # TensorFlow reads the images for every backend
 
 # Width and height, and the mode of the JPEG: large, flat, tall, tiny.
-KINDS = [
-    ((100, 80), "RGB"),
-    ((90, 7), "RGB"),
-    ((20, 75), "L"),
-    ((1, 1), "RGB"),
-    ((64, 48), "CMYK"),
-    ((33, 34), "L"),
-]
+KINDS = [((100, 80), "RGB"), ((90, 7), "RGB"), ((20, 75), "L"), ((1, 1), "RGB")]
+KINDS += [((64, 48), "CMYK"), ((33, 34), "L")]
 TRAIN, TEST = 14, 7
 SIZE = 16
 
@@ -139,11 +133,14 @@ def test_random_crops_are_within_area_and_ratio_and_half_of_them_mirrored():
     assert 45 < sum(mirrored) < 105  # 5 deviations from 75
 
 
-def test_middle_crop():
+def test_middle_crop_and_standardised_colours():
     (left, right), (top, bottom) = edges(imagenet.middle_crop(numbered(), 32).numpy())
     # 35 pixels, 7/8 of 40, in the middle of 60 and 40.
     np.testing.assert_allclose((left, right), (12, 47), atol=0.8)
     np.testing.assert_allclose((top, bottom), (2, 37), atol=0.8)
+    colours = imagenet.standardise(np.array([[0] * 3, [255] * 3], "float32"))
+    expected = [[-2.1179, -2.0357, -1.8044], [2.2489, 2.4286, 2.64]]
+    np.testing.assert_allclose(colours, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,13 +158,6 @@ def test_every_kind_of_image_is_decoded_as_pil_does(kind):
         assert part.shape == (SIZE, SIZE, 3) and np.ptp([part.min(), part.max()]) < 256
 
 
-def test_standardise():
-    white = imagenet.standardise(np.full((2, 2, 3), 255.0, "float32"))
-    np.testing.assert_allclose(white[0, 0], [2.2489, 2.4286, 2.64], atol=1e-4)
-    black = imagenet.standardise(np.zeros((2, 2, 3), "float32"))
-    np.testing.assert_allclose(black[0, 0], [-2.1179, -2.0357, -1.8044], atol=1e-4)
-
-
 def test_without_augmentation_training_images_are_those_of_a_test(data_dir):
     source = stream(data_dir, augment=False, train_size=5, batch_size=5)
     batches = read(source.batches())
@@ -179,18 +169,11 @@ def test_without_augmentation_training_images_are_those_of_a_test(data_dir):
 
 def test_train(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "build", small.build)
-    settings = classifier.Saved(
-        dataset="imagenet2012",
-        norm="bn",
-        image_size=SIZE,
-        batch_size=4,
-        epochs=2,
-        learning_rate=1e-3,
-        data_dir=data_dir,
-        runs_dir=str(tmp_path / "runs"),
-        saved_models_dir=str(tmp_path / "models"),
-    )
-    results = train.train(settings).results
+    values = {"dataset": "imagenet2012", "norm": "bn", "image_size": SIZE}
+    values |= {"batch_size": 4, "epochs": 2, "learning_rate": 1e-3}
+    places = {"data_dir": data_dir, "runs_dir": str(tmp_path / "runs")}
+    places["saved_models_dir"] = str(tmp_path / "models")
+    results = train.train(classifier.Saved(**values, **places)).results
     assert results["epochs"] == 2 and not results["diverged"]
     name = "imagenet2012-resnet20-bn-sigmoid-seed0-"
     assert results["name"].startswith(name) and "image_size16" in results["name"]
@@ -207,13 +190,13 @@ def test_fit_reads_on_in_the_next_epoch(data_dir):
     dense = keras.layers.Dense(1, kernel_initializer="zeros")
     inputs = keras.layers.Input(source.image_shape)
     model = keras.Sequential([inputs, keras.layers.Flatten(), dense])
-    model.compile(
-        keras.optimizers.SGD(0.0),
-        loss=lambda y, output: keras.ops.cast(y, "float32") + 0 * output[:, 0],
-    )
-    history = model.fit(
-        source.batches(), steps_per_epoch=3, epochs=3, shuffle=False, verbose=0
-    )
+
+    def loss(y, output):
+        return keras.ops.cast(y, "float32") + 0 * output[:, 0]
+
+    model.compile(keras.optimizers.SGD(0.0), loss)
+    epochs = {"steps_per_epoch": 3, "epochs": 3, "shuffle": False, "verbose": 0}
+    history = model.fit(source.batches(), **epochs)
     expected = np.reshape(sums, (3, 3)).mean(1) / 4
     np.testing.assert_allclose(history.history["loss"], expected, rtol=1e-5)
 

@@ -31,12 +31,10 @@ def test_the_same_settings_open_the_same_run_and_others_are_refused(tmp_path):
     assert "norm: 'cbn' there, 'bn' here" in message
     assert "epochs: None there, 3 here" in message
     assert "seed" not in message and "--name" in message
-
-
-def test_a_directory_of_an_earlier_version_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    # An earlier version wrote no format.
+    (path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ValueError, match="another version.*cannot go on.*delete that"):
-        run.Run(tmp_path, CONFIG)
+        run.Run(path, CONFIG)
 
 
 def test_a_line_cut_by_the_end_of_the_process_is_dropped(tmp_path):
@@ -70,13 +68,13 @@ def test_checkpoint(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-@pytest.mark.parametrize("every", [40, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("every", [21, pytest.param(3, marks=pytest.mark.thorough)])
 def test_ended_at_any_moment_and_again(every):
     command = [sys.executable, "-m", "tests.programs.forked", f"--every={every}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = [int(line.split()[1]) for line in done.stdout.splitlines()]
-    assert counts[0] >= 48 // every and counts[1] == counts[2] >= 180 // every
+    assert counts[0] >= 42 // every and counts[1] == counts[2] >= 180 // every
 
 
 @pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.thorough)])
@@ -142,20 +140,11 @@ def test_what_killed_processes_left_is_removed(tmp_path):
     assert not names & {*left} and {"notes-1.json", ".other-1.npz"} <= names
 
 
-@pytest.mark.parametrize("place", ["file", "nowhere"])
-def test_a_directory_that_cannot_be_written(place, tmp_path):
-    path = tmp_path / "runs"
-    if place == "file":
-        path.write_text("")
-    else:
-        path = pathlib.Path("/proc/runs")  # where root cannot write either
-        if not path.parent.exists():
-            pytest.skip("root may write everywhere but in /proc, which is not there")
-    with pytest.raises(OSError, match=r"cannot be written: .*the same command goes on"):
-        run.Run(path / "a", CONFIG).__enter__()
-
-
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "runs").write_text("")
+    for path in (tmp_path / "runs", pathlib.Path("/proc/runs")):  # for root, too
+        with pytest.raises(OSError, match="cannot be written: .*the same command goes"):
+            run.Run(path / "a", CONFIG).__enter__()
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full")
     with run.Run(tmp_path / "run", CONFIG) as one:

@@ -59,24 +59,21 @@ def test_flags():
 
 
 def test_help_has_the_flags_of_the_recipe_but_not_of_one_of_a_sweep():
-    values = flags.FlagValues()
-    Menu.define_flags(values)
+    sweep, one = flags.FlagValues(), flags.FlagValues()
+    Menu.define_flags(sweep)
     names = {"hours", "cover", "herbs", "places", "cook", "salts", "seeds", "workers"}
-    assert set(values.flag_values_dict()) == names | {"runs_dir"}
-    assert values["hours"].help == "1; of stew 4." and values["hours"].default == 2
-    assert values["salts"].default_as_str == "'0.5,1'"
-    values = flags.FlagValues()
-    Cooking.define_flags(values)
-    text = values.module_help(__name__)
+    assert set(sweep.flag_values_dict()) == names | {"runs_dir"}
+    assert sweep["hours"].help == "1; of stew 4." and sweep["hours"].default == 2
+    assert sweep["salts"].default_as_str == "'0.5,1'"
+    Cooking.define_flags(one)
+    text = one.module_help(__name__)
     assert "--[no]cover" in text and "--dish: <soup|stew>" in text
 
 
 def test_none_becomes_the_usual_value():
     assert Cooking().hours == 1 and Cooking(dish="stew").hours == 4
-    assert Cooking(dish="stew", hours=2).hours == 2
-    assert Menu().hours == 2
-    assert Cooking().backend == BACKEND
-    assert Cooking().places is None
+    assert Cooking(dish="stew", hours=2).hours == Menu().hours == 2
+    assert Cooking().backend == BACKEND and Cooking().places is None
     assert classifier.Saved(saved_models_dir=None).saved_models_dir is None
 
 
@@ -164,34 +161,28 @@ def test_networks_that_are_compiled_once():
     assert measured(batches=2).program() == measured().program()
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"norm": "cbm"},
-        {"activation": "sine"},
-        {"rho": 0.0},
-        {"model": "resnet9"},
-        {"stage_rho": "stage1"},
-        {"image_size": 64},
-        {"dtype": "float16"},
-        {"dataset": "imagenet2012", "validation_size": 10},
-    ],
-)
-def test_bad_classifiers(bad):
-    name = [*bad][-1]
-    for make in (classifier.Training, lambda **bad: classifier.Grid(**bad).runs()):
-        with pytest.raises(ValueError, match=rf"`{name}` must .*{name}="):
-            make(**bad)
+def test_bad_classifiers():
+    bad = {"norm": "cbm", "activation": "sine", "rho": 0.0, "model": "resnet9"}
+    bad |= {"stage_rho": "stage1", "image_size": 64, "dtype": "float16"}
+    bad |= {"validation_size": 10}
+    for name, value in bad.items():
+        given = {name: value}
+        if name == "validation_size":
+            given["dataset"] = "imagenet2012"
+        for make in (classifier.Training, lambda **bad: classifier.Grid(**bad).runs()):
+            with pytest.raises(ValueError, match=rf"`{name}` must .*{name}="):
+                make(**given)
 
 
 def test_usual_settings_of_classifiers():
-    one = classifier.Training()
-    assert (one.epochs, one.batch_size, one.augment) == (15, 128, False)
-    one = classifier.Training(dataset="x/cifar10.npz")
-    assert (one.epochs, one.weight_decay, one.augment) == (120, 5e-4, True)
-    one = classifier.Training(dataset="imagenet2012", model="resnet50")
-    assert (one.batch_size, one.weight_decay, one.image_size) == (256, 1e-4, 224)
-    assert one.epochs == 120 and one.augment
+    for dataset, *expected in (
+        ("digits", 15, 128, 5e-4, False, None),
+        ("x/cifar10.npz", 120, 128, 5e-4, True, None),
+        ("imagenet2012", 120, 256, 1e-4, True, 224),
+    ):
+        one = classifier.Training(dataset=dataset)
+        found = [one.epochs, one.batch_size, one.weight_decay, one.augment]
+        assert [*found, one.image_size] == expected
     grid = classifier.Grid(seeds=1, dataset="a/mnist.npz")
     assert grid.about() == "mnist, resnet20, one run each"
     assert {run.epochs for run in grid.runs()} == {10}
