@@ -1,10 +1,4 @@
 import json
-import os
-import pathlib
-import signal
-import subprocess
-import sys
-import time
 
 import keras
 import numpy as np
@@ -12,7 +6,6 @@ import pytest
 
 from recipes import train
 from recipes.engine import classifier, command, data, workers
-from tests.programs import small_recipe
 from tests.support import small
 from tests.support.backend import BACKEND, thorough_on
 from tuner import report
@@ -20,7 +13,6 @@ from tuner.search import Settings, search
 
 pytestmark = thorough_on("jax")
 
-ROOT = pathlib.Path(__file__).parents[2]
 TINY = {"model": "resnet8", "train_size": 60, "batch_size": 16, "epochs": 2}
 USUAL = {"tune": ("rho", "omega"), "algorithm": "random", "trials": 3, "name": "a"}
 USUAL |= {**TINY, "workers": 1}
@@ -156,30 +148,6 @@ def test_scored_by_test_images_if_asked(tmp_path):
     (accuracy,) = found["trials"][0]["accuracies"]
     hits = accuracy * len(data.load("digits").y_test)
     assert hits == pytest.approx(round(hits), abs=1e-3)
-
-
-@pytest.mark.thorough
-def test_sigkill_and_again(tmp_path, monkeypatch):
-    small.use(monkeypatch, small_recipe.build)
-    words = ["--model=resnet8", "--train_size=60", "--batch_size=16", "--epochs=6"]
-    words += ["--tune=rho,omega", "--algorithm=random", "--trials=3", "--name=a"]
-    recipe = ["-m", "tests.programs.small_recipe", "tuner.search", "--workers=1"]
-    process = subprocess.Popen(
-        [sys.executable, *recipe, *words, f"--runs_dir={tmp_path}"],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
-    deadline = time.monotonic() + 300
-    while not (done := list(tmp_path.glob("a/runs/*/results.json"))):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    before = {path: path.stat().st_mtime_ns for path in done}
-    _, found = run(tmp_path, epochs=6)
-    assert {path: path.stat().st_mtime_ns for path in done} == before
-    assert len(list(tmp_path.glob("a/runs/*/results.json"))) == found["finished"] == 3
 
 
 @pytest.mark.parametrize(

@@ -125,24 +125,17 @@ def test_parse():
     assert rate.grid == (0.01, 0.03, 0.1, 0.3, 0.5)
     (omega,) = spaces.parse("omega=40..50")
     assert omega.grid == (40.0, 50.0) and omega.default == 40.0
-
-
-@pytest.mark.parametrize(
-    "tune, message",
-    [
+    for tune, message in (
         (" , ", "the space is empty. Known: rho, omega"),
         ("rho,depth", "where depth is unknown"),
         ("rho,rho", "each hyperparameter once"),
         ("rho=1", "bounds like rho=0.5..2. Received: tune with 'rho=1'"),
-        ("rho=1..x", "bounds like"),
         ("rho=0..2", "`rho` must be positive"),
         ("omega=5..5", "first one less than the second"),
         ("momentum=0..1", "`momentum` must be less than 1"),
-    ],
-)
-def test_bad_spaces(tune, message):
-    with pytest.raises(ValueError, match=message):
-        spaces.parse(tune)
+    ):
+        with pytest.raises(ValueError, match=message):
+            spaces.parse(tune)
 
 
 def test_changes_of_the_settings():

@@ -30,9 +30,7 @@ def test_test_batches(count, several):
     assert size <= data.TEST_BATCH_SIZE
     assert count % size == 0 == padded % several
     assert 0 <= padded - size < several
-
-
-def test_test_batches_are_not_padded_without_need():
+    # Not padded without need.
     assert devices.test_batch(10_000, 8) == (400, 400)
     assert devices.test_batch(10_000, 256) == (500, 512)
     assert devices.test_batch(360, 8) == (360, 360)
