@@ -177,7 +177,7 @@ ALGORITHMS = {
 
 
 def make(algorithm, hyperparameters, trials, epochs, seed):
-    """Makes an oracle, one of `ALGORITHMS`.
+    """Makes an oracle.
 
     Args:
         algorithm: A name in `ALGORITHMS`.

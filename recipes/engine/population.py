@@ -101,10 +101,7 @@ class Population:
         self._trial = Trial(
             self._seeded(self.trials[0]),
             optimizers.SGD(1.0, momentum, weight_decay),
-            batch_size,
-            self.steps,
-            augment,
-            amat,
+            *(batch_size, self.steps, augment, amat),
             functools.partial(schedule, total_steps=epochs * self.steps),
         )
         rows = [self._trial.start(self._seeded(each), each) for each in self.trials]

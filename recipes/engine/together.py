@@ -85,8 +85,7 @@ def _train(missing):
     for run, diverged in zip(runs, trials.diverged, strict=True):
         epochs = trials.epoch  # of which a run that diverged has fewer
         run.keep(min(epochs, len(run.metrics)) if diverged else epochs)
-    speeds = []
-    saved = time.monotonic()
+    speeds, saved = [], time.monotonic()
     while trials.epoch < settings[0].epochs and not trials.diverged.all():
         before = trials.diverged
         scores = trials.train() | trials.evaluate()

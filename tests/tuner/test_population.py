@@ -13,6 +13,7 @@ from tuner.search import Settings, search
 TINY = {"model": "resnet8", "train_size": 60, "batch_size": 16, "epochs": 4}
 # Where training does not enlarge what rounding changes.
 CALM = ("rho=1..4", "omega=0..30", "learning_rate=0.01..0.1")
+HALVED = {"halving": 2, "population": 4}
 USUAL = TINY | {"tune": CALM, "algorithm": "random", "trials": 5, "name": "a"}
 
 
@@ -48,16 +49,10 @@ def alone(tmp_path_factory):
     return run(tmp_path_factory.mktemp("alone"), population=1)
 
 
-@pytest.fixture(scope="module")
-def halved(tmp_path_factory):
-    """The same, of which four train together, and the better half goes on."""
-    return run(tmp_path_factory.mktemp("halved"), halving=2, population=4)
-
-
 @jax_only
-def test_halving_ends_the_worse_ones_and_their_places_are_filled(alone, halved):
+def test_halving_ends_the_worse_ones_and_their_places_are_filled(alone, tmp_path):
     expected, whole = alone
-    found, lines = halved
+    found, lines = run(tmp_path, **HALVED)
     assert found["finished"] == expected["finished"] == 5
     epochs = [row["epochs"] for row in found["trials"]]
     assert set(epochs) <= {1, 2, 4} and epochs.count(4) >= 1
@@ -103,15 +98,20 @@ def test_a_trial_is_a_run_of_recipes_together(alone, tmp_path):
 @pytest.mark.parametrize(
     "fatal, arguments",
     [
-        (21, {}),
-        pytest.param(34, {}, marks=pytest.mark.thorough),
-        pytest.param(21, {"algorithm": "bayesian"}, marks=pytest.mark.thorough),
-        pytest.param(8, {"seeds": 2, "halving": 1}, marks=pytest.mark.thorough),
+        (8, {"population": 1, "trials": 2}),
+        pytest.param(21, HALVED, marks=pytest.mark.thorough),
+        pytest.param(34, HALVED, marks=pytest.mark.thorough),
+        pytest.param(
+            21, HALVED | {"algorithm": "bayesian"}, marks=pytest.mark.thorough
+        ),
+        pytest.param(8, {"seeds": 2, "population": 4}, marks=pytest.mark.thorough),
     ],
 )
-def test_killed_and_again(fatal, arguments, halved, tmp_path, monkeypatch):
-    given = {"halving": 2, "population": 4} | arguments
-    expected = run(tmp_path / "whole", **given)[0] if arguments else halved[0]
+def test_killed_and_again(fatal, arguments, alone, tmp_path, monkeypatch):
+    if arguments.get("population") == 1:
+        expected = alone[0]["trials"][:2]
+    else:
+        expected = run(tmp_path / "whole", **arguments)[0]["trials"]
     monkeypatch.setattr(together, "CHECKPOINT_SECONDS", 0)
     write, written = files.write, []
 
@@ -123,13 +123,13 @@ def test_killed_and_again(fatal, arguments, halved, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(synthetic.Killed):
         patch.setattr(files, "write", count_down)
-        run(tmp_path, **given)
+        run(tmp_path, **arguments)
     paths = list(tmp_path.glob("a/runs/*/results.json"))
     finished = {path: path.stat().st_mtime_ns for path in paths}
-    found, _ = run(tmp_path, **given)
+    found, _ = run(tmp_path, **arguments)
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
-    assert found["finished"] == 5
-    for a, b in zip(found["trials"], expected["trials"], strict=True):
+    assert found["finished"] == len(expected)
+    for a, b in zip(found["trials"], expected, strict=True):
         assert a["values"] == b["values"] and a["epochs"] == b["epochs"]
         np.testing.assert_allclose(a["accuracies"], b["accuracies"], atol=1e-6)
     assert not list(tmp_path.glob("a/runs/*/checkpoint.npz"))

@@ -164,6 +164,7 @@ def test_seeds_and_epochs_have_other_batches():
 
 
 @jax_only
+@pytest.mark.thorough
 def test_replaced_restored_and_kept_trials_go_on_as_if_nothing_was(together):
     expected, scores = together
     trials = make([LOST, TRIALS[1], TRIALS[0]])
