@@ -85,21 +85,40 @@ def by_hand(settings, amat=True):
     keras.utils.set_random_seed(settings["seed"])
     model = build(settings)
     schedule = optimizers.piecewise_schedule(settings["learning_rate"], 4 * EPOCHS)
+    optimizer = optimizers.SGD(schedule, 0.9, 5e-4)
+    optimizer.build(model.trainable_variables)
     criterion = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizers.SGD(schedule, 0.9, 5e-4), criterion)
+
+    def loss(trainable, non_trainable, x, y):
+        logits, non_trainable = model.stateless_call(
+            trainable, non_trainable, x, training=True
+        )
+        return criterion(y, logits), non_trainable
+
+    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
     means = []
     for epoch in range(EPOCHS):
-        model.reset_metrics()
         order_key, key = trial.epoch_keys(settings["seed"], epoch)
         order = np.asarray(jax.random.permutation(order_key, 35))
+        losses = []
         for step in range(4):
-            rate = float(schedule(4 * epoch + step)) if amat else -1.0
-            for layer in optimizers.followers(model):
-                layer.set_learning_rate(rate)
+            for layer in model.layers:
+                if isinstance(layer, CBN):
+                    rate = float(schedule(4 * epoch + step)) if amat else -1.0
+                    layer.set_learning_rate(rate)
             chosen = order[8 * step : 8 * step + 8]
             batch = trial.crop_and_flip(x[chosen], jax.random.fold_in(key, step))
-            mean = model.train_on_batch(np.asarray(batch), y[chosen])
-        means.append(mean)  # of the batches since the metrics were reset
+            (value, state), gradients = gradient(
+                [v.value for v in model.trainable_variables],
+                [v.value for v in model.non_trainable_variables],
+                batch,
+                y[chosen],
+            )
+            losses.append(float(value))
+            for variable, new in zip(model.non_trainable_variables, state, strict=True):
+                variable.assign(new)
+            optimizer.apply(gradients, model.trainable_variables)
+        means.append(np.mean(losses))
     return {v.path: numpy(v) for v in model.variables}, means
 
 
