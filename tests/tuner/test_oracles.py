@@ -22,12 +22,12 @@ def values(oracle):
 
 
 def run_until(fatal, error, directory, algorithm):
-    """A search that ends at the `fatal`-th write to a file."""
+    """A search that ends at the `fatal`-th write to a file, and writes no more."""
     write, count = files.write, []
 
     def count_down(path, save):
         count.append(path)
-        if len(count) == fatal:
+        if len(count) >= fatal:
             raise error
         write(path, save)
 
