@@ -1,15 +1,8 @@
 """A chief, which has the oracle, and workers, which train, by KerasTuner's protocol.
 
 Each is `python -m tuner.search` with the same flags, and with KerasTuner's environment
-variables, which say who it is and where the chief listens:
-
-    KERASTUNER_TUNER_ID       "chief", or another name for each worker
-    KERASTUNER_ORACLE_IP      address of the chief
-    KERASTUNER_ORACLE_PORT    its port
-
-With `--workers=2` a search is the chief of two workers, which it starts on this
-machine. The protocol knows neither passwords nor encryption: whoever reaches the port
-can read and change the search.
+variables, which say who it is and where the chief listens (docs/tuning.md). With
+`--workers=2` a search is the chief of two workers, which it starts on this machine.
 """
 
 import concurrent.futures
@@ -22,6 +15,8 @@ import warnings
 
 from recipes.engine import workers
 
+# "chief" or the name of a worker, and the address and the port of the chief.
+VARIABLES = [f"KERASTUNER_{key}" for key in ("TUNER_ID", "ORACLE_IP", "ORACLE_PORT")]
 LOOPBACK = "127.0.0.1"
 RESTARTS = 10  # of all workers together, before something must be wrong
 GOODBYE_SECONDS = 30  # for workers to ask once more, and hear that all is done
@@ -33,28 +28,22 @@ def role():
     Raises:
         ValueError: If only some of the environment variables are set.
     """
-    names = [f"KERASTUNER_{key}" for key in ("TUNER_ID", "ORACLE_IP", "ORACLE_PORT")]
-    if all(os.environ.get(name) is None for name in names[1:]):
+    if all(os.environ.get(name) is None for name in VARIABLES[1:]):
         return None
-    if missing := [name for name in names if not os.environ.get(name)]:
+    if missing := [name for name in VARIABLES if not os.environ.get(name)]:
         raise ValueError(
-            f"A cluster needs the environment variables {', '.join(names)}. "
+            f"A cluster needs the environment variables {', '.join(VARIABLES)}. "
             f"Missing: {', '.join(missing)}"
         )
-    return "chief" if "chief" in os.environ[names[0]] else "worker"
+    return "chief" if "chief" in os.environ[VARIABLES[0]] else "worker"
 
 
-def serve(oracle, address=None, port=None, watch=lambda: None):
-    """Answers workers until the search is complete, and calls `watch` meanwhile.
-
-    The address and the port are what the environment variables say if `None`.
-    """
+def serve(oracle, address, port, watch=lambda: None):
+    """Answers workers until the search is complete, and calls `watch` meanwhile."""
     import grpc
     from keras_tuner.src import protos
     from keras_tuner.src.distribute.oracle_chief import OracleServicer
 
-    address = address or os.environ["KERASTUNER_ORACLE_IP"]
-    port = port or os.environ["KERASTUNER_ORACLE_PORT"]
     warn_unless_loopback(address)
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(max_workers=1))
     servicer = OracleServicer(oracle)
@@ -100,19 +89,14 @@ def run(oracle, count, function, *arguments):
         found.bind((LOOPBACK, 0))
         port = str(found.getsockname()[1])  # which is free
     devices = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-    players = []
-    failures = 0
+    spawn = multiprocessing.get_context("spawn")
+    players, failures = [], 0
 
     def start(number):
-        variables = {
-            "KERASTUNER_TUNER_ID": f"worker{number}",
-            "KERASTUNER_ORACLE_IP": LOOPBACK,
-            "KERASTUNER_ORACLE_PORT": port,
-        }
+        variables = dict(zip(VARIABLES, (f"worker{number}", LOOPBACK, port)))
         if len(devices) > 1:
             variables["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(target=_play, args=(function, arguments))
+        process = spawn.Process(target=_play, args=(function, arguments))
         with workers.environment(workers.ENVIRONMENT | variables):
             process.start()
         return process

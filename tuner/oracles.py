@@ -40,11 +40,9 @@ class Durable:
 
     def populate_space(self, trial_id):
         response = super().populate_space(trial_id)
-        if values := response.get("values"):
-            response["values"] = {
-                key: float(f"{value:.4g}") if isinstance(value, float) else value
-                for key, value in values.items()
-            }
+        for key, value in (response.get("values") or {}).items():
+            if isinstance(value, float):
+                response["values"][key] = float(f"{value:.4g}")
         return response
 
     @keras_tuner.synchronized
@@ -89,9 +87,8 @@ class Durable:
         _check(path, state, self.get_state().keys(), names)
         trials = path.parent.glob("trial_*/trial.json")
         found = {file.parent.name.removeprefix("trial_"): file for file in trials}
-        for key in state["start_order"]:
-            if key not in found:
-                raise files.damaged(path, f"there is no trial_{key}/trial.json")
+        if missing := [key for key in state["start_order"] if key not in found]:
+            raise files.damaged(path, f"there is no trial_{missing[0]}/trial.json")
         keys = Trial(keras_tuner.HyperParameters()).get_state().keys()
         for key, file in found.items():
             trial = files.read_json(file)
@@ -148,11 +145,9 @@ class BayesianOptimization(Durable, keras_tuner.oracles.BayesianOptimizationOrac
     def _vectorize_trials(self):
         x, y = super()._vectorize_trials()
         space = self._nonfixed_space()
-        failed = [
-            [hp.value_to_prob(trial.hyperparameters.values[hp.name]) for hp in space]
-            for trial in self.trials.values()
-            if trial.status == "FAILED"
-        ]
+        lost = [trial for trial in self.trials.values() if trial.status == "FAILED"]
+        values = [trial.hyperparameters.values for trial in lost]
+        failed = [[hp.value_to_prob(one[hp.name]) for hp in space] for one in values]
         if failed:
             x = np.concatenate([x, failed])
             y = np.concatenate([y, np.full(len(failed), y.max())])
@@ -182,7 +177,7 @@ ALGORITHMS = {
 
 
 def make(algorithm, hyperparameters, trials, epochs, seed):
-    """Makes an oracle: a `Durable` one of KerasTuner's.
+    """Makes an oracle.
 
     Args:
         algorithm: A name in `ALGORITHMS`.
@@ -194,10 +189,10 @@ def make(algorithm, hyperparameters, trials, epochs, seed):
     kwargs = {"hyperparameters": hyperparameters, "seed": seed}
     kwargs |= {"tune_new_entries": False, "allow_new_entries": False}
     if algorithm == "hyperband":
-        oracle = Hyperband(max_epochs=epochs, **kwargs)
-        oracle.max_trials = trials
-        return oracle
-    return ALGORITHMS[algorithm](max_trials=trials, **kwargs)
+        kwargs["max_epochs"] = epochs
+    oracle = ALGORITHMS[algorithm](**kwargs)
+    oracle.max_trials = trials
+    return oracle
 
 
 def _check(path, state, keys, names):

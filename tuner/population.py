@@ -19,7 +19,7 @@ import time
 
 import keras_tuner
 
-from recipes.engine import files, population, together, training
+from recipes.engine import files, together, training
 from tuner import trials
 
 IDLE_SECONDS = 1.0  # until the oracle is asked again while others train
@@ -64,7 +64,8 @@ class Tuner(trials.Tuner):
                     time.sleep(0 if entered else IDLE_SECONDS)
                 if time.monotonic() - saved >= together.CHECKPOINT_SECONDS:
                     for slot in self._slots:
-                        self._save(slot)
+                        if slot.trial is not None:
+                            self._save(slot)
                     saved = time.monotonic()
 
     def _enter(self):
@@ -99,8 +100,7 @@ class Tuner(trials.Tuner):
             rows = self._rows(slot)
             for row, settings in zip(rows, slot.settings, strict=True):
                 if not first:
-                    own = {key: getattr(settings, key) for key in population.OWN}
-                    self._population.replace(row, own)
+                    self._population.replace(row, together.own_of(settings))
             if (arrays := slot.runs[0].load()) is not None:
                 self._population.restore(arrays, rows)
             epochs = int(self._population.epochs[rows[0]])
@@ -144,8 +144,8 @@ class Tuner(trials.Tuner):
                 waiting.append((slot, slot.trial.trial_id, self._rungs[str(epoch)]))
         # All that come to a rung at the same time are there before any is judged.
         for slot, key, rung in waiting:
-            if key not in rung:
-                rung[key] = [trials.metrics(slot.results())["accuracy"], None]
+            score = trials.metrics(slot.results())["accuracy"]
+            rung.setdefault(key, [score, None])
         for _, key, rung in waiting:
             if rung[key][1] is None:
                 scores = [score for score, _ in rung.values()]
@@ -157,10 +157,9 @@ class Tuner(trials.Tuner):
                 self._end(slot)
 
     def _save(self, slot):
-        if slot.trial is not None:
-            rows = self._rows(slot)
-            epoch = self._population.epochs[rows[0]]
-            slot.runs[0].save(epoch=epoch, **self._population.arrays(rows))
+        rows = self._rows(slot)
+        epoch = self._population.epochs[rows[0]]
+        slot.runs[0].save(epoch=epoch, **self._population.arrays(rows))
 
     def _end(self, slot):
         """Tells the oracle what came out of the trial in a slot, which becomes free."""
@@ -169,18 +168,16 @@ class Tuner(trials.Tuner):
         if slot.until < self.settings.epochs:
             self._save(slot)  # Hyperband may go on with it, in any process
         else:
-            # The first, which has the checkpoint, at the end.
-            for run, settings in zip(slot.runs[::-1], slot.settings[::-1], strict=True):
+            for run in reversed(slot.runs):  # the first has the checkpoint
                 if run.results is None:
-                    together.finish(run, settings, None)
+                    together.finish(run, self.settings, None)
         slot.held.close()
         try:
             trials.refuse_diverged(results)
-        except keras_tuner.errors.FailedTrialError as error:
-            trial.status, trial.message = "FAILED", str(error)
-        else:
             self.oracle.update_trial(trial.trial_id, trials.metrics(results))
             trial.status = "COMPLETED"
+        except keras_tuner.errors.FailedTrialError as error:
+            trial.status, trial.message = "FAILED", str(error)
         slot.trial = None
         self.oracle.end_trial(trial)
 
@@ -223,5 +220,5 @@ def stays(place, scores, halving):
         scores: List of floats, of all trials that were at the rung so far.
         halving: Integer, 1 of so many stays, and at least one.
     """
-    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
     return order.index(place) < math.ceil(len(scores) / halving)

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from recipes.engine import classifier, figures, files
@@ -30,29 +29,29 @@ def results(oracle, settings, seeds):
         "measured_on": "validation" if settings.validation_size else "test",
         "finished": len(finished),
         "failed": sum(row["status"] == "FAILED" for row in rows),
-        # Of those that trained longest: halving ends the others early.
-        "best": max(
-            finished, key=lambda r: (r["epochs"], r["accuracy"]["mean"]), default=None
-        ),
+        "best": max(finished, key=_order, default=None),
         "trials": rows,
     }
 
 
+def _order(row):
+    """By accuracy, of those that trained longest: halving ends the others early."""
+    return (row["epochs"], row["accuracy"]["mean"]) if row["accuracy"] else (0, 0)
+
+
 def _row(trial, seeds):
     values = trial.hyperparameters.values
-    accuracies, epochs = None, None
-    if trial.status == "COMPLETED":
-        last = trial.metrics.get_last_value
-        accuracies = [float(last(f"accuracy_{seed}")) for seed in range(seeds)]
-        epochs = int(last("epochs"))
-    return {
+    row = {
         "trial": trial.trial_id,
         "status": trial.status,
         "values": {key: value for key, value in values.items() if "/" not in key},
-        "accuracies": accuracies,
-        "accuracy": accuracies and tables.mean_and_std(accuracies),
-        "epochs": epochs,
     }
+    if trial.status != "COMPLETED":
+        return row | dict.fromkeys(("accuracies", "accuracy", "epochs"))
+    last = trial.metrics.get_last_value
+    accuracies = [float(last(f"accuracy_{seed}")) for seed in range(seeds)]
+    row |= {"accuracies": accuracies, "accuracy": tables.mean_and_std(accuracies)}
+    return row | {"epochs": int(last("epochs"))}
 
 
 def command(settings, values):
@@ -75,13 +74,8 @@ def command(settings, values):
 
 def table(found, names):
     """What `results` returned as Markdown, the best trials first."""
-
-    def order(row):
-        score = row["accuracy"]
-        return (-row["epochs"], -score["mean"]) if score else (0, 0)
-
     lines = []
-    for row in sorted(found["trials"], key=order):
+    for row in sorted(found["trials"], key=_order, reverse=True):
         values = [f"{row['values'][name]:.4g}" for name in names]
         lines.append([row["trial"], *values, _percent(row), row["epochs"] or ""])
     header = ["trial", *names, f"{found['measured_on']} accuracy, %", "epochs"]
@@ -117,8 +111,8 @@ def write(directory, found, settings, names):
     text = table(found, names)
     files.write(directory / "table.md", lambda path: path.write_text(text))
     if best:
-        title = f"{stem(settings.dataset)}, {settings.model}, "
-        title += f"{settings.norm}, {settings.activation}"
+        named = stem(settings.dataset), settings.model, settings.norm
+        title = ", ".join([*named, settings.activation])
         ylabel = f"{found['measured_on']} accuracy (%)"
         rows = _frame(found)
         _over(directory / "accuracy.png", rows, names, ylabel, title)
@@ -140,12 +134,9 @@ def _frame(found):
 
 
 def _figure(columns, width, title):
-    figure = Figure(figsize=(columns * width, 3.8), layout="constrained")
-    figure.suptitle(title)
-    axes = figure.subplots(1, columns, squeeze=False)[0]
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    return figure, axes
+    size = columns * width, 3.8
+    figure, axes = figures.subplots(1, columns, title, False, size, sharex=False)
+    return figure, axes[0]
 
 
 def _log(name):

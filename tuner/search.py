@@ -9,15 +9,12 @@ end early at each rung:
     python -m tuner.search ... --workers=1
     KERAS_BACKEND=jax python -m tuner.search ... --population=16
 
-`docs/tuning.md` has many machines, many devices and TPUs. A trial is a training of
-`recipes.train`, one for each seed. It is scored by the accuracy of the last epoch on
-training images that are held out, so that the test images choose nothing; the best
-setting, printed as a command of `recipes.train`, then trains on all of them.
-
-The search is recorded in `<--runs_dir>/tuner-<what was asked>/`: KerasTuner's files,
-the runs, tuner_results.json, table.md, accuracy.png, parallel.png, best_so_far.png. The
-same command again goes on where it was, to the epoch, or with more `--trials` looks
-further. A trial that diverges is one that failed, and the search goes on.
+`docs/tuning.md` has many machines, many devices, TPUs, and what is recorded in
+`<--runs_dir>/tuner-<what was asked>/`. A trial is a training of `recipes.train`, one
+for each seed. It is scored by the accuracy of the last epoch on training images that
+are held out, so that the test images choose nothing; the best setting, printed as a
+command of `recipes.train`, then trains on all of them. The same command again goes on
+where it was, to the epoch, or with more `--trials` looks further.
 
 Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and
 Beyond, TPAMI 2023, Section 6.4. https://doi.org/10.1109/TPAMI.2023.3319005
@@ -25,6 +22,7 @@ Beyond, TPAMI 2023, Section 6.4. https://doi.org/10.1109/TPAMI.2023.3319005
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 
 import keras_tuner
@@ -34,6 +32,7 @@ from recipes.engine.run import Run
 from recipes.engine.settings import setting
 from recipes.models import norms
 from tuner import cluster, oracles, report, spaces, trials
+from tuner import population as side_by_side
 
 # Training images that are held out, as many as there are test images, or a tenth.
 VALIDATION_SIZES = {"digits": 288, "mnist": 10_000, "cifar10": 5000, "cifar100": 5000}
@@ -135,10 +134,9 @@ class Settings(classifier.Training):
     def shared(self):
         """The `recipes.engine.classifier.Saved` that all trials share."""
         fields = dataclasses.fields(classifier.Training)
-        values = {field.name: getattr(self, field.name) for field in fields} | {
-            "runs_dir": str(self.directory() / "runs"),
-            "validation_size": self._held_out() or None,
-        }
+        values = {field.name: getattr(self, field.name) for field in fields}
+        values["runs_dir"] = str(self.directory() / "runs")
+        values["validation_size"] = self._held_out() or None
         return classifier.Saved(**values, saved_models_dir=None)
 
     def _held_out(self):
@@ -176,9 +174,8 @@ def search(settings):
     ranges, space = _named(settings, shared), keras_tuner.HyperParameters()
     for name, each in ranges.items():
         each.add(space, name, grid=settings.algorithm == "grid")
-    limits = settings.total(), settings.epochs
-    seed = settings.search_seed + 1
-    oracle = oracles.make(settings.algorithm, space, *limits, seed)
+    limits = settings.total(), settings.epochs, settings.search_seed + 1
+    oracle = oracles.make(settings.algorithm, space, *limits)
     count = 1 if role else settings.processes()
 
     def found():
@@ -201,7 +198,7 @@ def search(settings):
         if ended := len(oracle.end_order):
             print(f"{ended} trials were finished before", flush=True)
         if role == "chief":
-            cluster.serve(oracle)
+            cluster.serve(oracle, *(os.environ[name] for name in cluster.VARIABLES[1:]))
         elif count > 1:
             if ended != settings.total():
                 cluster.run(oracle, count, search, settings)
@@ -216,10 +213,8 @@ def _tuner(settings, oracle, directory, shared):
     arguments = oracle, directory, shared, settings.seeds
     if settings.population is None:
         return trials.Tuner(*arguments, devices.get(settings.strategy))
-    from tuner.population import Tuner  # needs JAX
-
     halving = 1 if settings.algorithm == "hyperband" else settings.halving
-    return Tuner(*arguments, settings.population, halving)
+    return side_by_side.Tuner(*arguments, settings.population, halving)
 
 
 def _named(settings, shared):

@@ -60,7 +60,7 @@ class Tuner(base_tuner.BaseTuner):
         try:
             for settings in runs:
                 results.append(self._train(settings, until))
-                refuse_diverged(results[-1:])
+                refuse_diverged(results)
         except keras_tuner.errors.FailedTrialError:
             raise
         except Exception as error:
@@ -81,12 +81,9 @@ class Tuner(base_tuner.BaseTuner):
         """The settings of a trial's runs, and the epoch until which they train."""
         values = trial.hyperparameters.values
         until = values.get("tuner/epochs", self.settings.epochs)
-        shared = changes(values)
-        runs = [
-            dataclasses.replace(self.settings, **shared, seed=seed)
-            for seed in range(self.seeds)
-        ]
-        return runs, int(until)
+        shared = dataclasses.replace(self.settings, **changes(values))
+        seeds = range(self.seeds)
+        return [dataclasses.replace(shared, seed=seed) for seed in seeds], int(until)
 
 
 def changes(values):

@@ -237,8 +237,9 @@ def _map_of_moments(
     ratio = ops.stop_gradient(ops.sqrt(used + epsilon) / root)
     inverse = 1 / (rho * ratio * root)
 
-    # A channel whose statistics are not finite keeps its averages.
+    # A channel that was not seen, or has statistics that are not finite, keeps its own.
     usable = ops.logical_and(ops.isfinite(batch.mean), ops.isfinite(square))
+    usable = ops.logical_and(usable, seen)
     averages = batch.mean - kept * excess, square + kept * (state.square - square)
     state = CBNState(
         *(ops.where(usable, new, old) for new, old in zip(averages, state)),

@@ -72,15 +72,13 @@ class Training(Images):
         super().__post_init__()
         models.check(self.model, self.activation)
         self.normalisation()
-        for key, fits in (
-            ("image_size", self.dataset in data.STREAMED),
-            ("validation_size", self.dataset not in data.STREAMED),
-        ):
-            if (value := getattr(self, key)) is not None and not fits:
-                raise ValueError(
-                    f"Argument `{key}` must be None with dataset={self.dataset!r}. "
-                    f"Received: {key}={value}"
-                )
+        streamed = self.dataset in data.STREAMED
+        other = "validation_size" if streamed else "image_size"
+        if (value := getattr(self, other)) is not None:
+            raise ValueError(
+                f"Argument `{other}` must be None with dataset={self.dataset!r}. "
+                f"Received: {other}={value}"
+            )
 
     def normalisation(self):
         """The `recipes.models.norms.Norm`."""
@@ -128,15 +126,14 @@ def problem(settings, strategy=None, optimizer=optimizers.SGD):
         scope, layers = strategy.scope, strategy.norm(norm)
         source = strategy.distribute(source, settings)
 
-    def network():
+    def compiled():
         with scope():
             return _network(settings, source, layers, optimizer)
 
-    make = optimizers.piecewise_schedule
-    if settings.dataset in data.STREAMED:
-        make = imagenet.schedule
+    streamed = settings.dataset in data.STREAMED
+    make = imagenet.schedule if streamed else optimizers.piecewise_schedule
     return training.Problem(
-        network,
+        compiled,
         source.batches,
         source.steps,
         settings.epochs,
@@ -148,8 +145,9 @@ def problem(settings, strategy=None, optimizer=optimizers.SGD):
     )
 
 
-def _network(settings, source, norm, optimizer):
-    model = models.build(
+def network(settings, source, norm):
+    """The network of settings, for the images of a `data.source`; not compiled."""
+    return models.build(
         settings.model,
         source.image_shape,
         source.num_classes,
@@ -157,6 +155,10 @@ def _network(settings, source, norm, optimizer):
         settings.activation,
         dtype=settings.dtype,
     )
+
+
+def _network(settings, source, norm, optimizer):
+    model = network(settings, source, norm)
     norms.check_stages(settings.stage_rho, model)
     model.compile(
         optimizer(settings.learning_rate, settings.momentum, settings.weight_decay),
@@ -191,6 +193,6 @@ def write(model, settings, run):
     path = pathlib.Path(settings.saved_models_dir) / f"{run.name}.keras"
     files.sweep(path)
     # Without an optimizer, so that reading it needs keras_norms only.
-    bare = keras.Model(model.inputs, model.outputs, name=model.name)
+    bare = keras.Model(model.input, model.output, name=model.name)
     files.write(path, bare.save)
     return {"saved_model": str(path)}

@@ -77,10 +77,8 @@ def enlarged(images):
     """
     height = images.x_train.shape[1]
     times = -(-32 // height) if height <= 16 else 1
-    x_train, x_test = (
-        x.repeat(times, axis=1).repeat(times, axis=2)
-        for x in (images.x_train, images.x_test)
-    )
+    pair = images.x_train, images.x_test
+    x_train, x_test = (x.repeat(times, axis=1).repeat(times, axis=2) for x in pair)
     return images._replace(x_train=x_train, x_test=x_test)
 
 
@@ -186,19 +184,14 @@ def _npz(path):
 class Arrays:
     """An `ImageData`, `images`, as the training of a classifier reads it.
 
-    Attributes:
-        image_shape: `(height, width, channels)`.
-        steps: Number of training batches in an epoch.
-        test: Test images and labels.
+    The attributes are those of `imagenet.Stream`; `test` are images and labels.
     """
 
     def __init__(self, images, settings):
-        self.images = images
-        self.image_shape = images.x_train.shape[1:]
-        self.num_classes = images.num_classes
-        self.test = images.x_test, images.y_test
-        x, y, size = images.x_train, images.y_train, settings.batch_size
-        self._batches = Batches(x, y, size, settings.seed, settings.augment)
+        x, y, x_test, y_test, self.num_classes = images
+        self.images, self.test, self.image_shape = images, (x_test, y_test), x.shape[1:]
+        order = settings.batch_size, settings.seed, settings.augment
+        self._batches = Batches(x, y, *order)
         self.steps = self._batches.steps
 
     def batches(self, first_epoch=0):

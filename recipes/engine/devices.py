@@ -9,17 +9,14 @@
     python -m recipes.train --strategy=mirrored
     KERAS_BACKEND=jax python -m recipes.train --strategy=data_parallel
 
-On many machines, the same command on each, with its own number. The machines of a TPU
-slice know of each other: there, `--num_processes` is enough, with how many they are.
+On many machines, the same command on each, with its own number (docs/tpu.md):
 
     KERAS_BACKEND=jax python -m recipes.train --strategy=data_parallel \
         --job_addresses=10.0.0.1:1234,10.0.0.2:1234 --num_processes=2 --process_id=0
 
 `--batch_size` is that of all devices together, and the norms have the statistics of all
 of it (`synchronized=True` on TensorFlow), so that a run does on many devices what it
-does on one, up to rounding. A batch that is k times as large, with `--learning_rate` k
-times as large, takes 1/k of the steps (the linear rule of
-https://arxiv.org/abs/1706.02677, here without warmup); nothing of that is done unasked.
+does on one, up to rounding. For a larger batch, the learning rate is as it is asked.
 
 Process 0 writes the files of a run. The others start from what it has: a run goes on
 from the last epoch that process 0 has recorded, whichever process died.
@@ -73,11 +70,7 @@ def get(name, job_addresses=None, num_processes=None, process_id=None):
 
 
 class Replicas:
-    """`tf.distribute`, with batches of a known size, as TPUs need them.
-
-    Args:
-        name: `"mirrored"` or `"tpu"`.
-    """
+    """`tf.distribute`, `"mirrored"` or `"tpu"`, with batches of a known size."""
 
     def __init__(self, name):
         import tensorflow as tf
@@ -121,11 +114,7 @@ class Replicas:
 
 
 class DataParallel:
-    """`keras.distribution.DataParallel` over all devices of JAX, of all processes.
-
-    Args:
-        *several: `job_addresses`, `num_processes` and `process_id`, see `get`.
-    """
+    """`keras.distribution.DataParallel` over all devices of JAX, of all processes."""
 
     def __init__(self, *several):
         if any(value is not None for value in several):
@@ -156,11 +145,8 @@ class DataParallel:
             return runs_dir, *others
         directory = pathlib.Path(runs_dir) / name
         if self._process == 0:
-            files = {
-                path.name: np.frombuffer(path.read_bytes(), "uint8")
-                for path in directory.glob("[!.]*")
-            }
-            archive = io.BytesIO()
+            archive, paths = io.BytesIO(), directory.glob("[!.]*")
+            files = {path.name: np.fromfile(path, "uint8") for path in paths}
             np.savez(archive, **files)
             _from_process_0(archive.getvalue())
             return runs_dir, *others

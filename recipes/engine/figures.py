@@ -36,10 +36,11 @@ NAME_OF = {norm: name for norm, (_, name) in _STYLE_OF.items()}
 
 def colours(labels):
     """A dict from each label to its colour: a norm's own, or the next free one."""
-    # Of one colour, the first comes last and stays.
-    owner_of = {c: name for name, c in reversed(COLOUR_OF.items()) if name in labels}
-    own = {name: colour for colour, name in owner_of.items()}
-    free = itertools.cycle([c for c in COLOURS if c not in owner_of] or COLOURS)
+    own = {}
+    for name, colour in COLOUR_OF.items():
+        if name in labels and colour not in own.values():
+            own[name] = colour
+    free = itertools.cycle([c for c in COLOURS if c not in own.values()] or COLOURS)
     return {name: own.get(name) or next(free) for name in labels}
 
 
@@ -52,11 +53,9 @@ def shades(labels):
 
 def training_curves(path, panels, title):
     """Draws the training loss above the test accuracy: see `curves`."""
-    rows = [
-        ("train_loss", "training loss (nats)", {"yscale": "log"}),
-        ("test_accuracy", "test accuracy", {"ylim": (0, 1)}),
-    ]
-    curves(path, panels, rows, title)
+    loss = "train_loss", "training loss (nats)", {"yscale": "log"}
+    accuracy = "test_accuracy", "test accuracy", {"ylim": (0, 1)}
+    curves(path, panels, [loss, accuracy], title)
 
 
 def curves(path, panels, rows, title, colour_of=None):
@@ -85,10 +84,7 @@ def curves(path, panels, rows, title, colour_of=None):
 
 
 def gradient_norms(path, panels, title):
-    """Draws the norm of the gradient at each epoch.
-
-    As `curves`, with one row a learning rate: `panels` is a dict from that.
-    """
+    """As `curves` of the norm of the gradient; `panels` is a dict from the rate."""
     colour_of = _colours(panel for row in panels.values() for panel in row.values())
 
     def draw(axis, rate, name):
@@ -114,8 +110,7 @@ def distributions(path, panels, interval, ylabel, title, ylim):
 
     def draw(axis, row, column):
         axis.set_ylim(ylim)
-        values = panels[row][column]
-        if not values:
+        if not (values := panels[row][column]):
             return
         x = np.arange(1, len(values) + 1)
         for low, high, alpha in ((0, 100, 0.15), (10, 90, 0.25), (25, 75, 0.4)):
@@ -209,12 +204,12 @@ def _by_epoch(path, rows, columns, draw, ylabels, title, sharey="row"):
     save(figure, path)
 
 
-def subplots(rows, columns, title, sharey):
+def subplots(rows, columns, title, sharey, size=None, sharex=True):
     """A figure and its axes, an array `(rows, columns)`, of a size that fits them."""
-    size = (1.4 + 2.5 * columns, 1.2 + 2.1 * rows)
+    size = size or (1.4 + 2.5 * columns, 1.2 + 2.1 * rows)
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False)
+    axes = figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     return figure, axes

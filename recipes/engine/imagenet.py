@@ -7,13 +7,11 @@ ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar of https://image-net.org int
 
 Training images are a random part of 8 to 100 % of the area with a ratio of width to
 height between 3/4 and 4/3, resized, and half of them mirrored; test images are the
-middle of 7/8 of the shorter side. These are the paper's, which follow the example of
-PyTorch. A channel is standardised by the mean and the deviation of ImageNet.
+middle of 7/8 of the shorter side, as in the paper and in the example of PyTorch.
 
-What is a function of the seed: the order of files and images, and each crop and mirror,
-whatever number of threads runs. What is not: another version of TensorFlow or
-tensorflow_datasets may decode, resize or shuffle otherwise, and so may files that were
-prepared with another number of shards.
+The order of files and images, each crop and mirror are a function of the seed, whatever
+number of threads runs; but not for other versions of TensorFlow or tensorflow_datasets,
+nor for files of another number of shards.
 """
 
 import functools
@@ -96,13 +94,10 @@ class Stream:
         self.test = test.map(filled, AUTOTUNE).prefetch(AUTOTUNE)
 
     def batches(self, first_epoch=0):
-        """The training batches of the epochs from `first_epoch` on.
+        """A `tf.data.Dataset` of the training batches from `first_epoch` on.
 
-        Each epoch has all images once, less the remainder that does not fill a batch.
-
-        Returns:
-            A `tf.data.Dataset` of images `(batch_size, height, width, 3)`, float32, and
-            labels `(batch_size,)`, int64.
+        Each epoch has all images once, less the remainder that does not fill a batch:
+        images `(batch_size, height, width, 3)`, float32, labels `(batch_size,)`, int64.
         """
         epochs = map(self._epoch, range(first_epoch, self._settings.epochs))
         batches = functools.reduce(lambda a, b: a.concatenate(b), epochs)

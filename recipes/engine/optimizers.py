@@ -40,9 +40,8 @@ class SGD(keras.optimizers.Optimizer):
             return
         super().build(variables)
         self.momentum = self._scalar("momentum", self.initial_momentum)
-        self.coupled_weight_decay = self._scalar(
-            "coupled_weight_decay", self.initial_weight_decay
-        )
+        decay = self._scalar("coupled_weight_decay", self.initial_weight_decay)
+        self.coupled_weight_decay = decay
         self.velocities = self.add_optimizer_variables(variables, "velocity")
 
     def _scalar(self, name, value):
@@ -50,15 +49,9 @@ class SGD(keras.optimizers.Optimizer):
         return self.add_variable((), initializer, name=name)
 
     def update_step(self, gradient, variable, learning_rate):
-        rate, momentum, decay, gradient = (
-            ops.cast(value, variable.dtype)
-            for value in (
-                learning_rate,
-                self.momentum,
-                self.coupled_weight_decay,
-                gradient,
-            )
-        )
+        given = learning_rate, self.momentum, self.coupled_weight_decay, gradient
+        given = [ops.cast(value, variable.dtype) for value in given]
+        rate, momentum, decay, gradient = given
         velocity = self.velocities[self._get_variable_index(variable)]
         step = momentum * velocity - rate * (gradient + decay * variable)
         self.assign(velocity, step)
@@ -106,15 +99,13 @@ class Rate(keras.callbacks.Callback):
 
     def __init__(self, schedule, omegas=None):
         super().__init__()
-        self._schedule = schedule
-        self._omegas = omegas or {}
+        self._schedule, self._omegas = schedule, omegas or {}
 
     def on_train_begin(self, logs=None):
         self._rate = None
         self._step = int(ops.convert_to_numpy(self.model.optimizer.iterations))
-        self._layers = [
-            layer for layer in followers(self.model) if layer.name in self._omegas
-        ]
+        layers = followers(self.model)
+        self._layers = [layer for layer in layers if layer.name in self._omegas]
 
     def on_train_batch_begin(self, batch, logs=None):
         place = bisect.bisect_left(self._schedule.boundaries, self._step)

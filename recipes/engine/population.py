@@ -16,9 +16,8 @@ On many devices, such as a slice of TPUs, each has some of the trials, and nothi
 exchanged. A trial has the initial weights that `recipes.train` gives its seed, and
 takes the same steps, but its batches come from JAX's random numbers.
 
-This is for accelerators, which a single small network leaves idle for the most part. On
-a CPU it is slower than one training after the other: XLA computes the convolutions of
-many trials, grouped ones, slowly there.
+This is for accelerators, which a small network leaves idle. On a CPU it is slower than
+one training after the other: there, XLA computes grouped convolutions slowly.
 """
 
 import functools
@@ -28,7 +27,7 @@ import time
 import keras
 import numpy as np
 
-from recipes.engine import optimizers
+from recipes.engine import imagenet, optimizers
 from recipes.engine.trial import CURRENT, Trial, check_backend, program_of
 
 if keras.backend.backend() == "jax":
@@ -66,9 +65,8 @@ class Population:
         seconds: Of the last call of `train`, without compilation; `None` before.
 
     Raises:
-        ValueError: If the backend is not JAX, there is no trial, a learning rate is not
-            positive, a batch is larger than the training data, or the devices cannot
-            have the same number of trials.
+        ValueError: If the backend is not JAX, a batch is larger than the training data,
+            or the devices cannot have the same number of trials.
     """
 
     def __init__(
@@ -86,10 +84,12 @@ class Population:
         schedule=optimizers.piecewise_schedule,
         devices=None,
     ):
-        _check(trials, len(images.x_train), batch_size)
+        check_backend()
+        count, about = len(images.x_train), "the number of training images"
+        imagenet.check_size("batch_size", batch_size, count, about)
         self.trials = [dict(trial) for trial in trials]
         self.epochs = np.zeros(len(trials), int)
-        self.steps = len(images.x_train) // batch_size
+        self.steps = count // batch_size
         self.seconds = None
         self._build = build
         mesh = Mesh(np.array(devices or jax.devices()[:1]), ("trial",))
@@ -101,10 +101,7 @@ class Population:
         self._trial = Trial(
             self._seeded(self.trials[0]),
             optimizers.SGD(1.0, momentum, weight_decay),
-            batch_size,
-            self.steps,
-            augment,
-            amat,
+            *(batch_size, self.steps, augment, amat),
             functools.partial(schedule, total_steps=epochs * self.steps),
         )
         rows = [self._trial.start(self._seeded(each), each) for each in self.trials]
@@ -131,19 +128,13 @@ class Population:
 
     @property
     def epoch(self):
-        """The number of epochs behind us: of the oldest trial, or of all of them."""
+        """The number of epochs behind the oldest trial."""
         return int(self.epochs.max())
 
     @property
     def diverged(self):
         """Booleans `(trials,)`, whose training loss was NaN or infinite in an epoch."""
         return np.asarray(self._state["diverged"])
-
-    @property
-    def best_accuracy(self):
-        """The highest test accuracy of each trial, float32 `(trials,)`, NaN if none."""
-        found = np.asarray(self._state["best_accuracy"])
-        return np.where(found < 0, np.nan, found)
 
     def train(self, epochs=1):
         """Trains all trials, so many epochs more.
@@ -196,13 +187,6 @@ class Population:
 
     def keep(self, indices):
         """Drops all trials but those at these distinct places in `trials`."""
-        indices, last = [int(index) for index in indices], len(self.trials) - 1
-        known = set(indices) & set(range(last + 1))
-        if not indices or sorted(known) != sorted(indices):
-            raise ValueError(
-                f"Argument `indices` must be distinct integers from 0 to {last}. "
-                f"Received: indices={indices}"
-            )
         self.trials = [self.trials[index] for index in indices]
         kept = [self.epochs, self._state, self._settings]
         self.epochs, *rows = jax.tree.map(lambda a: a[np.array(indices)], kept)
@@ -210,37 +194,24 @@ class Population:
         self._programs = {}
 
     def replace(self, index, trial):
-        """Puts a new trial, before its first epoch, in the place of another one.
-
-        Args:
-            index: Integer, the place in `trials`.
-            trial: Dict, as in the argument `trials`.
-        """
-        _check([trial])
-        state, settings = self._trial.start(self._seeded(trial), trial)
+        """Puts a new trial, before its first epoch, at a place in `trials`."""
+        new = self._trial.start(self._seeded(trial), trial)
         self.trials[index] = dict(trial)
         self.epochs[index] = 0
-
-        def put(array, new):
-            return array.at[index].set(new)
-
-        settings = jax.tree.map(put, self._settings, settings)
-        self._place((jax.tree.map(put, self._state, state), settings))
+        old = self._state, self._settings
+        self._place(jax.tree.map(lambda a, one: a.at[index].set(one), old, new))
 
     def model(self, index, best=False):
-        """Builds the model of one trial.
+        """Builds the `keras.Model` of one trial, not compiled.
 
         Args:
             index: Integer, its place in `trials`.
             best: Whether it has the weights of the first of the evaluations with the
                 highest test accuracy, in place of the present ones.
-
-        Returns:
-            A `keras.Model`, not compiled.
         """
         model = self._seeded(self.trials[index])
-        values = self._state["trainable"] + self._state["non_trainable"]
-        values = self._state["best"] if best else values
+        keys = ["best"] if best else ["trainable", "non_trainable"]
+        values = [value for key in keys for value in self._state[key]]
         variables = model.trainable_variables + model.non_trainable_variables
         for variable, value in zip(variables, values, strict=True):
             variable.assign(np.asarray(value[index]))
@@ -262,23 +233,14 @@ class Population:
         Args:
             arrays: What that returned, of the same network, also of more trials.
             indices: Integers, the places of the trials that continue; all if `None`.
-
-        Raises:
-            ValueError: If it lacks one of them.
         """
-        indices = list(range(len(self.trials)) if indices is None else indices)
-        trials = [self.trials[index] for index in indices]
+        indices = np.arange(len(self.trials)) if indices is None else np.array(indices)
         stored = trials_of(arrays)
-        if missing := [trial for trial in trials if trial not in stored]:
-            raise ValueError(
-                "Argument `arrays` must have all trials of the population. "
-                f"It lacks {missing}"
-            )
-        rows = np.array([stored.index(trial) for trial in trials])
+        rows = np.array([stored.index(self.trials[index]) for index in indices])
         leaves, structure = jax.tree.flatten(self._state)
         for i, leaf in enumerate(leaves):
             new = jnp.asarray(arrays[f"state/{i}"][rows], leaf.dtype)
-            leaves[i] = leaf.at[np.array(indices)].set(new)
+            leaves[i] = leaf.at[indices].set(new)
         self._place((jax.tree.unflatten(structure, leaves), self._settings))
         self.epochs[indices] = arrays["epochs"][rows]
 
@@ -286,20 +248,3 @@ class Population:
 def trials_of(arrays):
     """The list of the trials in what `Population.arrays` returned."""
     return [json.loads(str(trial)) for trial in arrays["trials"]]
-
-
-def _check(trials, count=1, batch_size=1):
-    check_backend()
-    if not trials:
-        raise ValueError(f"Argument `trials` must have one. Received: trials={trials}")
-    for trial in trials:
-        if not trial["learning_rate"] > 0:
-            raise ValueError(
-                "Argument `trials` must have positive learning rates. "
-                f"Received: {trial}"
-            )
-    if not 1 <= batch_size <= count:
-        raise ValueError(
-            f"Argument `batch_size` must be between 1 and {count}, the number of "
-            f"training images. Received: batch_size={batch_size}"
-        )

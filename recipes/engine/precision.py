@@ -7,9 +7,8 @@ import keras
 
 def available():
     """The dtypes: operations of Keras return float32 of float64 but on TensorFlow."""
-    if keras.backend.backend() == "tensorflow":
-        return ("float32", "float64")
-    return ("float32",)
+    wide = keras.backend.backend() == "tensorflow"
+    return ("float32", "float64") if wide else ("float32",)
 
 
 @contextlib.contextmanager

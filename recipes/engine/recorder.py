@@ -70,10 +70,8 @@ class Recorder(keras.callbacks.Callback):
         super().__init__()
         self.run, self.hooks, self.last = recorded, hooks, last
         self.about = problem, settings
-        self.epoch = 0
-        self.best = None
-        arrays = recorded.load()
-        if arrays is not None:
+        self.epoch, self.best = 0, None
+        if (arrays := recorded.load()) is not None:
             self._restore(model, arrays)
         recorded.keep(self.epoch)
         self._compiled, self._saved = False, time.monotonic()
@@ -87,9 +85,7 @@ class Recorder(keras.callbacks.Callback):
             reason = f"it is not of this network ({error})"
             path = self.run.directory / CHECKPOINT
             raise files.damaged(path, reason) from None
-        best = {
-            k.removeprefix("best/"): v for k, v in arrays.items() if k[:5] == "best/"
-        }
+        best = {k[5:]: v for k, v in arrays.items() if k[:5] == "best/"}
         self.best = best or None
 
     def _save(self):
@@ -106,12 +102,12 @@ class Recorder(keras.callbacks.Callback):
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
-        if not self._compiled:
+        if self._compiled:
+            self._steps += self.model.steps_per_execution
+        else:
             self._compiled = True
             self._wait()
             self._start = time.perf_counter()
-        else:
-            self._steps += self.model.steps_per_execution
 
     def on_test_begin(self, logs=None):
         self._stop_clock()
@@ -145,19 +141,16 @@ class Recorder(keras.callbacks.Callback):
             return
         if self.hooks.keep_best and logs["val_accuracy"] > highest:
             self.best = {v.path: numpy_copy(v) for v in self.model.variables}
-        if (
-            self.epoch == self.last
-            or time.monotonic() - self._saved >= CHECKPOINT_SECONDS
-        ):
+        late = time.monotonic() - self._saved >= CHECKPOINT_SECONDS
+        if late or self.epoch == self.last:
             self._save()
 
 
 def _named(model):
     """The variables of a model and its optimizer by their names in a checkpoint."""
     named = {f"model/{v.path}": v for v in model.variables}
-    return named | {
-        f"optimizer/{i}": v for i, v in enumerate(model.optimizer.variables)
-    }
+    numbered = enumerate(model.optimizer.variables)
+    return named | {f"optimizer/{i}": v for i, v in numbered}
 
 
 def numpy_copy(variable):

@@ -45,11 +45,8 @@ def accuracies(outcomes):
     Args:
         outcomes: List of `recipes.engine.training.Outcome`, one a seed.
     """
-    return [
-        100 * outcome.results["test_accuracy"]
-        for outcome in outcomes
-        if not outcome.results["diverged"]
-    ]
+    found = [outcome.results for outcome in outcomes]
+    return [100 * each["test_accuracy"] for each in found if not each["diverged"]]
 
 
 def percent(outcomes):
@@ -87,18 +84,18 @@ def summarise(outcomes, target_accuracy):
     """
     runs = [outcome.results for outcome in outcomes]
     trained = [run for run in runs if not run["diverged"]]
-    return {
-        **{
-            key: mean_and_std([run[key] for run in trained])
-            for key in ("test_accuracy", "train_loss", "seconds_per_step")
-        },
-        "epochs_to_target": [
-            first_epoch(outcome.metrics, target_accuracy) for outcome in outcomes
-        ],
+    keys = ("test_accuracy", "train_loss", "seconds_per_step")
+    summary = {key: mean_and_std([run[key] for run in trained]) for key in keys} | {
+        "epochs_to_target": [first_epoch(o.metrics, target_accuracy) for o in outcomes],
         "diverged": len(runs) - len(trained),
         "seeds": len(runs),
-        **_together(runs),
     }
+    if together := [run for run in runs if run.get("images_per_second") is not None]:
+        # The largest population was the whole machine's load.
+        largest = max(together, key=lambda run: run["trials_at_once"])
+        keys = ("trials_at_once", "images_per_second")
+        summary |= {key: largest[key] for key in keys}
+    return summary
 
 
 def first_epoch(metrics, target_accuracy):
@@ -112,19 +109,5 @@ def epochs(values):
     reached = [epoch for epoch in values if epoch is not None]
     if not reached:
         return "never"
-    mean = f"{np.mean(reached):.1f}"
-    if len(reached) == len(values):
-        return mean
-    return f"{mean} ({len(reached)} of {len(values)} runs)"
-
-
-def _together(runs):
-    """How many trials trained at once, at most, and how fast they all did; or nothing.
-
-    The numbers are those of the largest population, which was the whole machine's load.
-    """
-    runs = [run for run in runs if run.get("images_per_second") is not None]
-    if not runs:
-        return {}
-    largest = max(runs, key=lambda run: run["trials_at_once"])
-    return {key: largest[key] for key in ("trials_at_once", "images_per_second")}
+    some = f" ({len(reached)} of {len(values)} runs)"
+    return f"{np.mean(reached):.1f}" + some * (len(reached) < len(values))

@@ -104,31 +104,31 @@ class Run:
         whole = sum(map(len, self._lines()))
         if path.exists() and path.stat().st_size > whole:
             os.truncate(path, whole)
-        if (self.directory / RESULTS).exists():
-            (self.directory / CHECKPOINT).unlink(missing_ok=True)
 
     @property
     def results(self):
         """The dict given to `finish`, or `None` as long as the run is not complete."""
-        path = self.directory / RESULTS
-        return files.read_json(path) if path.exists() else None
+        path, checkpoint = self.directory / RESULTS, self.directory / CHECKPOINT
+        results = files.read_json(path) if path.exists() else None
+        if results is not None and checkpoint.exists():
+            checkpoint.unlink(missing_ok=True)  # of `finish`, or killed in there
+        return results
 
     def finish(self, results):
         """Declares the run complete, and returns its results as they are stored."""
         files.write_json(self.directory / RESULTS, results)
-        (self.directory / CHECKPOINT).unlink(missing_ok=True)
         return self.results
 
     @property
     def metrics(self):
         """A list with the dict of each line of metrics.jsonl."""
         metrics = []
-        for number, line in enumerate(self._lines(), 1):
-            try:
+        try:
+            for line in self._lines():
                 metrics.append(json.loads(line))
-            except ValueError as error:
-                reason = f"line {number} is not JSON ({error})"
-                raise files.damaged(self.directory / METRICS, reason) from None
+        except ValueError as error:
+            reason = f"line {len(metrics) + 1} is not JSON ({error})"
+            raise files.damaged(self.directory / METRICS, reason) from None
         return metrics
 
     def log(self, **values):

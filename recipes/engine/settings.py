@@ -20,6 +20,7 @@ import operator
 import pathlib
 import types
 import typing
+from dataclasses import Field
 from typing import ClassVar
 
 import keras
@@ -28,21 +29,18 @@ from absl import flags
 flags.disclaim_key_flags()  # --help of a recipe shows them as its own
 
 
-def setting(
-    default, help, *, choices=None, above=None, at_least=None, at_most=None, **kwargs
-):
+def setting(default, help, *, compare=True, **checks):
     """A field of a `Settings` class.
 
     Args:
         default: Its value; `None` if that depends on other settings.
         help: Text of the flag.
-        choices: The values that there are.
-        above, at_least, at_most: Bounds of a number.
-        **kwargs: `compare=False`, where it does not decide the outcome.
+        compare: Whether it decides the outcome.
+        **checks: `choices`, the values that there are, or bounds of a number, which are
+            `above`, `at_least` and `at_most`.
     """
-    checks = {"choices": choices, "above": above, "at_least": at_least}
-    metadata = {"help": help, **checks, "at_most": at_most}
-    return dataclasses.field(default=default, metadata=metadata, **kwargs)
+    metadata = {"help": help, **checks}
+    return dataclasses.field(default=default, metadata=metadata, compare=compare)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,18 @@ class Settings:
     runs_dir: str = setting("runs", "Where runs are recorded.", compare=False)
     backend: str | None = None  # of Keras; no flag
 
+    def __init_subclass__(cls):
+        """A default alone takes all else from the class above."""
+        above = {}
+        for base in reversed(cls.__mro__[1:]):
+            above |= vars(base).get("__dataclass_fields__", {})
+        for name in above.keys() & vars(cls).keys():
+            about, value = above[name].metadata, vars(cls)[name]
+            if about and not getattr(value, "metadata", None):
+                value = value.default if isinstance(value, Field) else value
+                field = setting(value, compare=above[name].compare, **about)
+                setattr(cls, name, field)
+
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = _converted(field, getattr(self, field.name))
@@ -68,7 +78,7 @@ class Settings:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         for field in dataclasses.fields(self):
-            _check(type(self), field.name, getattr(self, field.name))
+            _check(field, getattr(self, field.name))
 
     def usual(self):
         """A dict of what stands for `None`."""
@@ -76,12 +86,10 @@ class Settings:
 
     def config(self):
         """What decides the outcome, as JSON has it."""
-        return {
-            field.name: list(value) if isinstance(value, tuple) else value
-            for field in dataclasses.fields(self)
-            if field.compare
-            for value in [getattr(self, field.name)]
-        }
+        names = [field.name for field in dataclasses.fields(self) if field.compare]
+        values = [getattr(self, name) for name in names]
+        values = [list(v) if isinstance(v, tuple) else v for v in values]
+        return dict(zip(names, values, strict=True))
 
     def label(self):
         """What it is, then every setting that is not the default."""
@@ -98,40 +106,32 @@ class Settings:
 
     def directory(self, recipe):
         """Where the outcome of a recipe goes, by what was asked."""
-        return pathlib.Path(
-            self.runs_dir, "-".join(filter(None, [recipe, self.label()]))
-        )
+        name = "-".join(filter(None, [recipe, self.label()]))
+        return pathlib.Path(self.runs_dir, name)
 
     def program(self):
         """What networks have in common that are compiled once."""
-        return type(self).__qualname__, *(
-            (name, getattr(self, name))
-            for name in self.config()
-            if name not in self.VARIABLE
-        )
+        fixed = [name for name in self.config() if name not in self.VARIABLE]
+        return type(self).__qualname__, *((name, getattr(self, name)) for name in fixed)
 
     @classmethod
     def define_flags(cls, flag_values=flags.FLAGS):
         """Defines a flag for each setting that is not one of several."""
-        for name, default, about in _flags(cls):
-            define, arguments = _FLAG[_kind(cls.__dataclass_fields__[name])[0]], {}
-            choices = about["choices"]
-            if choices and define is flags.DEFINE_string:
-                define, arguments = flags.DEFINE_enum, {"enum_values": list(choices)}
+        for field in _flags(cls):
+            kind, default = _kind(field)[0], field.default
             if isinstance(default, tuple):
                 default = [_shown(value) for value in default]
-            define(
-                name,
-                default=default,
-                help=about["help"],
-                flag_values=flag_values,
-                **arguments,
-            )
+            about = field.metadata["help"]
+            shared = {"default": default, "help": about, "flag_values": flag_values}
+            if (choices := field.metadata.get("choices")) and kind is str:
+                flags.DEFINE_enum(field.name, enum_values=list(choices), **shared)
+            else:
+                _FLAG[kind](field.name, **shared)
 
     @classmethod
     def from_flags(cls, flag_values=flags.FLAGS):
         """The settings that the flags say."""
-        return cls(**{name: flag_values[name].value for name, _, _ in _flags(cls)})
+        return cls(**{each.name: flag_values[each.name].value for each in _flags(cls)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,12 +173,8 @@ class Sweep(Settings):
     def one(self, **values):
         """The settings of one run, of the class `RUN`."""
         names = [field.name for field in dataclasses.fields(self.RUN)]
-        shared = {
-            name: getattr(self, name)
-            for name in names
-            if not _is_swept(type(self), name)
-        }
-        return self.RUN(**shared | values)
+        names = [name for name in names if not _is_swept(type(self), name)]
+        return self.RUN(**{name: getattr(self, name) for name in names} | values)
 
     def runs(self, **values):
         """The settings of all runs: every combination of what is swept.
@@ -186,9 +182,10 @@ class Sweep(Settings):
         Args:
             **values: What one run has in place of that: a value of the setting.
         """
+        names = [field.name for field in dataclasses.fields(self.RUN)]
         swept = {
             name: getattr(self, f"{name}s")
-            for name in (field.name for field in dataclasses.fields(self.RUN))
+            for name in names
             if _is_swept(type(self), name) and name not in values
         }
         swept["seed"] = range(self.seeds)
@@ -203,20 +200,10 @@ def _is_swept(cls, name):
 
 
 def _flags(cls):
-    """Name, default and description of each setting that has a flag."""
+    """The fields that have a flag."""
     for field in dataclasses.fields(cls):
-        about = _about(cls, field.name)
-        if about and not _is_swept(cls, field.name):
-            yield field.name, field.default, about
-
-
-def _about(cls, name):
-    """What `setting` was given, also where a subclass changes the default alone."""
-    for base in cls.__mro__:
-        field = base.__dict__.get("__dataclass_fields__", {}).get(name)
-        if field is not None and field.metadata:
-            return field.metadata
-    return {}
+        if field.metadata and not _is_swept(cls, field.name):
+            yield field
 
 
 def _kind(field):
@@ -235,13 +222,8 @@ _FLAG = {
     bool: flags.DEFINE_bool,
     tuple: flags.DEFINE_list,
 }
-
-
-_BOUNDS = {
-    "above": (operator.gt, "above"),
-    "at_least": (operator.ge, "at least"),
-    "at_most": (operator.le, "at most"),
-}
+_BOUNDS = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le}
+_MUST = {tuple: "be several values", bool: "be True or False"}
 
 
 def _converted(field, value):
@@ -251,24 +233,20 @@ def _converted(field, value):
             return tuple(map(item, value))
         except (TypeError, ValueError):
             return tuple(value)
-    if kind is float and type(value) is int:
-        return float(value)
-    return value
+    return float(value) if kind is float and type(value) is int else value
 
 
-def _check(cls, name, value):
+def _check(field, value):
     """Raises a ValueError unless a setting can have a value."""
+    (kind, item), about, name = _kind(field), field.metadata, field.name
 
     def refuse(must):
         raise ValueError(f"Argument `{name}` must {must}. Received: {name}={value!r}")
 
-    field, about = cls.__dataclass_fields__[name], _about(cls, name)
-    kind, item = _kind(field)
     if value is None and type(None) in typing.get_args(field.type):
         return
     if type(value) is not kind:
-        words = {tuple: "be several values", bool: "be True or False"}
-        refuse(words.get(kind, f"be of type {kind.__name__}"))
+        refuse(_MUST.get(kind, f"be of type {kind.__name__}"))
     for each in value if kind is tuple else [value]:
         if kind is tuple and type(each) is not item:
             refuse(f"be values of type {item.__name__}")
@@ -276,10 +254,10 @@ def _check(cls, name, value):
             refuse(f"be of {', '.join(map(str, about['choices']))}")
         if isinstance(each, float) and not math.isfinite(each):
             refuse("be finite")
-        for key, (holds, words) in _BOUNDS.items():
-            if (bound := about.get(key)) is not None and not holds(each, bound):
-                zero = key == "above" and bound == 0
-                refuse("be positive" if zero else f"be {words} {bound}")
+        for key, bound in about.items():
+            if key in _BOUNDS and not _BOUNDS[key](each, bound):
+                must = f"be {key.replace('_', ' ')} {bound}"
+                refuse("be positive" if must == "be above 0" else must)
 
 
 def _shown(value):

@@ -8,11 +8,11 @@ have `population` = true, and so has its name. With whom it trained does not mat
 
 import contextlib
 import dataclasses
+import functools
 import time
 
 import numpy as np
 
-from recipes import models
 from recipes.engine import classifier, data, population, training
 from recipes.engine.run import Run
 
@@ -85,8 +85,7 @@ def _train(missing):
     for run, diverged in zip(runs, trials.diverged, strict=True):
         epochs = trials.epoch  # of which a run that diverged has fewer
         run.keep(min(epochs, len(run.metrics)) if diverged else epochs)
-    speeds = []
-    saved = time.monotonic()
+    speeds, saved = [], time.monotonic()
     while trials.epoch < settings[0].epochs and not trials.diverged.all():
         before = trials.diverged
         scores = trials.train() | trials.evaluate()
@@ -101,8 +100,8 @@ def _train(missing):
     speed = float(np.median(speeds)) if speeds else None
     more = {"trials_at_once": len(runs), "images_per_second": speed}
     for row, run in reversed(list(enumerate(runs))):  # the first has the checkpoint
-        lost = np.isnan(trials.best_accuracy[row])
-        finish(run, settings[row], None if lost else trials.model(row, True), **more)
+        best = functools.partial(trials.model, row, best=True)
+        finish(run, settings[row], best, **more)
 
 
 def log(run, trials, row, scores):
@@ -118,40 +117,40 @@ def log(run, trials, row, scores):
 
 
 def finish(run, settings, best, **more):
-    """Saves the best network, if there is one, and declares the run complete."""
-    saved = {"saved_model": None}
-    if best is not None and settings.saved_models_dir is not None:
-        saved = classifier.write(best, settings, run)
-    run.finish(training.results_of(run, best=True) | saved | more)
+    """Saves what `best` returns, if an epoch was the best, and completes the run."""
+    results = training.results_of(run, best=True) | {"saved_model": None}
+    if results["best_epoch"] and settings.saved_models_dir is not None:
+        results |= classifier.write(best(), settings, run)
+    run.finish(results | more)
+
+
+def own_of(settings):
+    """The dict of a trial: what settings have for themselves."""
+    return {key: getattr(settings, key) for key in population.OWN}
 
 
 def of(runs):
     """The `Population` of runs that differ in no more than `population.OWN`.
 
-    It is on as many devices as can have the same number of them. Its trials are dicts
-    with the keys `population.OWN`.
+    It is on as many devices as can have the same number of them.
     """
     first, own = runs[0], population.OWN
-    shared = [key for key in first.config() if key not in own]
-    for other in runs:
-        changed = [key for key in shared if getattr(other, key) != getattr(first, key)]
-        if changed:
-            raise ValueError(
-                f"Argument `runs` must differ in {', '.join(own)} only. Received: runs "
-                f"that differ in {', '.join(changed)}"
-            )
-    images = data.images(first)
+    changed = {
+        key
+        for other in runs
+        for key, value in first.config().items()
+        if key not in own and getattr(other, key) != value
+    }
+    if changed:
+        raise ValueError(
+            f"Argument `runs` must differ in {', '.join(own)} only. Received: runs "
+            f"that differ in {', '.join(sorted(changed))}"
+        )
+    source = data.Arrays(data.images(first), first)
 
     def build(trial):
         settings = dataclasses.replace(first, **trial)
-        return models.build(
-            settings.model,
-            images.x_train.shape[1:],
-            images.num_classes,
-            settings.normalisation(),
-            settings.activation,
-            dtype=settings.dtype,
-        )
+        return classifier.network(settings, source, settings.normalisation())
 
     import jax  # which is not there with other backends
 
@@ -160,8 +159,8 @@ def of(runs):
     same = ("epochs", "batch_size", "momentum", "weight_decay", "augment")
     return population.Population(
         build,
-        [{key: getattr(settings, key) for key in own} for settings in runs],
-        images,
+        [own_of(settings) for settings in runs],
+        source.images,
         devices=devices[:most],
         amat=first.normalisation().amat,
         **{key: getattr(first, key) for key in same},

@@ -89,10 +89,8 @@ def train(settings, kind, problem_of, *, name=None, until=None, verbose=0, **hoo
         with recorded:
             results = recorded.results  # of another process that completed it now
             if results is None:
-                found = Hooks(**hooks)
-                results = _train(
-                    recorded, settings, problem_of(settings), found, until, verbose
-                )
+                problem, found = problem_of(settings), Hooks(**hooks)
+                results = _train(recorded, settings, problem, found, until, verbose)
     return Outcome(settings, results, recorded.metrics)
 
 
@@ -133,16 +131,17 @@ def _train(recorded, settings, problem, hooks, until, verbose):
 def results_of(recorded, best=False):
     """What came out of a run so far, by its metrics."""
     metrics = recorded.metrics
+    last = metrics[-1]
     seconds = [line["seconds_per_step"] for line in metrics]
     seconds = [value for value in seconds if value is not None]
     results = {
         "name": recorded.name,
         "epochs": len(metrics),
-        "diverged": metrics[-1]["train_loss"] is None,
-        **{key: metrics[-1][key] for key in SCORES if key in metrics[-1]},
+        "diverged": last["train_loss"] is None,
+        **{key: last[key] for key in SCORES if key in last},
         "seconds_per_step": float(np.median(seconds)) if seconds else None,
     }
-    if best and "test_accuracy" in metrics[-1]:
+    if best and "test_accuracy" in last:
         finite = [line for line in metrics if line["train_loss"] is not None]
         found = max(finite, key=lambda line: line["test_accuracy"], default={})
         results["best_test_accuracy"] = found.get("test_accuracy")
@@ -174,8 +173,9 @@ def compiled(settings, problem):
         _last.update(program=program, model=new)
         return new, omegas
     model = _last["model"]
-    for old, fresh in zip(_state(model), _state(new), strict=True):
-        old.assign(fresh.value)
+    for old, fresh in ((model, new), (model.optimizer, new.optimizer)):
+        for variable, value in zip(old.variables, fresh.variables, strict=True):
+            variable.assign(value.value)
     return model, omegas
 
 
@@ -194,10 +194,6 @@ def standalone(model, problem):
     return new
 
 
-def _state(model):
-    return [*model.variables, *model.optimizer.variables]
-
-
 def train_all(function, runs, count=None):
     """Trains many, several at a time, and shows how far that is.
 
@@ -213,15 +209,12 @@ def train_all(function, runs, count=None):
     runs = list(dict.fromkeys(runs))
     networks = len({settings.program() for settings in runs})
     count = min(count or workers.default_count(), len(runs))
-    print(
-        f"{len(runs)} trainings, {count} at a time, of {networks} networks to compile.",
-        flush=True,
-    )
+    trainings = f"{len(runs)} trainings, {count} at a time"
+    print(f"{trainings}, of {networks} networks to compile.", flush=True)
     found = {}
+    done = workers.each(function, runs, lambda settings: settings.program(), count)
     with tqdm(total=len(runs), unit="run", dynamic_ncols=True) as progress:
-        for settings, outcome in workers.each(
-            function, runs, lambda settings: settings.program(), count
-        ):
+        for settings, outcome in done:
             found[settings] = outcome
             progress.set_postfix_str(_short(outcome.results))
             progress.update()

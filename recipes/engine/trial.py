@@ -31,8 +31,7 @@ class Trial:
     """
 
     def __init__(self, model, optimizer, batch_size, steps, augment, amat, schedule):
-        self._model = model
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         optimizer.build(model.trainable_variables)
         self._batch_size, self._steps = batch_size, steps
         self._augment, self._amat, self._schedule = augment, amat, schedule
@@ -118,11 +117,9 @@ class Trial:
     def evaluate(self, state, data):
         """Measures a trial, and keeps its weights if they are the best so far.
 
-        Returns:
-            The state, and a dict of `test_loss` and `test_accuracy`.
+        It returns the state, and a dict of `test_loss` and `test_accuracy`.
         """
-        images, labels = data
-        count = len(images)
+        count = len(data[0])
         batch = min(self._batch_size, count)
         weights = state["trainable"], state["non_trainable"]
 

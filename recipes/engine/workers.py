@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -56,15 +57,13 @@ def each(function, jobs, program, count=None):
         waiting[program(job)].append(job)
     count = min(count or default_count(), len(jobs))
     if count <= 1:
-        for of_program in waiting.values():
-            for job in of_program:
-                yield job, function(job)
+        for job in itertools.chain(*waiting.values()):
+            yield job, function(job)
         return
     with contextlib.ExitStack() as stack:
         pools = [stack.enter_context(_pool()) for _ in range(count)]
         last = [None] * count  # the program of each pool
-        running = {}
-        idle = list(range(count))
+        running, idle = {}, list(range(count))
         try:
             while waiting or running:
                 while idle and waiting:

@@ -58,7 +58,7 @@ class Slimmed(classifier.Saved):
     activation: str = "relu"
     gamma_l1: float = setting(0.0, "Penalty on |gamma| in training.", at_least=0)
     until: int | None = setting(None, "Stop after this epoch of these.", at_least=1)
-    saved_models_dir: str = dataclasses.field(default="saved_models", compare=False)
+    saved_models_dir: str = "saved_models"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,8 @@
     python -m tests.programs.damaged
 
 Each bit is flipped in turn, and the file is cut short at each byte. Whoever reads it
-then must get an error that names the file, or what was there. A text with another
-letter or digit in it is still JSON: these are counted as changed, and only what crashes
-without naming the file is wrong. In a checkpoint nothing may change.
+must get an error that names the file, or what was there; of a text, which is still JSON
+with another digit, also what is changed. In a checkpoint nothing may change.
 """
 
 import argparse
@@ -19,6 +18,7 @@ import numpy as np
 
 from recipes.engine import run
 from tests.programs import golden
+from tests.support import synthetic_search as synthetic
 
 CONFIG = {"norm": "cbn", "seed": 0}
 
@@ -46,15 +46,11 @@ def run_state(directory):
 
 def search(directory):
     """A search of four trials, in which nothing is trained."""
-    from tests.support import synthetic_search as synthetic
-
     synthetic.Tuner(synthetic.oracle("random", 4), directory).search()
 
 
 def search_state(directory):
     """All that a search goes on with, and its table is made of."""
-    from tests.support import synthetic_search as synthetic
-
     oracle = synthetic.oracle("random", 4)
     oracle._set_project_dir(str(directory.parent), directory.name)
     oracle.reload()
@@ -72,19 +68,15 @@ def damages(content, step=1, bits=range(8)):
     """Yields what becomes of every `step`-th byte: each bit flipped, and cut there."""
     for place in range(0, len(content), step):
         for bit in bits:
-            flipped = bytearray(content)
-            flipped[place] ^= 1 << (bit + place) % 8
-            yield bytes(flipped)
+            flipped = content[place] ^ 1 << (bit + place) % 8
+            yield content[:place] + bytes([flipped]) + content[place + 1 :]
         yield content[:place]
 
 
 def count(path, read, step=1, bits=range(8), named=True):
-    """Damages a file, and counts what `read` does with it.
+    """Damages a file; returns a Counter of `KINDS` of what `read` does with it.
 
-    Returns:
-        Counter of `"errors"`, `"without effect"`, `"changed"` (another value in a text)
-        and `"wrong"`: another value in an archive, or an error that does not say which
-        file it is about, and what to do.
+    Wrong is another value from an archive, or an error that does not name the file.
     """
     content = path.read_bytes()
     expected = read()
@@ -107,8 +99,7 @@ def count(path, read, step=1, bits=range(8), named=True):
     return found
 
 
-RUNS = {True: ("config.json", "metrics.jsonl", "results.json")}
-RUNS[False] = ("config.json", "metrics.jsonl", "checkpoint.npz")
+KINDS = ("errors", "without effect", "changed", "wrong")
 SEARCH = ("oracle.json", "trial_2/trial.json")
 
 
@@ -118,43 +109,30 @@ def main():
     step = parser.parse_args().every
     wrong = 0
 
-    def show(what, path, read, **arguments):
+    def show(path, read, step, **more):
         nonlocal wrong
-        size = path.stat().st_size
-        found = count(path, read, **arguments)
+        found = count(path, read, step, **more)
         wrong += found["wrong"]
-        counts = ", ".join(
-            f"{found[key]} {key}"
-            for key in ("errors", "without effect", "changed", "wrong")
-        )
-        print(f"{what} {path.name}, {size} bytes: {found.total()} times, {counts}")
+        counts = [f"{found[key]} {key}" for key in KINDS]
+        about = f"{path.relative_to(root)}, {path.stat().st_size} bytes"
+        print(f"{about}: {found.total()} times, {', '.join(counts)}")
 
     with tempfile.TemporaryDirectory() as root:
-        root = pathlib.Path(root)
-        for complete, names in RUNS.items():
-            directory = root / f"run{complete}"
+        for complete in (True, False):
+            directory = pathlib.Path(root, "complete_run" if complete else "run")
             record(directory, complete)
-            what = "complete run:" if complete else "run:"
-            for name in names:
-                show(
-                    what, directory / name, lambda d=directory: run_state(d), step=step
-                )
-        search(root / "search")
+            last = "results.json" if complete else "checkpoint.npz"
+            for name in ("config.json", "metrics.jsonl", last):
+                show(directory / name, lambda d=directory: run_state(d), step)
+        directory = pathlib.Path(root, "search")
+        search(directory)
         for name in SEARCH:
-            path = root / "search" / name
-            show("search:", path, lambda: search_state(root / "search"), step=3 * step)
-        model = root / "cbn_plain.keras"
+            show(directory / name, lambda: search_state(directory), 3 * step)
+        path = pathlib.Path(root, "model.keras")
         golden_model = golden.DIRECTORY / "0.1.0-jax" / "cbn_plain.keras"
-        model.write_bytes(golden_model.read_bytes())
+        path.write_bytes(golden_model.read_bytes())
         # Keras' errors name the member of the archive.
-        show(
-            "saved model:",
-            model,
-            lambda: model_state(model),
-            step=20 * step,
-            bits=[0],
-            named=False,
-        )
+        show(path, lambda: model_state(path), 20 * step, bits=[0], named=False)
     sys.exit(bool(wrong))
 
 

@@ -4,19 +4,17 @@
     python -m tests.programs.forked --disk=<an empty directory on a small file system>
 
 An epoch of this run multiplies an array; what it writes, and how, is as in the recipes.
-Each time it is a process that ends, in one of three ways:
-
-    killed    SIGKILL before the k-th operation on a file (open, rename, remove ...)
-    cut       by the kernel, in the middle of a write, when a file has b bytes
-    failed    a write fails when a file has b bytes (a limit of the process) or, with
-              --disk, when the file system is full
-
-Then the same call goes on. All files must be, byte for byte, those of a run to which
-nothing happened, and nothing else may be left. It needs `os.fork`.
+Each time it is a process that ends: killed before the k-th operation on a file (open,
+rename, remove ...); cut by the kernel in the middle of a write, when a file has b
+bytes; or failed, as a write fails when a file has b bytes (a limit of the process) or,
+with --disk, when the file system is full. Then the same call goes on. All files must
+be, byte for byte, those of a run to which nothing happened, and nothing else may be
+left. It needs `os.fork`.
 """
 
 import argparse
 import errno
+import functools
 import os
 import pathlib
 import resource
@@ -38,35 +36,30 @@ def train(directory):
     one = run.Run(directory / "run", CONFIG)
     if one.results is None:
         with one:
-            _train(one, directory)
+            _train(one, directory / "models" / "state.npy")
 
 
-def _train(one, directory):
+def _train(one, model):
     epoch, state = 0, np.linspace(0, 1, 1000)
-    arrays = one.load()
-    if arrays is not None:
+    if (arrays := one.load()) is not None:
         epoch, state = int(arrays["epoch"]), arrays["state"]
     one.keep(epoch)
     while epoch < CONFIG["epochs"]:
         epoch, state = epoch + 1, state * 1.1 + epoch
         one.log(epoch=epoch, mean=float(state.mean()))
         one.save(epoch=epoch, state=state)
-    files.sweep(directory / "models" / "state.npy")
-    files.write(directory / "models" / "state.npy", lambda file: np.save(file, state))
+    files.sweep(model)
+    files.write(model, lambda file: np.save(file, state))
     one.finish({"mean": float(state.mean()), "epochs": len(one.metrics)})
 
 
-def apart(function):
-    """Calls a function in a process of its own, and returns how that ended.
-
-    Returns:
-        The exit status; negative, the signal.
-    """
+def apart(function, directory):
+    """Calls a function in a process of its own; returns its status, or -signal."""
     process = os.fork()
     if process == 0:
         status = 1
         try:
-            function()
+            function(directory)
             status = 0
         except OSError as error:
             full = error.errno in (errno.EFBIG, errno.ENOSPC)
@@ -76,7 +69,7 @@ def apart(function):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def killed(directory, k):
+def killed(k, directory):
     count = 0
 
     def hook(event, arguments):
@@ -90,18 +83,17 @@ def killed(directory, k):
     train(directory)
 
 
-def limited(directory, size, action):
+def limited(size, directory, action):
     signal.signal(signal.SIGXFSZ, action)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     train(directory)
 
 
-def filled(directory, left):
+def filled(left, directory):
     """Trains with so many bytes left on the file system."""
     free = os.statvfs(directory)
     free = free.f_bavail * free.f_frsize
-    with open(directory / "filling", "wb") as file:
-        file.write(bytes(max(free - left, 0)))
+    (directory / "filling").write_bytes(bytes(max(free - left, 0)))
     train(directory)
 
 
@@ -110,59 +102,56 @@ def content(directory):
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
+class Ends:
+    """How often a run ended in each way, and which ends left another outcome."""
+
+    def __init__(self, expected):
+        self.expected, self.wrong = expected, []
+        self.counts = {"killed": 0, "cut": 0, "failed": 0}
+
+    def survives(self, kind, place, directory, function, end):
+        """Ends a run and goes on with it; returns whether it ended."""
+        status = apart(functools.partial(function, place), directory)
+        if status == 0:
+            return False
+        self.counts[kind] += 1
+        (directory / "filling").unlink(missing_ok=True)
+        again = apart(train, directory)
+        if status != end or again != 0 or content(directory) != self.expected:
+            self.wrong.append((kind, place, status, again))
+        for name in ("run", "models"):
+            shutil.rmtree(directory / name, ignore_errors=True)
+        return True
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1, help="Of so many moments one.")
     parser.add_argument("--disk", type=pathlib.Path, help="Empty, on a small disk.")
     arguments = parser.parse_args()
+    every, k = arguments.every, 1
     with tempfile.TemporaryDirectory() as root:
         root = pathlib.Path(root)
-        assert apart(lambda: train(root / "whole")) == 0
-        expected = content(root / "whole")
-        assert len(expected) == 4  # config, metrics, results, model
-        k, ended, wrong = 1, {"killed": 0, "cut": 0, "failed": 0}, []
-
-        def survives(kind, place, directory, function, end):
-            status = apart(lambda: function(directory))
-            if status == 0:
-                return False
-            ended[kind] += 1
-            (directory / "filling").unlink(missing_ok=True)
-            again = apart(lambda: train(directory))
-            if status != end or again != 0 or content(directory) != expected:
-                wrong.append((kind, place, status, again))
-            shutil.rmtree(directory / "run", ignore_errors=True)
-            shutil.rmtree(directory / "models", ignore_errors=True)
-            return True
-
-        directory = root / "killed"
-        while survives(
-            "killed", k, directory, lambda d, k=k: killed(d, k), -signal.SIGKILL
-        ):
-            k += arguments.every
+        assert apart(train, root / "whole") == 0
+        ends = Ends(content(root / "whole"))
+        assert len(ends.expected) == 4  # config, metrics, results, model
+        while ends.survives("killed", k, root / "killed", killed, -signal.SIGKILL):
+            k += every
         # The largest file, a checkpoint, has 9 kB.
-        for size in range(0, 9000, 40 * arguments.every):
+        for size in range(0, 9000, 40 * every):
             for kind, action, end in (
                 ("cut", signal.SIG_DFL, -signal.SIGXFSZ),
                 ("failed", signal.SIG_IGN, 3),
             ):
-                survives(
-                    kind,
-                    size,
-                    root / f"{kind}{size}",
-                    lambda d, size=size, action=action: limited(d, size, action),
-                    end,
-                )
-        if arguments.disk:
-            for left in range(0, 40_000, 1024 * arguments.every):
-                survives(
-                    "failed", left, arguments.disk, lambda d, n=left: filled(d, n), 3
-                )
-    for kind, count in ended.items():
+                limit = functools.partial(limited, action=action)
+                ends.survives(kind, size, root / f"{kind}{size}", limit, end)
+        for left in range(0, 40_000, 1024 * every) if arguments.disk else ():
+            ends.survives("failed", left, arguments.disk, filled, 3)
+    for kind, count in ends.counts.items():
         print(f"{kind}: {count} times")
-    for what in wrong:
+    for what in ends.wrong:
         print("not the same:", *what)
-    sys.exit(bool(wrong))
+    sys.exit(bool(ends.wrong))
 
 
 if __name__ == "__main__":

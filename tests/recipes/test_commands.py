@@ -4,10 +4,10 @@ import importlib
 import pathlib
 import re
 
-import keras
-import pytest
-
 from recipes.engine import command
+from tests.support.backend import BACKEND, thorough_on
+
+pytestmark = thorough_on("jax")
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXTS = sorted(
@@ -20,6 +20,7 @@ COMMAND = re.compile(r"python3? -m ((?:recipes|tuner)\.[\w.]+)((?:[^\n`;|)#]|\\\
 
 
 def commands():
+    """A dict from each command, its words, to the text that shows it."""
     found = {}
     for path in TEXTS:
         # In the place of <where it is>, a word.
@@ -31,20 +32,18 @@ def commands():
     return found
 
 
-COMMANDS = commands()
-
-
-def test_commands_are_found():
-    assert len(COMMANDS) > 60
-
-
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_documented_command_parses(words):
-    module, *flags = words
-    recipe = importlib.import_module(module)
-    if keras.backend.backend() != "jax":  # the only one that has populations
-        flags = [flag for flag in flags if not flag.startswith("--population")]
-    command.parse(recipe.Settings, flags)
+def test_every_documented_command_parses():
+    found = commands()
+    assert len(found) > 60
+    wrong = {}
+    for (module, *flags), path in found.items():
+        if BACKEND != "jax":  # the only one that has populations
+            flags = [flag for flag in flags if not flag.startswith("--population")]
+        try:
+            command.parse(importlib.import_module(module).Settings, flags)
+        except Exception as error:
+            wrong[path, module, *flags] = error
+    assert not wrong
 
 
 def test_every_recipe_is_documented_in_the_readme():

@@ -1,58 +1,83 @@
 import json
 import os
+import socket
+import threading
 
 import pytest
 
-from tests.programs import cluster_search
 from tests.support import small
 from tests.support import synthetic_search as synthetic
+from tests.support.backend import thorough_on
 from tuner import cluster, search
 
-
-def settings(runs_dir, **more):
-    return search.Settings(
-        model="resnet8",
-        train_size=60,
-        batch_size=16,
-        epochs=1,
-        tune=("rho", "omega"),
-        algorithm="random",
-        trials=3,
-        name="a",
-        runs_dir=str(runs_dir),
-        **more,
-    )
+pytestmark = thorough_on("jax")
+search_here = search.search
 
 
+def search_small(settings):
+    """What a worker calls, which imports this module."""
+    with pytest.MonkeyPatch.context() as patch:
+        small.use(patch)
+        return search_here(settings)
+
+
+def test_a_worker_has_the_trials_and_scores_of_a_search_alone(tmp_path, monkeypatch):
+    alone = synthetic.Tuner(synthetic.oracle("random", 4), tmp_path / "alone")
+    alone.search()
+    chief = synthetic.oracle("random", 4)
+    chief._set_project_dir(str(tmp_path), "a")
+    with socket.socket() as found:
+        found.bind((cluster.LOOPBACK, 0))
+        port = str(found.getsockname()[1])
+    place = cluster.LOOPBACK, port
+    thread = threading.Thread(target=cluster.serve, args=(chief, *place), daemon=True)
+    thread.start()
+    for name, value in zip(cluster.VARIABLES, ("worker0", *place), strict=True):
+        monkeypatch.setenv(name, value)
+    synthetic.Tuner(synthetic.oracle("random", 4), tmp_path / "a").search()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert chief.end_order == alone.oracle.end_order and not chief.ongoing_trials
+    for key, trial in alone.oracle.trials.items():
+        found = chief.trials[key]
+        assert found.hyperparameters.values == trial.hyperparameters.values
+        assert found.score == pytest.approx(trial.score, 1e-6)
+
+
+@pytest.mark.thorough
 def test_a_chief_and_two_workers(tmp_path, monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
-    monkeypatch.setattr(search, "search", cluster_search.run)
-    cluster_search.search_here(settings(tmp_path, workers=2))
+    monkeypatch.setattr(search, "search", search_small)
+    values = {"model": "resnet8", "train_size": 60, "batch_size": 16, "epochs": 1}
+    values |= {"algorithm": "random", "trials": 3, "workers": 2}
+    search_small(search.Settings(**values, name="a", runs_dir=str(tmp_path)))
     found = json.loads((tmp_path / "a" / "tuner_results.json").read_text())
     assert found["finished"] == 3
-    runs = list((tmp_path / "a" / "runs").glob("*/results.json"))
-    assert len(runs) == 3
+    assert len(list(tmp_path.glob("a/runs/*/results.json"))) == 3
     oracle = json.loads((tmp_path / "a" / "oracle.json").read_text())
     assert sorted(oracle["end_order"]) == sorted(oracle["start_order"])
     assert oracle["ongoing_trials"] == {}
-    # Numbers that came over the network are those of one process.
-    small.use(monkeypatch)
-    cluster_search.search_here(settings(tmp_path / "alone", workers=1))
-    path = tmp_path / "alone" / "a" / "tuner_results.json"
-    alone = json.loads(path.read_text())
-    for a, b in zip(found["trials"], alone["trials"], strict=True):
-        assert a["values"] == b["values"]
-        # Other threads round otherwise: one image more or less of 12.
-        assert a["accuracies"][0] == pytest.approx(b["accuracies"][0], abs=0.1)
 
 
-def dies():
-    os._exit(3)
-
-
+@pytest.mark.thorough
 def test_workers_that_die_again_and_again(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "RESTARTS", 0)
     oracle = synthetic.oracle("random", 1)
     oracle._set_project_dir(str(tmp_path), "a")
     with pytest.raises(RuntimeError, match="Workers failed 1 times"):
-        cluster.run(oracle, 1, dies)
+        cluster.run(oracle, 1, os._exit, 3)
+
+
+def test_a_cluster_needs_all_of_its_variables(monkeypatch):
+    assert cluster.role() is None
+    monkeypatch.setenv("KERASTUNER_ORACLE_IP", "127.0.0.1")
+    with pytest.raises(ValueError, match="Missing: KERASTUNER_TUNER_ID, KERAS.*_PORT"):
+        search_here(search.Settings())
+
+
+@pytest.mark.filterwarnings("error")
+def test_others_who_can_reach_the_chief_are_warned_of():
+    with pytest.warns(UserWarning, match="without authentication"):
+        cluster.warn_unless_loopback("0.0.0.0")
+    for address in ("127.0.0.1", "localhost"):
+        cluster.warn_unless_loopback(address)

@@ -5,9 +5,10 @@ import pytest
 
 from recipes.engine import files
 from tests.support import synthetic_search as synthetic
+from tests.support.backend import thorough_on
 from tuner import oracles
 
-ALGORITHMS = sorted(oracles.ALGORITHMS)
+pytestmark = thorough_on("jax")
 
 
 def run(directory, algorithm, count=8, **more):
@@ -20,38 +21,46 @@ def values(oracle):
     return [oracle.trials[key].hyperparameters.values for key in oracle.start_order]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_search_killed_at_any_write_loses_no_trial_and_runs_none_twice(
-    algorithm, tmp_path, monkeypatch
-):
+def run_until(fatal, error, directory, algorithm):
+    """A search that ends at the `fatal`-th write to a file, and writes no more."""
+    write, count = files.write, []
+
+    def count_down(path, save):
+        count.append(path)
+        if len(count) >= fatal:
+            raise error
+        write(path, save)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(files, "write", count_down)
+        run(directory, algorithm)
+
+
+# Of the writes, of which there are more. A Gaussian process takes long.
+EVERY = {name: range(1, 36) for name in oracles.ALGORITHMS} | {"bayesian": (20, 26, 29)}
+FEW = {"random": (4, 7, 20, 29), "grid": (20,), "hyperband": (21,), "bayesian": (26,)}
+
+
+@pytest.mark.parametrize(
+    "moments", [FEW, pytest.param(EVERY, marks=pytest.mark.thorough)], ids=["", "all"]
+)
+@pytest.mark.parametrize("algorithm", sorted(oracles.ALGORITHMS))
+def test_a_search_that_ended_at_a_write_goes_on(algorithm, moments, tmp_path):
+    """Killed, or as the disk was full: no trial is lost, none runs twice."""
     whole = run(tmp_path / "whole", algorithm).oracle
     assert len(whole.end_order) == 8
-    write = files.write
-    # Of the writes, of which there are more. A Gaussian process takes long.
-    for fatal in range(1, 36, 2) if algorithm != "bayesian" else (20, 26, 29):
+    for fatal in moments[algorithm]:
+        error = synthetic.Killed() if fatal % 2 else OSError(28, "No space left")
         directory = tmp_path / str(fatal)
-        written = []
-
-        def count_down(path, save, fatal=fatal, written=written):
-            written.append(path)
-            if len(written) == fatal:
-                raise synthetic.Killed
-            write(path, save)
-
-        with monkeypatch.context() as patch, pytest.raises(synthetic.Killed):
-            patch.setattr(files, "write", count_down)
-            run(directory, algorithm)
+        run_until(fatal, error, directory, algorithm)
         before = synthetic.oracle(algorithm)
         before._set_project_dir(str(tmp_path), str(fatal))
-        ended = []
         if (directory / "oracle.json").exists():
             before.reload()
-            ended = list(before.end_order)
         after = run(directory, algorithm)
-        assert sorted(after.oracle.end_order) == sorted(whole.end_order)
-        assert not set(ended) & set(after.ran)
-        counts = collections.Counter([*ended, *after.ran])
+        counts = collections.Counter([*before.end_order, *after.ran])
         assert counts == dict.fromkeys(whole.end_order, 1)
+        assert sorted(after.oracle.end_order) == sorted(whole.end_order)
         # Interrupted or not, the search is the same.
         assert values(after.oracle) == values(whole)
         for key in whole.end_order:
@@ -72,11 +81,14 @@ def test_grid_has_every_combination_once(tmp_path):
     assert found[0] == {"rho": 1.0, "omega": 10.0}
 
 
-def test_bayesian_finds_the_maximum(tmp_path):
-    tuner = run(tmp_path / "a", "bayesian", count=13)
-    best = tuner.oracle.get_best_trials()[0]
+def test_bayesian_finds_the_maximum_with_values_of_four_digits(tmp_path):
+    oracle = run(tmp_path / "a", "bayesian", count=13).oracle
+    best = oracle.get_best_trials()[0]
     assert best.score > 0.898
     assert abs(np.log2(best.hyperparameters.values["rho"]) + 1) < 0.5
+    for found in values(oracle):
+        assert all(value == float(f"{value:.4g}") for value in found.values())
+        assert 1 / 8 <= found["rho"] <= 8 and 0 <= found["omega"] <= 100
 
 
 def test_bayesian_learns_from_failed_trials(tmp_path):
@@ -103,25 +115,23 @@ def test_hyperband_goes_on_with_the_best_though_trials_fail(tmp_path):
         return values["omega"] > 50
 
     found = run(tmp_path / "a", "hyperband", count=None, fails=fails).oracle
-    rounds = collections.Counter(
-        (v["tuner/bracket"], v["tuner/round"]) for v in values(found)
-    )
     whole = run(tmp_path / "b", "hyperband", count=None).oracle
     assert len(found.end_order) == len(whole.end_order)
+    rounds = {(v["tuner/bracket"], v["tuner/round"]) for v in values(found)}
     assert len(rounds) > 2
-    finished = [
-        trial.hyperparameters.values
-        for trial in found.trials.values()
-        if trial.hyperparameters.values["tuner/epochs"] == 9
-        and trial.status == "COMPLETED"
-    ]
-    assert finished
+    trials = list(found.trials.values())
+    ended = [t.hyperparameters.values for t in trials if t.status == "COMPLETED"]
+    assert 9 in [values["tuner/epochs"] for values in ended]
 
 
-def start(tmp_path, *tuner_ids, algorithm="random", count=4):
-    oracle = synthetic.oracle(algorithm, count)
-    oracle._set_project_dir(str(tmp_path), "a")
-    return oracle, [oracle.create_trial(tuner_id) for tuner_id in tuner_ids]
+def resumed(tmp_path, *tuner_ids, count):
+    """A chief that started again, and the trials that its workers had."""
+    chiefs = [synthetic.oracle("random", count) for _ in range(2)]
+    for chief in chiefs:
+        chief._set_project_dir(str(tmp_path), "a")
+    started = [chiefs[0].create_trial(tuner_id) for tuner_id in tuner_ids]
+    chiefs[1].reload()
+    return chiefs[1], started
 
 
 def end(oracle, trial):
@@ -130,34 +140,29 @@ def end(oracle, trial):
     oracle.end_trial(trial)
 
 
+def end_all(oracle, tuner_id):
+    order = []
+    while (trial := oracle.create_trial(tuner_id)).status == "RUNNING":
+        order.append(trial.trial_id)
+        end(oracle, trial)
+    return order
+
+
 def test_after_a_restart_of_the_chief_trials_stay_with_their_workers(tmp_path):
-    _, (first, second) = start(tmp_path, "worker0", "worker1")
-    chief = synthetic.oracle("random", 4)
-    chief._set_project_dir(str(tmp_path), "a")
-    chief.reload()
+    chief, (first, second) = resumed(tmp_path, "worker0", "worker1", count=4)
     # worker0 is still training, and tells the new chief when it is done.
     again = chief.create_trial("worker1")
     assert again.trial_id == second.trial_id
     end(chief, first)
     assert chief.end_order == [first.trial_id]
     end(chief, again)
-    others = []
-    while (trial := chief.create_trial("worker0")).status == "RUNNING":
-        others.append(trial.trial_id)
-        end(chief, trial)
-    assert len(others) == 2 and len(set(chief.end_order)) == 4
+    assert len(end_all(chief, "worker0")) == 2 and len(set(chief.end_order)) == 4
     assert chief.tuner_ids == {"worker1"}
 
 
 def test_a_trial_whose_worker_is_gone_is_taken_over_at_the_end(tmp_path):
-    _, (lost, mine) = start(tmp_path, "gone", "worker0")
-    chief = synthetic.oracle("random", 3)
-    chief._set_project_dir(str(tmp_path), "a")
-    chief.reload()
-    order = []
-    while (trial := chief.create_trial("worker0")).status == "RUNNING":
-        order.append(trial.trial_id)
-        end(chief, trial)
+    chief, (lost, mine) = resumed(tmp_path, "gone", "worker0", count=3)
+    order = end_all(chief, "worker0")
     assert order[0] == mine.trial_id and order[-1] == lost.trial_id
     assert len(set(order)) == 3
     ended = list(chief.end_order)
@@ -168,9 +173,3 @@ def test_a_trial_whose_worker_is_gone_is_taken_over_at_the_end(tmp_path):
 def test_many_failures_do_not_end_a_search(tmp_path):
     tuner = run(tmp_path / "a", "random", fails=lambda values: True)
     assert [t.status for t in tuner.oracle.trials.values()] == ["FAILED"] * 8
-
-
-def test_values_have_four_digits(tmp_path):
-    for found in values(run(tmp_path / "a", "bayesian", count=10).oracle):
-        assert all(value == float(f"{value:.4g}") for value in found.values())
-        assert 1 / 8 <= found["rho"] <= 8 and 0 <= found["omega"] <= 100

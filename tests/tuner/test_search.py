@@ -1,63 +1,56 @@
 import json
-import os
-import pathlib
-import signal
-import subprocess
-import sys
-import time
 
 import keras
 import numpy as np
 import pytest
 
 from recipes import train
-from recipes.engine import classifier, command, data
+from recipes.engine import classifier, command, data, workers
 from tests.support import small
-from tuner import cluster, report
+from tests.support.backend import BACKEND, thorough_on
+from tuner import report
 from tuner.search import Settings, search
 
-ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = thorough_on("jax")
+
 TINY = {"model": "resnet8", "train_size": 60, "batch_size": 16, "epochs": 2}
 USUAL = {"tune": ("rho", "omega"), "algorithm": "random", "trials": 3, "name": "a"}
+USUAL |= {**TINY, "workers": 1}
+OTHER_STRATEGY = "tpu" if BACKEND == "jax" else "data_parallel"
 
 
-@pytest.fixture(autouse=True)
-def small_networks(monkeypatch):
-    small.use(monkeypatch)
+@pytest.fixture(autouse=True, scope="module")
+def small_networks():
+    with pytest.MonkeyPatch.context() as patch:
+        small.use(patch)
+        yield
 
 
 def run(tmp_path, **arguments):
-    given = {**TINY, **USUAL, "workers": 1} | arguments
-    return search(Settings(**given, runs_dir=str(tmp_path)))
-
-
-def outcome(tmp_path):
-    return json.loads((tmp_path / "a" / "tuner_results.json").read_text())
+    """The text of a search, and its tuner_results.json."""
+    text = search(Settings(**USUAL | arguments, runs_dir=str(tmp_path)))
+    return text, json.loads((tmp_path / "a" / "tuner_results.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        small.use(patch)
-        return tmp_path, run(tmp_path, seeds=2)
+    return tmp_path, *run(tmp_path, seeds=2)
 
 
 def test_what_is_written(finished):
-    tmp_path, text = finished
-    found = outcome(tmp_path)
+    tmp_path, text, found = finished
     assert found["finished"] == 3 and found["failed"] == 0
     assert found["measured_on"] == "validation"
     assert found["settings"]["validation_size"] == 12
     assert found["hyperparameters"] == ["rho", "omega"]
     for row in found["trials"]:
-        assert row["epochs"] == 2 and len(row["accuracies"]) == 2
-        assert row["accuracy"]["mean"] == pytest.approx(np.mean(row["accuracies"]))
-        assert row["accuracy"]["std"] == pytest.approx(
-            np.std(row["accuracies"], ddof=1)
-        )
+        accuracies = row["accuracies"]
+        assert row["epochs"] == 2 and len(accuracies) == 2
+        assert row["accuracy"]["mean"] == pytest.approx(np.mean(accuracies))
+        assert row["accuracy"]["std"] == pytest.approx(np.std(accuracies, ddof=1))
         # They are those of the runs.
-        for seed, accuracy in enumerate(row["accuracies"]):
+        for seed, accuracy in enumerate(accuracies):
             pattern = f"*seed{seed}*omega{row['values']['omega']}*"
             (path,) = (tmp_path / "a" / "runs").glob(pattern)
             results = json.loads((path / "results.json").read_text())
@@ -70,52 +63,38 @@ def test_what_is_written(finished):
     for name in ("accuracy.png", "parallel.png", "best_so_far.png"):
         assert (tmp_path / "a" / name).stat().st_size > 5000
     assert text == (tmp_path / "a" / "report.txt").read_text()
-    assert (
-        found["command"] in text and (tmp_path / "a" / "table.md").read_text() in text
-    )
+    assert found["command"] in text
+    assert (tmp_path / "a" / "table.md").read_text() in text
     assert not list(tmp_path.glob("*.keras"))
 
 
 def test_the_best_setting_as_a_command(finished):
-    tmp_path, _ = finished
-    found = outcome(tmp_path)
+    found = finished[2]
     prefix, _, flags = found["command"].partition("python -m recipes.train ")
-    backend = keras.backend.backend()
-    assert prefix == ("" if backend == "tensorflow" else f"KERAS_BACKEND={backend} ")
+    assert prefix == ("" if BACKEND == "tensorflow" else f"KERAS_BACKEND={BACKEND} ")
     given = command.parse(train.Settings, flags.split())
     values = found["best"]["values"] | TINY
     assert {key: getattr(given, key) for key in values} == values
     assert given.validation_size is None  # all images train
 
-
-def test_the_command_has_stages_and_a_place_of_data():
-    settings = classifier.Saved(
-        dataset="cifar10", validation_size=5000, data_dir="/data"
+    place = {"dataset": "cifar10", "data_dir": "/data", "validation_size": 5000}
+    line = report.command(
+        classifier.Saved(**place), {"rho_stage1": 0.5, "rho_stage2": 2.0}
     )
-    line = report.command(settings, {"rho_stage1": 0.5, "rho_stage2": 2.0})
     assert "--stage_rho=stage1=0.5,stage2=2 --data_dir=/data" in line
     assert "--dataset=cifar10" in line and "validation" not in line
 
 
-def test_the_same_again_trains_nothing(finished, monkeypatch):
-    tmp_path, text = finished
-
-    def never(*_, **__):
-        raise AssertionError
-
-    monkeypatch.setattr(keras.Model, "fit", never)
-    assert run(tmp_path, seeds=2) == text
-
-
-def test_a_name_belongs_to_one_search(finished):
-    tmp_path, _ = finished
+def test_the_same_again_trains_nothing_and_no_other_search(finished, monkeypatch):
+    tmp_path, *expected = finished
+    monkeypatch.setattr(keras.Model, "fit", None)
+    assert [*run(tmp_path, seeds=2)] == expected
     with pytest.raises(ValueError, match="seeds: 2 there, 1 here"):
         run(tmp_path)
 
 
 def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
-    text = run(tmp_path, tune=("learning_rate=0.01..1e30",), trials=4)
-    found = outcome(tmp_path)
+    text, found = run(tmp_path, tune=("learning_rate=0.01..1e30",), trials=4)
     assert found["failed"] >= 2 and found["finished"] + found["failed"] == 4
     assert text.count(" diverged |") == found["failed"]
     lines = capsys.readouterr().out.splitlines()
@@ -123,18 +102,15 @@ def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
     assert lines[-1].startswith("trial 4/4: learning_rate=") and len(lines) == 4
     if found["finished"]:
         assert found["best"]["status"] == "COMPLETED"
-
-
-def test_nothing_but_diverged_trials(tmp_path):
-    text = run(tmp_path, tune=("learning_rate=1e29..1e30",), trials=2)
-    found = outcome(tmp_path)
+    # Nothing but diverged trials.
+    lost = {"tune": ("learning_rate=1e29..1e30",), "trials": 2, "epochs": 1}
+    text, found = run(tmp_path / "lost", **lost)
     assert found["best"] is None and found["command"] is None
     assert "Best setting" not in text
 
 
 def test_another_error_ends_the_search_and_its_trial_is_not_lost(tmp_path, monkeypatch):
-    fit = keras.Model.fit
-    calls = []
+    fit, calls = keras.Model.fit, []
 
     def broken(self, *args, **kwargs):
         calls.append(self)
@@ -146,90 +122,43 @@ def test_another_error_ends_the_search_and_its_trial_is_not_lost(tmp_path, monke
         patch.setattr(keras.Model, "fit", broken)
         with pytest.raises(RuntimeError, match="ended with an error: no space left"):
             run(tmp_path)
-    run(tmp_path)
-    assert [row["status"] for row in outcome(tmp_path)["trials"]] == ["COMPLETED"] * 3
+    _, found = run(tmp_path)
+    assert [row["status"] for row in found["trials"]] == ["COMPLETED"] * 3
 
 
+@pytest.mark.thorough
 def test_hyperband_goes_on_with_a_run(tmp_path):
-    run(tmp_path, epochs=3, algorithm="hyperband", trials=None)
-    found = outcome(tmp_path)
+    _, found = run(tmp_path, epochs=3, algorithm="hyperband", trials=None)
     assert {row["epochs"] for row in found["trials"]} == {1, 3}
     assert found["best"]["epochs"] == 3
     directories = list((tmp_path / "a" / "runs").iterdir())
     assert len(directories) < len(found["trials"])  # a promoted trial has its old one
-    whole = [path for path in directories if (path / "results.json").exists()]
-    (path, *_) = whole
-    lines = (path / "metrics.jsonl").read_text().splitlines()
+    path = next(path for path in directories if (path / "results.json").exists())
+    last = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
     stored = json.loads((path / "config.json").read_text())
     del stored["format"]
-    settings = classifier.Saved(
-        **stored, runs_dir=str(tmp_path / "again"), saved_models_dir=None
-    )
-    again = train.train(settings).results
-    assert json.loads(lines[-1])["test_accuracy"] == again["test_accuracy"]
+    places = {"runs_dir": str(tmp_path / "again"), "saved_models_dir": None}
+    again = train.train(classifier.Saved(**stored, **places)).results
+    assert last["test_accuracy"] == again["test_accuracy"]
 
 
 def test_scored_by_test_images_if_asked(tmp_path):
-    run(tmp_path, validation_size=0, trials=1)
-    found = outcome(tmp_path)
+    _, found = run(tmp_path, validation_size=0, trials=1, epochs=1)
     assert found["measured_on"] == "test"
     (accuracy,) = found["trials"][0]["accuracies"]
     hits = accuracy * len(data.load("digits").y_test)
     assert hits == pytest.approx(round(hits), abs=1e-3)
 
 
-KILLED = f"""
-import sys
-from recipes import models
-from tests.support import small
-from tuner.search import Settings, search
-models.build = small.build
-given = {TINY | USUAL | {"epochs": 6, "workers": 1}}
-search(Settings(**given, runs_dir=sys.argv[1]))
-"""
-
-
-def test_sigkill_and_again(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
-    deadline = time.monotonic() + 300
-    while not (done := list(tmp_path.glob("a/runs/*/results.json"))):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    before = {path: path.stat().st_mtime_ns for path in done}
-    run(tmp_path, epochs=6)
-    assert {path: path.stat().st_mtime_ns for path in done} == before
-    assert len(list(tmp_path.glob("a/runs/*/results.json"))) == 3
-    assert outcome(tmp_path)["finished"] == 3
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ({"tune": ("depth",)}, "depth is unknown"),
-        ({"tune": ()}, "the space is empty"),
         ({"algorithm": "annealing"}, "`algorithm` must be of random, grid"),
-        ({"trials": 0}, "`trials` must be at least 1"),
-        ({"seeds": 0}, "`seeds` must be at least 1"),
-        ({"rho_per": "layer"}, "`rho_per` must be.*rho_per='layer'"),
         ({"tune": ("omega",), "rho_per": "stage"}, "'stage' where rho is tuned"),
         ({"norm": "bn"}, "not have rho, which the norm bn lacks"),
         ({"norm": "cbn_batch"}, "not have omega.*cbn_batch is without it"),
-        ({"epochs": 0}, "`epochs` must be at least 1"),
-        (
-            {
-                "strategy": "tpu"
-                if keras.backend.backend() == "jax"
-                else "data_parallel"
-            },
-            "`strategy` must be one of",
-        ),
+        ({"strategy": OTHER_STRATEGY}, "`strategy` must be one of"),
     ],
 )
 def test_bad_arguments(arguments, message, tmp_path):
@@ -239,25 +168,8 @@ def test_bad_arguments(arguments, message, tmp_path):
 
 
 def test_how_many_train_at_the_same_time(monkeypatch):
-    monkeypatch.setattr("recipes.engine.workers.default_count", lambda: 4)
+    monkeypatch.setattr(workers, "default_count", lambda: 4)
     assert Settings().processes() == 4
     assert Settings(trials=3).processes() == 3
     assert Settings(workers=2).processes() == 2
     assert Settings(strategy="mirrored").processes() == 1
-
-
-def test_a_cluster_needs_all_of_its_variables(tmp_path, monkeypatch):
-    monkeypatch.setenv("KERASTUNER_ORACLE_IP", "127.0.0.1")
-    with pytest.raises(ValueError, match="Missing: KERASTUNER_TUNER_ID, KERAS.*_PORT"):
-        run(tmp_path)
-
-
-def test_others_can_reach_the_chief():
-    with pytest.warns(UserWarning, match="without authentication"):
-        cluster.warn_unless_loopback("0.0.0.0")
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
-def test_only_this_machine_can_reach_the_chief(address):
-    cluster.warn_unless_loopback(address)

@@ -4,18 +4,16 @@ import json
 import subprocess
 import sys
 
-import keras
 import pytest
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX only"),
-]
+from tests.support.backend import jax_only
+
+pytestmark = [pytest.mark.thorough, jax_only]
 
 SCRIPT = """
-from benchmarks import tpu_compiler
 import json
 import jax, numpy as np
+from benchmarks import tpu_compiler
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recipes.engine import classifier, data, population, together
 
@@ -49,16 +47,11 @@ def cost(function, axes, own, shared):
 
 current = {key: trials._state[key] for key in population.CURRENT}
 epochs = np.zeros(4, "uint32")
-print(json.dumps({
-    "train": cost(
-        trials._trial.train_epoch, (0, 0, 0, None),
-        (current, trials._settings, epochs), trials._train_data,
-    ),
-    "evaluate": cost(
-        trials._trial.evaluate, (0, None), (trials._state,), trials._test_data
-    ),
-    "chips": chips.chips,
-}))
+own = current, trials._settings, epochs
+train = trials._trial.train_epoch, (0, 0, 0, None), own, trials._train_data
+test = trials._trial.evaluate, (0, None), (trials._state,), trials._test_data
+costs = {"train": cost(*train), "evaluate": cost(*test), "chips": chips.chips}
+print(json.dumps(costs))
 """
 
 

@@ -4,34 +4,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_norms import CBN
 from recipes.engine import classifier, data, devices
 from recipes.models import norms
 from tests.recipes.engine.test_imagenet import SIZE, TEST, read, stream
 from tests.recipes.engine.test_imagenet import data_dir as data_dir  # a fixture
+from tests.support.backend import BACKEND, tensorflow_only
 
-BACKEND = keras.backend.backend()
-tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
 SETTINGS = classifier.Training(train_size=40, batch_size=12, augment=True)
 
 
-def test_no_strategy():
-    assert devices.get(None) is None
-    assert devices.get("none") is None
-
-
-@pytest.mark.parametrize("name", ["mirrored", "tpu", "data_parallel", "of my own"])
-def test_strategies_of_other_backends_are_refused(name):
-    if devices.BACKENDS.get(name) == BACKEND:
-        pytest.skip("one of this backend")
-    with pytest.raises(ValueError, match=f"be one of none.*on the backend {BACKEND}"):
-        devices.get(name)
-
-
-@pytest.mark.parametrize("name", [None, "none", "mirrored", "tpu"])
-def test_many_machines_are_refused_but_for_jax(name):
-    with pytest.raises(ValueError, match="many machines there only. Received: job_add"):
-        devices.get(name, "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
+def test_what_a_backend_does_not_have_is_refused():
+    assert devices.get(None) is None and devices.get("none") is None
+    for name in ("mirrored", "tpu", "data_parallel", "of my own"):
+        if devices.BACKENDS.get(name) != BACKEND:
+            with pytest.raises(ValueError, match=f"of none.* the backend {BACKEND}"):
+                devices.get(name)
+    for name in (None, "none", "mirrored", "tpu"):
+        with pytest.raises(ValueError, match="many machines there only. Received: job"):
+            devices.get(name, "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
 
 
 @given(count=st.integers(1, 2000), several=st.integers(1, 300))
@@ -40,9 +30,7 @@ def test_test_batches(count, several):
     assert size <= data.TEST_BATCH_SIZE
     assert count % size == 0 == padded % several
     assert 0 <= padded - size < several
-
-
-def test_test_batches_are_not_padded_without_need():
+    # Not padded without need.
     assert devices.test_batch(10_000, 8) == (400, 400)
     assert devices.test_batch(10_000, 256) == (500, 512)
     assert devices.test_batch(360, 8) == (360, 360)
@@ -61,9 +49,8 @@ def test_processes_share_each_batch(processes):
         for mine, expected in zip(together, whole.batches(1)[i], strict=True):
             np.testing.assert_array_equal(np.concatenate(mine), expected)
     # 360 images in one batch, without any to fill it up.
-    images, labels, weights = map(
-        np.concatenate, zip(*(part.test[0] for part in parts))
-    )
+    tests = zip(*(part.test[0] for part in parts))
+    images, labels, weights = map(np.concatenate, tests)
     np.testing.assert_array_equal(images, whole.test[0])
     np.testing.assert_array_equal(labels, whole.test[1])
     assert parts[0].test.num_batches == 1 and weights.sum() == len(weights) == 360
@@ -74,9 +61,6 @@ def test_what_fills_a_test_batch_up_has_no_weight():
     assert len(images) == len(labels) == 364
     np.testing.assert_array_equal(weights, [1] * 360 + [0] * 4)
     np.testing.assert_array_equal(images[:360], data.source(SETTINGS).test[0])
-
-
-def test_batches_that_devices_cannot_share_are_refused():
     with pytest.raises(ValueError, match="multiple of the number of devices, 8. Rec"):
         devices._Parts(data.source(SETTINGS), 12, 8)
 
@@ -85,24 +69,18 @@ def test_processes_share_imagenet(data_dir):
     whole = stream(data_dir)
     parts = [devices._Parts(stream(data_dir), 4, 4, process, 2) for process in range(2)]
     batches = [read(part.batches(1)) for part in parts]
-    expected = read(whole.batches(1))
-    assert [len(part) for part in batches] == [len(expected)] * 2
-    for (x, y), *mine in zip(expected, *batches, strict=True):
+    for (x, y), *mine in zip(read(whole.batches(1)), *batches, strict=True):
         # The same crops of the same images, in another order.
         together = {label: image for part in mine for image, label in zip(*part)}
         assert together.keys() == set(y) and len(y) == 4
         for image, label in zip(x, y):
             np.testing.assert_allclose(together[label], image, atol=1e-5)
-    tests = [list(part.test.as_numpy_iterator()) for part in parts]
-    assert [len(test) for test in tests] == [1, 1]
-    images, labels, weights = map(np.concatenate, zip(tests[0][0], tests[1][0]))
+    ((first,), (second,)) = (list(part.test.as_numpy_iterator()) for part in parts)
+    images, labels, weights = map(np.concatenate, zip(first, second))
     np.testing.assert_array_equal(weights, [1] * TEST + [0])
-    np.testing.assert_array_equal(labels[:TEST], np.concatenate(read_labels(whole)))
+    expected = np.concatenate([y for _, y in read(whole.test)])
+    np.testing.assert_array_equal(labels[:TEST], expected)
     assert images.shape == (TEST + 1, SIZE, SIZE, 3)
-
-
-def read_labels(source):
-    return [y for _, y in read(source.test)]
 
 
 @tensorflow_only
@@ -116,14 +94,12 @@ def test_replicas():
     np.testing.assert_array_equal(images, expected[0])
     assert source.test.element_spec[0].shape == (360, 8, 8, 1)
     assert int(source.test.cardinality()) == 1
+    model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten()])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, weighted_metrics=["accuracy"])
     for _ in range(2):  # TensorFlow may reuse the memory of what it was given
         for _, _, weights in source.test:
             np.testing.assert_array_equal(weights, np.ones(360))
-        model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten()])
-        model.compile(
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            weighted_metrics=["accuracy"],
-        )
         model.evaluate(source.test, verbose=0)
     made = {}
     for name in ("cbn", "bn", "layer", "wn", "mean_removal"):
@@ -133,4 +109,3 @@ def test_replicas():
     assert made["bn"].synchronized and made["mean_removal"].synchronized
     assert not hasattr(made["layer"], "synchronized") and made["wn"] is None
     assert not norms.get("cbn").layer(4, name="norm").synchronized
-    assert isinstance(made["cbn"], CBN)

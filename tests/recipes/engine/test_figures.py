@@ -3,6 +3,12 @@ import pytest
 from recipes.engine import figures
 
 
+def assert_pictures(directory, *names):
+    for name in names:
+        content = (directory / f"{name}.png").read_bytes()
+        assert content.startswith(b"\x89PNG")
+
+
 def test_a_norm_has_one_colour_everywhere():
     first = figures.colours(["cbn", "bn"])
     second = figures.colours(["lp1", "bn", "group", "cbn"])
@@ -14,8 +20,7 @@ def test_a_norm_has_one_colour_everywhere():
 
 
 def test_shades_have_an_order():
-    shades = figures.shades(["a", "b", "c"])
-    greens = [green for _, green, _, _ in shades.values()]
+    greens = [green for _, green, _, _ in figures.shades(["a", "b", "c"]).values()]
     assert greens == sorted(greens)
 
 
@@ -25,20 +30,15 @@ def test_nothing_to_draw(tmp_path, runs):
     figures.curves(tmp_path / "x.png", {"a": {"bn": runs}}, rows, "title")
     outcomes = {"a": {"bn": {1.0: [], 2.0: [0.1] * 3}}}
     figures.against(tmp_path / "y.png", outcomes, "x", "y", "title", base=2)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "y.png").read_bytes().startswith(b"\x89PNG")
+    assert_pictures(tmp_path, "x", "y")
 
 
-def test_distributions_and_steps(tmp_path):
+def test_some_of_which_there_is_nothing_to_draw(tmp_path):
     panels = {"relu": {"layer 1": [[0.1, 0.5], [1.0]], "layer 2": []}}
     figures.distributions(tmp_path / "x.png", panels, (0, 1), "v", "title", (-1, 2))
-    one_seed = {"mean": 2.0, "std": None}
-    values = {
-        "ours": [{"mean": 1.0, "std": 0.1}, None],
-        "theirs": [None, one_seed],
-    }
+    ours = [{"mean": 1.0, "std": 0.1}, None]
+    values = {"ours": ours, "theirs": [None, {"mean": 2.0, "std": None}]}
     figures.steps(tmp_path / "y.png", {"relu": values}, ["1", "2"], "title")
     rates = {0.1: {"relu": {"bn": [[{"gradient_norm": 1.0}]]}}, 1.0: {"relu": {}}}
     figures.gradient_norms(tmp_path / "z.png", rates, "title")
-    for name in ("x", "y", "z"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert_pictures(tmp_path, "x", "y", "z")

@@ -6,23 +6,26 @@ import pytest
 
 from recipes import models, train
 from recipes.engine import classifier, data, imagenet
-from tests.support import small
+from tests.support import images, small
+from tests.support.backend import thorough_on
 
 tf = pytest.importorskip("tensorflow")
-tfds = pytest.importorskip("tensorflow_datasets")
+pytest.importorskip("tensorflow_datasets")
 PIL_Image = pytest.importorskip("PIL.Image")
 
+pytestmark = thorough_on("jax")  # TensorFlow reads the images for every backend
+
 # Width and height, and the mode of the JPEG: large, flat, tall, tiny.
-KINDS = [
-    ((100, 80), "RGB"),
-    ((90, 7), "RGB"),
-    ((20, 75), "L"),
-    ((1, 1), "RGB"),
-    ((64, 48), "CMYK"),
-    ((33, 34), "L"),
-]
+KINDS = [((100, 80), "RGB"), ((90, 7), "RGB"), ((20, 75), "L"), ((1, 1), "RGB")]
+KINDS += [((64, 48), "CMYK"), ((33, 34), "L")]
 TRAIN, TEST = 14, 7
 SIZE = 16
+
+
+def encoded(image, **options):
+    file = io.BytesIO()
+    image.save(file, "JPEG", **options)
+    return file.getvalue()
 
 
 def jpeg(kind, rng):
@@ -30,47 +33,22 @@ def jpeg(kind, rng):
     (width, height), mode = kind
     colours = rng.integers(0, 256, (2, 2, 3), "uint8")
     image = PIL_Image.fromarray(colours).resize((width, height)).convert(mode)
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=95)
-    return file.getvalue()
+    return encoded(image, quality=95)
 
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     """ImageNet in the files of tensorflow_datasets, with few images."""
     root = tmp_path_factory.mktemp("tfds")
-    builder = tfds.builder(imagenet.NAME, data_dir=str(root))
-    features = builder.info.features
-    directory = root / imagenet.NAME / str(builder.version)
-    directory.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    splits = []
+    splits = {}
     for split, count in (("train", TRAIN), ("validation", TEST)):
-        shards = [count // 2, count - count // 2]
-        number = 0
-        for shard, length in enumerate(shards):
-            name = f"{imagenet.NAME}-{split}.tfrecord-{shard:05}-of-00002"
-            with tf.io.TFRecordWriter(str(directory / name)) as writer:
-                for _ in range(length):
-                    encoded = jpeg(KINDS[number % len(KINDS)], rng)
-                    example = {
-                        "image": io.BytesIO(encoded),
-                        "label": number,
-                        "file_name": f"{number}.JPEG",
-                    }
-                    example = features.encode_example(example)
-                    writer.write(features.serialize_example(example))
-                    number += 1
-        splits.append(
-            tfds.core.SplitInfo(name=split, shard_lengths=shards, num_bytes=0)
-        )
-    tfds.folder_dataset.write_metadata(
-        data_dir=directory,
-        features=features,
-        split_infos=splits,
-        filename_template="{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
-        supervised_keys=("image", "label"),
-    )
+        kinds = [KINDS[number % len(KINDS)] for number in range(count)]
+        splits[split] = [
+            {"image": io.BytesIO(jpeg(kind, rng)), "label": i, "file_name": f"{i}.JPEG"}
+            for i, kind in enumerate(kinds)
+        ]
+    images.write_tfds(root, imagenet.NAME, splits, shards=2)
     return str(root)
 
 
@@ -84,7 +62,13 @@ def read(dataset):
     return [(x.numpy(), y.numpy()) for x, y in dataset]
 
 
-def test_batches(data_dir):
+def assert_same(batches, others):
+    for pair, other in zip(batches, others, strict=True):
+        for a, b in zip(pair, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_batches_are_a_function_of_seed_and_epoch(data_dir):
     source = stream(data_dir)
     assert isinstance(source, imagenet.Stream)
     assert source.image_shape == (SIZE, SIZE, 3) and source.num_classes == 1000
@@ -96,27 +80,17 @@ def test_batches(data_dir):
         # Standardised colours from 0 to 255.
         assert x.min() > -2.2 and x.max() < 2.7
     epochs = np.reshape([y for _, y in batches], (3, -1))
-    for epoch in epochs:
-        assert len(set(epoch)) == 12  # an image once in an epoch
+    assert [len(set(epoch)) for epoch in epochs] == [12] * 3  # each image once
     assert (epochs[0] != epochs[1]).any() and (epochs[1] != epochs[2]).any()
+
+    assert_same(read(stream(data_dir).batches()), batches)
+    assert_same(read(stream(data_dir).batches(first_epoch=2)), batches[6:])
+    other = read(stream(data_dir, seed=2).batches())
+    assert any((a[1] != b[1]).any() for a, b in zip(batches, other, strict=True))
 
     tests = read(source.test)
     assert [len(y) for _, y in tests] == [4, 3]
     assert sorted(np.concatenate([y for _, y in tests])) == list(range(TEST))
-
-
-def test_batches_are_a_function_of_seed_and_epoch(data_dir):
-    batches = read(stream(data_dir).batches())
-    again = read(stream(data_dir).batches())
-    resumed = read(stream(data_dir).batches(first_epoch=2))
-    for (x, y), (x2, y2) in zip(batches, again, strict=True):
-        np.testing.assert_array_equal(x, x2)
-        np.testing.assert_array_equal(y, y2)
-    for (x, y), (x2, y2) in zip(batches[6:], resumed, strict=True):
-        np.testing.assert_array_equal(x, x2)
-        np.testing.assert_array_equal(y, y2)
-    other = read(stream(data_dir, seed=2).batches())
-    assert any((a[1] != b[1]).any() for a, b in zip(batches, other, strict=True))
 
 
 def numbered(width=60, height=40):
@@ -124,9 +98,8 @@ def numbered(width=60, height=40):
     pixels = np.zeros((height, width, 3), "uint8")
     pixels[..., 0] = 4 * np.arange(width)
     pixels[..., 1] = 4 * np.arange(height)[:, None]
-    file = io.BytesIO()
-    PIL_Image.fromarray(pixels).save(file, "JPEG", quality=100, subsampling=0)
-    return file.getvalue()
+    image = PIL_Image.fromarray(pixels)
+    return tf.constant(encoded(image, quality=100, subsampling=0))
 
 
 def edges(image):
@@ -140,10 +113,10 @@ def edges(image):
 
 
 def test_random_crops_are_within_area_and_ratio_and_half_of_them_mirrored():
-    encoded = tf.constant(numbered())
+    image = numbered()
     widths, heights, mirrored, tops = [], [], [], []
     for number in range(150):
-        crop = imagenet.random_crop(encoded, 32, (5, number)).numpy()
+        crop = imagenet.random_crop(image, 32, (5, number)).numpy()
         (left, right), (top, bottom) = edges(crop)
         mirrored.append(right < left)
         left, right = sorted((left, right))
@@ -160,60 +133,46 @@ def test_random_crops_are_within_area_and_ratio_and_half_of_them_mirrored():
     assert 45 < sum(mirrored) < 105  # 5 deviations from 75
 
 
-def test_middle_crop():
-    crop = imagenet.middle_crop(tf.constant(numbered()), 32).numpy()
-    (left, right), (top, bottom) = edges(crop)
+def test_middle_crop_and_standardised_colours():
+    (left, right), (top, bottom) = edges(imagenet.middle_crop(numbered(), 32).numpy())
     # 35 pixels, 7/8 of 40, in the middle of 60 and 40.
     np.testing.assert_allclose((left, right), (12, 47), atol=0.8)
     np.testing.assert_allclose((top, bottom), (2, 37), atol=0.8)
+    colours = imagenet.standardise(np.array([[0] * 3, [255] * 3], "float32"))
+    expected = [[-2.1179, -2.0357, -1.8044], [2.2489, 2.4286, 2.64]]
+    np.testing.assert_allclose(colours, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_image_is_decoded_as_pil_does(kind):
-    encoded = jpeg(kind, np.random.default_rng(3))
-    crop = imagenet.middle_crop(tf.constant(encoded), SIZE).numpy()
-    image = PIL_Image.open(io.BytesIO(encoded))
+    content = jpeg(kind, np.random.default_rng(3))
+    crop = imagenet.middle_crop(tf.constant(content), SIZE).numpy()
+    image = PIL_Image.open(io.BytesIO(content))
     side = max(round(7 / 8 * min(image.size)), 1)
     left, top = ((length - side) // 2 for length in image.size)
     image = image.convert("RGB").crop((left, top, left + side, top + side))
     expected = np.asarray(image.resize((SIZE, SIZE), PIL_Image.Resampling.BILINEAR))
     np.testing.assert_allclose(crop, expected, atol=8)
     for number in range(5):
-        part = imagenet.random_crop(tf.constant(encoded), SIZE, (0, number)).numpy()
+        part = imagenet.random_crop(tf.constant(content), SIZE, (0, number)).numpy()
         assert part.shape == (SIZE, SIZE, 3) and np.ptp([part.min(), part.max()]) < 256
 
 
-def test_standardise():
-    white = imagenet.standardise(np.full((2, 2, 3), 255.0, "float32"))
-    np.testing.assert_allclose(white[0, 0], [2.2489, 2.4286, 2.64], atol=1e-4)
-    black = imagenet.standardise(np.zeros((2, 2, 3), "float32"))
-    np.testing.assert_allclose(black[0, 0], [-2.1179, -2.0357, -1.8044], atol=1e-4)
-
-
-def test_without_augmentation_training_images_are_those_of_a_test(data_dir):
-    batches = read(
-        stream(data_dir, augment=False, train_size=5, batch_size=5).batches()
-    )
-    assert len(batches) == 3
-    images = [dict(zip(y, x, strict=True)) for x, y in batches]
-    for label in images[0]:
-        np.testing.assert_array_equal(images[0][label], images[1][label])
+def test_without_augmentation_images_are_the_same_in_all_epochs(data_dir):
+    source = stream(data_dir, augment=False, train_size=5, batch_size=5)
+    found = [dict(zip(y, x, strict=True)) for x, y in read(source.batches())]
+    assert len(found) == 3
+    for label in found[0]:
+        np.testing.assert_array_equal(found[0][label], found[1][label])
 
 
 def test_train(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "build", small.build)
-    settings = classifier.Saved(
-        dataset="imagenet2012",
-        norm="bn",
-        image_size=SIZE,
-        batch_size=4,
-        epochs=2,
-        learning_rate=1e-3,
-        data_dir=data_dir,
-        runs_dir=str(tmp_path / "runs"),
-        saved_models_dir=str(tmp_path / "models"),
-    )
-    results = train.train(settings).results
+    values = {"dataset": "imagenet2012", "norm": "bn", "image_size": SIZE}
+    values |= {"batch_size": 4, "epochs": 2, "learning_rate": 1e-3}
+    places = {"data_dir": data_dir, "runs_dir": str(tmp_path / "runs")}
+    places["saved_models_dir"] = str(tmp_path / "models")
+    results = train.train(classifier.Saved(**values, **places)).results
     assert results["epochs"] == 2 and not results["diverged"]
     name = "imagenet2012-resnet20-bn-sigmoid-seed0-"
     assert results["name"].startswith(name) and "image_size16" in results["name"]
@@ -227,50 +186,24 @@ def test_fit_reads_on_in_the_next_epoch(data_dir):
     """Labels are the loss here, so that their sum is seen."""
     source = stream(data_dir)
     sums = [sum(y) for _, y in read(source.batches())]
-    model = keras.Sequential(
-        [
-            keras.layers.Input(source.image_shape),
-            keras.layers.Flatten(),
-            keras.layers.Dense(1, kernel_initializer="zeros"),
-        ]
-    )
-    model.compile(
-        keras.optimizers.SGD(0.0),
-        loss=lambda y, output: keras.ops.cast(y, "float32") + 0 * output[:, 0],
-    )
-    history = model.fit(
-        source.batches(), steps_per_epoch=3, epochs=3, shuffle=False, verbose=0
-    )
+    dense = keras.layers.Dense(1, kernel_initializer="zeros")
+    inputs = keras.layers.Input(source.image_shape)
+    model = keras.Sequential([inputs, keras.layers.Flatten(), dense])
+
+    def loss(y, output):
+        return keras.ops.cast(y, "float32") + 0 * output[:, 0]
+
+    model.compile(keras.optimizers.SGD(0.0), loss)
+    epochs = {"steps_per_epoch": 3, "epochs": 3, "shuffle": False, "verbose": 0}
+    history = model.fit(source.batches(), **epochs)
     expected = np.reshape(sums, (3, 3)).mean(1) / 4
     np.testing.assert_allclose(history.history["loss"], expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("total", [120, 1000])
-def test_schedule(total):
-    schedule = imagenet.schedule(0.1, total)
-    rates = [float(schedule(step)) for step in range(total)]
-    expected = np.repeat([0.1, 0.01, 0.001, 0.0001], total // 4)
-    np.testing.assert_allclose(rates, expected, rtol=1e-6)
-
-
-def test_settings_are_those_of_the_data_set():
-    settings = classifier.Training(dataset="imagenet2012")
-    assert (settings.batch_size, settings.weight_decay) == (256, 1e-4)
-    assert (settings.image_size, settings.epochs) == (224, 120)
-    assert settings.augment
 
 
 def test_bad_arguments(data_dir, tmp_path):
     with pytest.raises(ValueError, match="data_dir.*imagenet2012.*ILSVRC2012_img_val"):
         stream(str(tmp_path))
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="train_size.*1 and 14.*train_size=15"):
-        stream(data_dir, train_size=15)
-    with pytest.raises(ValueError, match="batch_size.*1 and 14.*batch_size=15"):
-        stream(data_dir, batch_size=15)
-    with pytest.raises(ValueError, match="imagenet2012 cannot be arrays"):
-        data.load("imagenet2012")
-    with pytest.raises(ValueError, match="image_size.*digits.*image_size=32"):
-        classifier.Training(image_size=32)
-    with pytest.raises(ValueError, match="mixed_bfloat16.*dtype='float16'"):
-        classifier.Training(dtype="float16")
+    for name in ("train_size", "batch_size"):
+        with pytest.raises(ValueError, match=f"{name}.*1 and 14.*{name}=15"):
+            stream(data_dir, **{name: 15})

@@ -2,13 +2,13 @@ import dataclasses
 import json
 import pickle
 
-import keras
 import pytest
 from absl import flags
 
 from recipes.cbn import gradient_variance
 from recipes.engine import classifier, command, settings
 from recipes.engine.settings import setting
+from tests.support.backend import BACKEND
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,11 @@ class Menu(Cooking, settings.Sweep):
     RUN = Cooking
 
     hours: int | None = 2
+    cook: str | None = "I"
     salts: tuple[float, ...] = setting((0.5, 1.0), "Grams.", above=0)
     dishs: tuple[str, ...] = ("stew", "soup")  # without a flag
 
 
-BACKEND = keras.backend.backend()
 SHARED = "" if BACKEND == "tensorflow" else f"-backend{BACKEND}"
 
 
@@ -46,9 +46,8 @@ def test_flags():
     assert command.parse(Cooking, []) == Cooking()
     arguments = ["--dish=stew", "--salt=1", "--nocover", "--herbs=a,b", "--places=1,2"]
     made = command.parse(Cooking, [*arguments, "--cook=me", "--runs_dir=x"])
-    assert made == Cooking(
-        dish="stew", salt=1.0, cover=False, herbs=("a", "b"), places=(1, 2)
-    )
+    given = {"dish": "stew", "salt": 1.0, "cover": False, "herbs": ("a", "b")}
+    assert made == Cooking(**given, places=(1, 2))
     assert (made.cook, made.runs_dir, made.hours) == ("me", "x", 4)
     assert made.places == (1.0, 2.0)
     with pytest.raises(flags.UnrecognizedFlagError, match="pepper"):
@@ -59,29 +58,22 @@ def test_flags():
         command.parse(Cooking, ["--dish=pie"])
 
 
-def test_what_is_swept_has_no_flag_of_one():
-    values = flags.FlagValues()
-    Menu.define_flags(values)
-    names = set(values.flag_values_dict())
-    others = {"hours", "cover", "herbs", "places", "cook"}
-    assert names == others | {"salts", "seeds", "workers", "runs_dir"}
-    assert values["hours"].help == "1; of stew 4." and values["hours"].default == 2
-    assert values["salts"].default_as_str == "'0.5,1'"
-
-
-def test_help_shows_flags_as_those_of_the_recipe():
-    values = flags.FlagValues()
-    Cooking.define_flags(values)
-    help = values.module_help(__name__)
-    assert "--[no]cover" in help and "--dish: <soup|stew>" in help
+def test_help_has_the_flags_of_the_recipe_but_not_of_one_of_a_sweep():
+    sweep, one = flags.FlagValues(), flags.FlagValues()
+    Menu.define_flags(sweep)
+    names = {"hours", "cover", "herbs", "places", "cook", "salts", "seeds", "workers"}
+    assert set(sweep.flag_values_dict()) == names | {"runs_dir"}
+    assert sweep["hours"].help == "1; of stew 4." and sweep["hours"].default == 2
+    assert sweep["salts"].default_as_str == "'0.5,1'"
+    Cooking.define_flags(one)
+    text = one.module_help(__name__)
+    assert "--[no]cover" in text and "--dish: <soup|stew>" in text
 
 
 def test_none_becomes_the_usual_value():
     assert Cooking().hours == 1 and Cooking(dish="stew").hours == 4
-    assert Cooking(dish="stew", hours=2).hours == 2
-    assert Menu().hours == 2
-    assert Cooking().backend == BACKEND
-    assert Cooking().places is None
+    assert Cooking(dish="stew", hours=2).hours == Menu().hours == 2
+    assert Cooking().backend == BACKEND and Cooking().places is None
     assert classifier.Saved(saved_models_dir=None).saved_models_dir is None
 
 
@@ -90,29 +82,20 @@ def test_labels():
     many = Cooking(dish="stew", seed=3, hours=5, cover=True, herbs=["a", "b"], cook="x")
     assert many.label() == f"stew-seed3{SHARED}-coverTrue-herbsa+b-hours5"
     assert Cooking(dish="stew").label() == f"stew-seed0{SHARED}"
-    assert Cooking(salt=0.1 + 0.2, places=(1, 0.5)).label() == (
-        f"soup-seed0{SHARED}-places1+0.5-salt0.3"
-    )
-    changed = Menu(seeds=5, salts=(2,))
+    few = Cooking(salt=0.1 + 0.2, places=(1, 0.5))
+    assert few.label() == f"soup-seed0{SHARED}-places1+0.5-salt0.3"
+    # Nor does `cook` decide the outcome where a class has another default.
+    changed = Menu(seeds=5, salts=(2,), cook="you")
     assert str(changed.directory("menu")) == f"runs/menu{SHARED}-salts2-seeds5"
     assert str(Menu(runs_dir="a/b").directory("menu")) == f"a/b/menu{SHARED}"
+    assert Menu(cook="you") == Menu()
 
 
-def test_json():
+def test_settings_are_json_and_keys():
     config = Cooking(herbs=("a", "b"), cook="me").config()
-    assert json.loads(json.dumps(config)) == {
-        "backend": BACKEND,
-        "dish": "soup",
-        "seed": 0,
-        "salt": 0.5,
-        "hours": 1,
-        "cover": None,
-        "herbs": ["a", "b"],
-        "places": None,
-    }
-
-
-def test_settings_are_keys():
+    usual = {"backend": BACKEND, "dish": "soup", "seed": 0, "salt": 0.5, "hours": 1}
+    others = {"cover": None, "herbs": ["a", "b"], "places": None}
+    assert json.loads(json.dumps(config)) == usual | others
     one, same = Cooking(cook="me"), Cooking(hours=1)
     assert one == same and {one: 1}[same] == 1
     assert pickle.loads(pickle.dumps(one)) == one
@@ -178,33 +161,28 @@ def test_networks_that_are_compiled_once():
     assert measured(batches=2).program() == measured().program()
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"norm": "cbm"},
-        {"activation": "sine"},
-        {"rho": 0.0},
-        {"model": "resnet9"},
-        {"stage_rho": "stage1"},
-        {"image_size": 64},
-        {"dataset": "imagenet2012", "validation_size": 10},
-    ],
-)
-def test_bad_classifiers(bad):
-    name = [*bad][-1]
-    with pytest.raises(ValueError, match=rf"`{name}` must .*{name}="):
-        classifier.Training(**bad)
-    with pytest.raises(ValueError, match=rf"`{name}` must .*{name}="):
-        classifier.Grid(**bad).runs()
+def test_bad_classifiers():
+    bad = {"norm": "cbm", "activation": "sine", "rho": 0.0, "model": "resnet9"}
+    bad |= {"stage_rho": "stage1", "image_size": 64, "dtype": "float16"}
+    bad |= {"validation_size": 10}
+    for name, value in bad.items():
+        given = {name: value}
+        if name == "validation_size":
+            given["dataset"] = "imagenet2012"
+        for make in (classifier.Training, lambda **bad: classifier.Grid(**bad).runs()):
+            with pytest.raises(ValueError, match=rf"`{name}` must .*{name}="):
+                make(**given)
 
 
 def test_usual_settings_of_classifiers():
-    one = classifier.Training()
-    assert (one.epochs, one.batch_size, one.augment) == (15, 128, False)
-    one = classifier.Training(dataset="x/cifar10.npz")
-    assert (one.epochs, one.weight_decay, one.augment) == (120, 5e-4, True)
-    one = classifier.Training(dataset="imagenet2012", model="resnet50")
-    assert (one.batch_size, one.weight_decay, one.image_size) == (256, 1e-4, 224)
+    for dataset, *expected in (
+        ("digits", 15, 128, 5e-4, False, None),
+        ("x/cifar10.npz", 120, 128, 5e-4, True, None),
+        ("imagenet2012", 120, 256, 1e-4, True, 224),
+    ):
+        one = classifier.Training(dataset=dataset)
+        found = [one.epochs, one.batch_size, one.weight_decay, one.augment]
+        assert [*found, one.image_size] == expected
     grid = classifier.Grid(seeds=1, dataset="a/mnist.npz")
     assert grid.about() == "mnist, resnet20, one run each"
     assert {run.epochs for run in grid.runs()} == {10}

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import keras
@@ -8,9 +7,7 @@ import pytest
 from recipes import compare, train
 from recipes.engine import classifier, data, population, together
 from tests.support import small
-
-IS_JAX = keras.backend.backend() == "jax"
-needs_jax = pytest.mark.skipif(not IS_JAX, reason="populations train on JAX")
+from tests.support.backend import BACKEND, jax_only
 
 TINY = {"model": "resnet8", "train_size": 48, "batch_size": 16, "epochs": 2}
 
@@ -23,10 +20,8 @@ def small_networks():
 
 
 def places(tmp_path):
-    return {
-        "runs_dir": str(tmp_path / "runs"),
-        "saved_models_dir": str(tmp_path / "models"),
-    }
+    runs, models = str(tmp_path / "runs"), str(tmp_path / "models")
+    return {"runs_dir": runs, "saved_models_dir": models}
 
 
 def one(tmp_path, seed=0, **more):
@@ -50,7 +45,7 @@ def finished(tmp_path_factory):
     return tmp_path, together.train(several(tmp_path))
 
 
-@needs_jax
+@jax_only
 def test_runs_are_recorded_as_those_of_train(finished, tmp_path):
     directory, outcomes = finished
     alone = train.train(one(tmp_path))
@@ -59,9 +54,8 @@ def test_runs_are_recorded_as_those_of_train(finished, tmp_path):
     assert first.results.keys() - alone.results.keys() == added
     assert not alone.results.keys() - first.results.keys()
     assert first.results["name"] == first.settings.label()
-    assert first.results["name"] == alone.results["name"].replace(
-        "-seed0-", "-seed0-populationTrue-"
-    )
+    name = alone.results["name"].replace("-seed0-", "-seed0-populationTrue-")
+    assert first.results["name"] == name
     for a, b in zip(first.metrics, alone.metrics, strict=True):
         assert a.keys() == b.keys()
     files = [
@@ -75,23 +69,20 @@ def test_runs_are_recorded_as_those_of_train(finished, tmp_path):
     images = data.load("digits", train_size=48)
     for result in (outcome.results for outcome in outcomes[:2]):
         model = keras.models.load_model(result["saved_model"])
-        hits = model.predict(images.x_test, verbose=0).argmax(-1) == images.y_test
+        logits = keras.ops.convert_to_numpy(model(images.x_test))
+        hits = logits.argmax(-1) == images.y_test
         np.testing.assert_allclose(hits.mean(), result["best_test_accuracy"], atol=1e-6)
-
-
-@needs_jax
-def test_a_diverged_run_ends_and_the_others_go_on(finished):
-    results = [outcome.results for outcome in finished[1]]
+    # One diverged, and the others went on.
+    results = [outcome.results for outcome in outcomes]
     assert [result["diverged"] for result in results] == [False, False, True]
     assert [result["epochs"] for result in results] == [2, 2, 1]
     assert results[2]["train_loss"] is None and results[2]["saved_model"] is None
-    assert finished[1][2].metrics[0]["train_loss"] is None
+    assert outcomes[2].metrics[0]["train_loss"] is None
 
 
-@needs_jax
+@jax_only
 def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkeypatch):
     """With a checkpoint, and one of the runs complete."""
-    _, uninterrupted = finished
     monkeypatch.setattr(together, "CHECKPOINT_SECONDS", 0)
     finish, done = together.finish, []
 
@@ -105,49 +96,35 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkey
         patch.setattr(together, "finish", die)
         with pytest.raises(RuntimeError):
             together.train(asked)
-    trained = []
-    train_epoch = population.Population.train
-    monkeypatch.setattr(
-        population.Population,
-        "train",
-        lambda self: trained.append(self.epoch) or train_epoch(self),
-    )
+    # All epochs were behind.
+    monkeypatch.setattr(population.Population, "train", None)
     found = together.train(asked)
-    assert trained == []  # all epochs were behind
-    for outcome, reference in zip(found, uninterrupted, strict=True):
+    for outcome, reference in zip(found, finished[1], strict=True):
         assert scores(outcome.metrics) == scores(reference.metrics)
     assert not list(tmp_path.glob("runs/*/checkpoint.npz"))
     assert together.train(asked) == found
 
 
-@needs_jax
+@jax_only
+@pytest.mark.thorough
 def test_compare_in_chunks(tmp_path):
-    settings = compare.Settings(
-        models=("resnet8",),
-        norms=("cbn",),
-        activations=("tanh",),
-        seeds=2,
-        population=1,
-        **TINY | {"epochs": 1, "model": "resnet8"},
-        **places(tmp_path),
-    )
-    directory = compare.run(settings)
+    sweep = {"models": ("resnet8",), "norms": ("cbn",), "activations": ("tanh",)}
+    sweep |= {"seeds": 2, "population": 1, "epochs": 1}
+    directory = compare.run(compare.Settings(**TINY | sweep | places(tmp_path)))
     (row,) = json.loads((directory / "results.json").read_text())["rows"]
     assert row["seeds"] == 2 and row["trials_at_once"] == 1
 
 
-@needs_jax
+@jax_only
 def test_runs_must_be_those_of_one_network(tmp_path):
     with pytest.raises(ValueError, match="differ in seed, rho.*that differ in norm"):
         together.train([one(tmp_path), one(tmp_path, norm="bn")])
-    streamed = dataclasses.replace(
-        one(tmp_path), dataset="imagenet2012", train_size=None
-    )
+    streamed = one(tmp_path, dataset="imagenet2012", train_size=None)
     with pytest.raises(ValueError, match="imagenet2012.*cannot be arrays"):
         together.train([streamed])
 
 
-@pytest.mark.skipif(IS_JAX, reason="of the other backends")
+@pytest.mark.skipif(BACKEND == "jax", reason="of the other backends")
 def test_other_backends_are_refused(tmp_path):
     with pytest.raises(ValueError, match="KERAS_BACKEND=jax.*Received: backend"):
         together.train([one(tmp_path)])

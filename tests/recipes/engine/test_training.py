@@ -1,21 +1,14 @@
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
-import json
 
 import keras
 import numpy as np
 import pytest
 
 from recipes import models
-from recipes.engine import (
-    classifier,
-    optimizers,
-    recorder,
-    results,
-    training,
-    workers,
-)
+from recipes.engine import classifier, optimizers, results, training, workers
 from tests.support import tiny
 
 
@@ -44,77 +37,44 @@ def without_times(outcome):
     return [{k: v for k, v in line.items() if k[:7] != "seconds"} for line in metrics]
 
 
-def test_a_training_measures_each_epoch(tmp_path):
-    outcome = train(settings(tmp_path))
-    found, metrics = outcome.results, outcome.metrics
-    (directory,) = tmp_path.iterdir()
-    assert directory.name == found["name"]
-    assert found["name"].startswith("some-digits-resnet8-cbn-tanh-seed0")
-    assert [line["epoch"] for line in metrics] == [1, 2, 3]
-    assert all(line["images"] == 64 and line["seed"] == 0 for line in metrics)
-    assert found["test_accuracy"] == metrics[-1]["test_accuracy"]
-    assert found["epochs"] == 3 and not found["diverged"]
-    files = sorted(path.name for path in directory.iterdir())
-    assert [name for name in files if name != ".lock"] == [
-        "config.json",
-        "metrics.jsonl",
-        "results.json",
-    ]
-    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
-    assert train(settings(tmp_path)) == outcome
-    assert before == {path: path.stat().st_mtime_ns for path in directory.iterdir()}
-
-
-def test_hooks_and_callbacks_add_to_the_line_and_to_the_results(tmp_path):
+def test_hooks_and_callbacks_add_to_the_lines_and_to_the_results(tmp_path):
     class Logs(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             logs["twice"] = 2 * epoch
 
-    outcome = classifier.train(
-        settings(tmp_path, epochs=2),
-        before=lambda model, problem, settings, epoch: {"before": epoch},
-        after=lambda model, problem, settings: {"after": problem.steps},
+    outcome = train(
+        settings(tmp_path),
+        before=lambda model, problem, settings, epoch: {"before": problem.steps},
         at_end=lambda model, problem, settings, run: {"lines": len(run.metrics)},
         callbacks=[lambda problem, settings: Logs()],
     )
+    assert outcome.results["name"].startswith("some-digits-resnet8-cbn-tanh-seed0")
     for epoch, line in enumerate(outcome.metrics):
-        added = {key: line[key] for key in ("before", "after", "twice")}
-        assert added == {"before": epoch, "after": 2, "twice": 2 * epoch}
-    assert outcome.results["lines"] == 2
+        expected = {"epoch": epoch + 1, "before": 2, "twice": 2 * epoch, "images": 64}
+        assert line | expected | {"seed": 0} == line
+    assert outcome.results["epochs"] == outcome.results["lines"] == 3
 
-
-def test_stopped_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder, "CHECKPOINT_SECONDS", 0.0)
-
-    def stop(model, problem, settings):
-        if len(list(tmp_path.rglob("checkpoint.npz"))) == 1:
-            raise KeyboardInterrupt
-        return count(model, problem, settings)
+    def stop(*_):
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(settings(tmp_path / "parts"), after=stop)
-    assert not training._last
-    resumed = train(settings(tmp_path / "parts"))
-    expected = train(settings(tmp_path / "whole"))
-    assert len(expected.metrics) == 3
-    assert without_times(resumed) == without_times(expected)
+        train(settings(tmp_path, seed=1), after=stop)
+    assert not training._last  # in a state that nobody knows
 
 
 @pytest.mark.parametrize(
-    "norm,rate", [("cbn", 0.03), ("noisy_bn", 0.03), ("none", 1e30)]
+    "norm,rate",
+    [
+        ("cbn", 0.03),
+        pytest.param("noisy_bn", 0.03, marks=pytest.mark.thorough),
+        pytest.param("none", 1e30, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
     """Of which training shows no sign, even if the first one diverged."""
-    first = settings(
-        tmp_path / "shared",
-        norm=norm,
-        learning_rate=rate,
-        seed=1,
-        rho=2.0,
-        omega=20.0,
-        momentum=0.5,
-        weight_decay=0.01,
-    )
+    others = {"seed": 1, "rho": 2.0, "omega": 20.0, "momentum": 0.5}
+    others |= {"weight_decay": 0.01, "learning_rate": rate, "norm": norm}
+    first = settings(tmp_path / "shared", **others)
     second = settings(tmp_path / "shared", norm=norm)
     assert first.program() == second.program()
     assert train(first).results["diverged"] == (rate > 1)
@@ -123,48 +83,51 @@ def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
     assert training._last["model"] is model
     training._last.clear()
     alone = train(dataclasses.replace(second, runs_dir=str(tmp_path / "alone")))
-    assert training._last["model"] is not model
+    again = training._last["model"]
+    assert again is not model
     assert without_times(shared) == without_times(alone)
-    for mine, other in zip(
-        model.variables, training._last["model"].variables, strict=True
-    ):
+    for mine, other in zip(model.variables, again.variables, strict=True):
         np.testing.assert_array_equal(*map(training.numpy_copy, (mine, other)))
 
 
 def test_a_network_with_another_optimizer_is_another_one(tmp_path):
-    class Other(optimizers.SGD):
-        pass
-
-    asked = settings(tmp_path, epochs=1)
-    train(asked)
-    model = training._last["model"]
-    problem = functools.partial(classifier.problem, optimizer=Other)
-    training.train(asked, "other", problem)
-    assert training._last["model"] is not model
+    asked, made = settings(tmp_path), []
+    other = type("Other", (optimizers.SGD,), {})
+    for optimizer in (optimizers.SGD, optimizers.SGD, other):
+        problem = classifier.problem(asked, optimizer=optimizer)
+        made.append(training.compiled(asked, problem)[0])
+    assert made[0] is made[1] is not made[2]
 
 
-def test_amat_goes_with_the_norms_that_want_it(tmp_path):
+# Two steps an epoch; a tenth from the fourth step on, a hundredth from the sixth. The
+# layer of the network that is used again has omega 1.
+TOLD = [[0.1, 1.0], [0.01, 0.1], [0.001, 0.01]]
+
+
+@pytest.mark.parametrize(
+    "norm, expected",
+    [
+        ("bn_rho_amat", TOLD),
+        pytest.param("bn_rho", [[-1, -1]] * 3, marks=pytest.mark.thorough),
+    ],
+)
+def test_amat_goes_with_the_norms_that_want_it(norm, expected, tmp_path):
     def rate(model, problem, settings):
         layer = training.standalone(model, problem).get_layer("conv_norm")
         product = model.get_layer("conv_norm").learning_rate
         rates = {"rate": layer.learning_rate, "product": product}
         return {key: float(training.numpy_copy(v)) for key, v in rates.items()}
 
-    found = {}
-    for norm in ("bn_rho_amat", "bn_rho"):
-        metrics = train(settings(tmp_path, norm=norm), after=rate).metrics
-        found[norm] = [[line["rate"], line["product"]] for line in metrics]
-    assert found["bn_rho"] == [[-1, -1]] * 3
-    # Two steps an epoch; a tenth from the fourth step on, a hundredth from the sixth.
-    # The layer of the network that is used again has omega 1.
-    expected = [[0.1, 1.0], [0.01, 0.1], [0.001, 0.01]]
-    np.testing.assert_allclose(found["bn_rho_amat"], expected, rtol=1e-5)
+    metrics = train(settings(tmp_path, norm=norm), after=rate).metrics
+    found = [[line["rate"], line["product"]] for line in metrics]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_a_diverged_run_is_reported_and_the_others_go_on(tmp_path):
+def test_many_of_which_one_diverges(tmp_path):
     lost = settings(tmp_path, norm="none", learning_rate=1e30)
-    good = settings(tmp_path)
-    outcomes = training.train_all(train, [lost, good, settings(tmp_path)], 1)
+    good = settings(tmp_path, epochs=1)
+    runs = [lost, good, settings(tmp_path, epochs=1)]
+    outcomes = training.train_all(train, runs, 1)
     assert len(list(tmp_path.iterdir())) == 2  # equal settings are trained once
     assert list(outcomes) == [lost, good]
     (bad,), (other,) = outcomes.of(norm="none"), outcomes.of(norm="cbn", seed=0)
@@ -174,91 +137,53 @@ def test_a_diverged_run_is_reported_and_the_others_go_on(tmp_path):
     assert results.percent([bad]) == "diverged"
     accuracy = f"{100 * other.results['test_accuracy']:.2f}"
     assert results.percent([other, bad]) == f"{accuracy} (1 of 2 diverged)"
+    assert results.percent([other, other]) == f"{accuracy} ± 0.00"
+    assert "of 3 seeds" in results.note(3)
 
 
-def test_workers(tmp_path):
+@pytest.mark.thorough
+def test_processes_find_what_was_trained(tmp_path):
     runs = [settings(tmp_path, epochs=1, norm=norm) for norm in ("bn", "none")]
     expected = training.train_all(train, runs, 1)
-    # They find what was trained: the network of their own processes is a larger one.
     assert training.train_all(train, runs, 2) == expected
     assert list(expected) == runs
 
 
-@pytest.fixture
-def pools(monkeypatch):
-    """A list of the processes that there would be."""
-    pools = []
+class Pool(contextlib.nullcontext):
+    """A process that there would be."""
 
-    class Pool:
-        def __init__(self):
-            self.jobs = []
-            pools.append(self)
+    def __init__(self):
+        super().__init__(self)
+        self.jobs = []
 
-        def __enter__(self):
-            return self
+    def submit(self, function, job):
+        self.jobs.append(job)
+        future = concurrent.futures.Future()
+        try:
+            future.set_result(function(job))
+        except ValueError as error:
+            future.set_exception(error)
+        return future
 
-        def __exit__(self, *_):
-            pass
-
-        def submit(self, function, job):
-            self.jobs.append(job)
-            future = concurrent.futures.Future()
-            try:
-                future.set_result(function(job))
-            except ValueError as error:
-                future.set_exception(error)
-            return future
-
-        def shutdown(self, **_):
-            self.jobs.append("shutdown")
-
-    monkeypatch.setattr(workers, "_pool", Pool)
-    return pools
+    def shutdown(self, **_):
+        self.jobs.append("shutdown")
 
 
-def test_jobs_of_one_program_meet_in_one_process(pools):
+def test_jobs_of_one_program_meet_in_one_process(monkeypatch):
+    pools = [Pool() for _ in range(4)]
+    monkeypatch.setattr(workers, "_pool", iter(pools).__next__)
     jobs = ["c1", "a1", "b1", "a2", "b2", "a3"]
     done = dict(workers.each(str.upper, jobs, lambda job: job[0], 2))
     assert done == {job: job.upper() for job in jobs}
     # The programs of most jobs first, and who has none left takes another.
-    assert [pool.jobs for pool in pools] == [["a1", "a2", "a3"], ["b1", "b2", "c1"]]
-
-
-def test_an_error_of_a_worker_arrives(pools):
+    found = [pool.jobs for pool in pools[:2]]
+    assert found == [["a1", "a2", "a3"], ["b1", "b2", "c1"]]
+    # An error arrives.
     with pytest.raises(ValueError, match="'x'"):
         list(workers.each(int, ["1", "x"], lambda job: job, 2))
-    assert [pool.jobs[-1] for pool in pools] == ["shutdown", "shutdown"]
-
-
-def test_an_idle_process_takes_jobs_of_a_program_of_another():
+    assert [pool.jobs[-1] for pool in pools[2:]] == ["shutdown", "shutdown"]
+    # An idle process takes jobs of a program of another.
     waiting = {"a": [1, 2], "b": [3]}
     assert workers._next(waiting, [None, None], 0) == "a"
     assert workers._next(waiting, ["a", None], 1) == "b"
     assert workers._next({"a": [1, 2]}, ["a", "b"], 1) == "a"
-
-
-def test_numbers_over_seeds():
-    outcomes = [
-        training.Outcome(None, {"diverged": False, "test_accuracy": a}, [])
-        for a in (0.5, 0.7)
-    ]
-    assert results.percent(outcomes) == "60.00 ± 14.14"
-    assert results.percent(outcomes[:1]) == "50.00"
-    assert results.mean_and_std([None]) is None
-    assert results.mean_and_std([2.0, None]) == {"mean": 2.0, "std": None}
-    assert results.spread(None, 2) == "–"
-    assert results.note(1) == "One run each." and "of 3 seeds" in results.note(3)
-
-
-def test_files_of_an_outcome(tmp_path):
-    grid = classifier.Grid(model="resnet8", epochs=2, runs_dir=str(tmp_path))
-    directory = grid.directory("x")
-    assert directory.parent == tmp_path
-    assert directory.name.startswith("x-digits-resnet8-cbn-sigmoid-")
-    assert directory.name.endswith("-epochs2")
-    table = results.markdown(["a", "b"], [[1, 2.5]])
-    results.write(directory, table, {"loss": float("nan")})
-    assert json.loads((directory / "results.json").read_text()) == {"loss": None}
-    lines = (directory / "table.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
-    assert cells[0] == ["", "a", "b", ""] and cells[2] == ["", "1", "2.5", ""]

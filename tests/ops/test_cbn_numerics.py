@@ -1,1 +1,0 @@
-from tests.support.normalizations import batch, quadratic_loss  # noqa: F401
