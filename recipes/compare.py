@@ -19,10 +19,7 @@ Epochs until 90 % test accuracy on digits, and the test accuracy of the last epo
     CBN, rho = 2   1.0  97.8   1.0  98.4   1.0  98.9   1.0  98.7   1.0  98.8
 
 (TensorFlow 2.21, one thread a run; deviations are 0.0 to 0.5 points.) The paper's Table
-1, ResNet-20 on CIFAR-10 with 120 epochs, ten seeds and a rho for each activation:
-
-    BN                 79.0       87.6       91.1       89.7       91.2
-    CBN                91.2       91.7       92.0       91.6       92.2
+1, ResNet-20 on CIFAR-10, goes from 79.0 % to 91.2 with sigmoid, 91.1 to 92.0 with ReLU.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """

@@ -16,8 +16,7 @@ are held out, so that the test images choose nothing; the best setting, printed 
 command of `recipes.train`, then trains on all of them. The same command again goes on
 where it was, to the epoch, or with more `--trials` looks further.
 
-Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and
-Beyond, TPAMI 2023, Section 6.4. https://doi.org/10.1109/TPAMI.2023.3319005
+Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
 import contextlib

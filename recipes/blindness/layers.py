@@ -9,12 +9,11 @@ on those of one label in it. The numbers are shares: how much of the term arrive
 norm's input, relative to how much of the loss itself does; 0 is blind. Layers are in
 training mode, but for "BN, inference".
 
-Mean of 3 seeds, mixed labels, float32 (a minute on an AMD EPYC;
-TensorFlow); docs/results/blindness.md has all of it:
+Mean of 3 seeds, mixed labels, float32 (a minute on an AMD EPYC, TensorFlow); CBN with
+beta 0 is as BN, docs/results/blindness.md has all norms:
 
                          first    diagonal   off-diagonal   third
     BN                  1.8e-7      2.3e-7        0.99       0.66
-    CBN, beta 0         1.7e-7      1.7e-7        0.99       0.66
     CBN, beta 0.5         0.43        0.46        1.0        0.63
     LpNorm inf          3.4e-7        2.2         1.1        1.8
     LN                    0.98        1.0         1.0        0.98

@@ -21,8 +21,7 @@ over activations goes up with each part, most of it with rho and least with AMAT
     5       97.9 [90.9] 99.0 [91.4] 98.9 [91.6] 98.8 [91.5] 99.3 [91.9]
     2 (CBN) 97.9 [91.2] 99.0 [91.7] 98.9 [92.0] 98.9 [91.6] 99.3 [92.2]
 
-Rows 6 and 7, parts after the linear layer, and three seeds are in
-docs/results/cbn_ablation.md.
+Rows 6 and 7 and three seeds are in docs/results/cbn_ablation.md.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """

@@ -24,7 +24,6 @@ layer, and not for tanh; the tau_k of sigmoid is 2 to 5:
     sigmoid               100   100   100           0     0     0
     tanh                   25    62    52          50    36     8
     relu                   94   100   100          47   100   100
-    swish                  94   100   100          42   100   100
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
