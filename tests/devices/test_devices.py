@@ -6,7 +6,7 @@ import os
 import pytest
 
 from keras_norms import CBN
-from tests.support.backend import BACKEND, not_torch, tensorflow_only
+from tests.support.backend import BACKEND, not_torch, tensorflow_only, thorough_on
 from tests.support.device_cases import CASES
 from tests.support.processes import run
 
@@ -16,7 +16,12 @@ FEW = ["cbn", "fused, masked", "lp 3, centered, masked"]
 
 @not_torch
 @pytest.mark.parametrize(
-    "names", [FEW, pytest.param([], marks=pytest.mark.thorough)], ids=["few", "all"]
+    "names",
+    [
+        pytest.param(FEW, marks=thorough_on("tensorflow")),
+        pytest.param([], marks=pytest.mark.thorough),
+    ],
+    ids=["few", "all"],
 )
 def test_as_one_device(names):
     flags = {}

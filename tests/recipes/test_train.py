@@ -115,6 +115,7 @@ def test_a_training_that_ends_at_a_write_goes_on_as_if_it_had_not(
     assert outcome(tmp_path, run_tiny(tmp_path)) == outcome(expected, results)
 
 
+@pytest.mark.thorough
 def test_saved_model_needs_keras_norms_only(finished, tmp_path):
     _, results = finished
     images = data.load("digits", train_size=TINY["train_size"])

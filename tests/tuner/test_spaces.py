@@ -97,6 +97,7 @@ def test_omega_of_a_model_that_has_trained():
     assert np.abs(means[1] - means[0]).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_keras_tuner_searches_with_it(tmp_path):
     def build(hp):
         layers = [keras.layers.Input((4,)), CBN(), keras.layers.Dense(3)]

@@ -60,6 +60,7 @@ def test_other_sizes_of_the_networks():
         dense_head(keras.Input((3,)), (4,), 2, "relu", norm, place=3)
 
 
+@pytest.mark.thorough
 def test_run(tmp_path, monkeypatch):
     """What is measured is as the theorems say; a complete run is not run again."""
     measured, measure = [], classifier.measure

@@ -80,6 +80,7 @@ def test_bits_of_a_uniform_density(pair):
     assert flow.apart(np.array([3, 1.0]), np.array([0, 2.0])) == (1, 0.75)
 
 
+@pytest.mark.thorough
 def test_run(tmp_path, monkeypatch):
     measured, measure = [], flow.measure
 

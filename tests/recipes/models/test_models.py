@@ -178,6 +178,7 @@ def test_imagenet_networks_with_bn(name):
     assert model.layers[-1].activation is keras.activations.linear
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", all_but("efficientnetb0"))
 def test_imagenet_networks_with_cbn(name):
     model = imagenet(name, "cbn")

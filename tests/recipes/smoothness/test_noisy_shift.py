@@ -55,6 +55,7 @@ def test_activations_are_those_of_training():
     assert np.abs(again.mean(0) - found.mean(0)).max() > 0.05
 
 
+@pytest.mark.thorough
 def test_deep_linear_network(tmp_path):
     settings, directory, rows = reference.run(noisy_shift, tmp_path, layers=["layer3"])
     pictures = sorted(path.name for path in directory.glob("*.png"))

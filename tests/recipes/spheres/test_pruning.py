@@ -122,6 +122,7 @@ def settings(tmp_path):
     return lambda **changes: Settings(**CONFIG | places | changes)
 
 
+@pytest.mark.thorough
 def test_pruning(settings, tmp_path, monkeypatch):
     asked = settings(until=1, gamma_l1=1e-3)
     directory = pruning.run(asked)
