@@ -15,7 +15,9 @@ pytest = KERAS_BACKEND=$(1) COVERAGE_FILE=.coverage.$(1) $(PYTEST) --cov --cov-r
 timed = @start=$$(date +%s); $(2) && echo "$(1): $$(($$(date +%s) - start)) s"
 TORCH := KERAS_BACKEND=torch $(PYTEST) -m "thorough or not thorough"
 THOROUGH := $(PYTEST) -m thorough
-QUICK := tests/layers/test_every_layer.py tests/surgery/test_together.py tests/test_readme.py
+# All layers against their references, one training, one conversion, the README.
+QUICK := tests/layers/test_every_layer.py tests/recipes/test_train.py \
+	tests/surgery/test_together.py tests/test_readme.py
 
 .PHONY: demo quick test test-all test-thorough lint format install
 .DELETE_ON_ERROR:

@@ -10,7 +10,7 @@ from keras_norms import diagnostics as probe
 from keras_norms.diagnostics.blindness import TERMS
 from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
-from tests.support.backend import thorough_on
+from tests.support.backend import later_on_jax, thorough_on
 from tests.support.diagnostics_networks import float64
 
 FEATURES = 4
@@ -137,7 +137,7 @@ def test_changes_and_shares_are_those_of_the_formulas(kind, dtype):
     assert found.shared[0, 1] > found.shared[0, 0]
 
 
-@networks.later_on_jax
+@later_on_jax
 @pytest.mark.parametrize(
     ("norm", "passed"),
     [
@@ -158,7 +158,7 @@ def test_what_other_norms_pass(norm, passed):
     assert (found.shares[0, :, 2:] > 1e-2).all()
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_a_slice_of_the_model():
     """From a Dense layer to the norm behind it, as one."""
     model = build(layers.Dense(5, name="hidden"), batch_normalization())
@@ -167,7 +167,7 @@ def test_a_slice_of_the_model():
     assert min(found.changes[0, 0, 2:]) > 1e-2
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_a_channel_of_a_convolution_is_one_feature():
     stack = [layers.Conv2D(3, 3), batch_normalization(), layers.Activation("tanh")]
     stack += [layers.GroupNormalization(1), layers.GlobalAveragePooling2D()]
@@ -179,6 +179,7 @@ def test_a_channel_of_a_convolution_is_one_feature():
     assert (found.shares[1] > 1e-3).all()
 
 
+@later_on_jax
 def test_nothing_of_the_model_changes():
     model = networks.build("NoisyBN", run_eagerly=networks.EAGER)
     x, y = networks.batch()
@@ -223,7 +224,7 @@ def test_second_order_against_the_formulas(dtype):
             assert share == pytest.approx(np.linalg.norm(slope) / whole, rel=tolerance)
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_features_that_do_not_vary_are_left_out():
     x = inputs()
     x[:, 2] = 1.0
@@ -233,7 +234,7 @@ def test_features_that_do_not_vary_are_left_out():
     assert max(probe.blindness(model, x, LABELS).changes[0, 0, :2]) < 1e-5
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_batches_and_table():
     model, x = build(LpNorm(name="norm")), inputs()
     ones = np.ones_like(LABELS)

@@ -11,7 +11,7 @@ from tests.support.diagnostics_networks import assert_same, variables, weights_o
 
 # On JAX each has three functions to compile.
 FEWER = ["BatchNormalization", "LpNorm(inf)", "LayerNormalization", "none"]
-FEWER += ["WS, CWN, WN", "CBN without a rate"]
+FEWER += ["WS, CWN, WN", "CBN without a rate", "FusedCBN"]
 LATER = FEWER if BACKEND == "jax" else []
 # Eager on TensorFlow, some are not.
 SETTINGS = {"dropout": {"run_eagerly": False, "kind": "Subclassed"}}

@@ -11,7 +11,7 @@ from keras import layers
 from keras_norms import diagnostics
 from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
-from tests.support.backend import not_torch, numpy
+from tests.support.backend import later_on_jax, not_torch, numpy
 from tests.support.diagnostics_networks import flat, relative_error
 
 
@@ -59,7 +59,7 @@ def test_mixed_precision():
     assert activation.dtype == "float32" and np.any(activation)
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_float16_gradients_are_scaled_as_in_training():
     with networks.precision("mixed_float16"):
         model = networks.build("BatchNormalization")

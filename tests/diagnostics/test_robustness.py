@@ -9,7 +9,7 @@ from keras import layers
 
 from keras_norms import diagnostics
 from tests.support import diagnostics_networks as networks
-from tests.support.backend import numpy
+from tests.support.backend import later_on_jax, numpy
 from tests.support.diagnostics_networks import WIDEST, sequential, variables
 
 rng = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def test_the_attack_stays_in_the_ball_and_the_range(model, scale, attack):
     assert np.any(found != x)
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_accuracies(model):
     def robustness(y, loss=None, **settings):
         return diagnostics.robustness(
@@ -131,7 +131,7 @@ def test_accuracies(model):
         robustness(one_hot[:, :2], lambda y, z: z[:, 0])
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_layers_run_in_inference_mode():
     """So that a sample does not depend on its batch; the state stays."""
     norm = layers.BatchNormalization()
@@ -145,7 +145,7 @@ def test_layers_run_in_inference_mode():
     networks.assert_same(variables(model), before)
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_the_scale_of_an_invariant_kernel_changes_nothing():
     """A larger norm of such weights does not amplify an attack."""
     dense = layers.Dense(8, use_bias=False)
@@ -158,7 +158,7 @@ def test_the_scale_of_an_invariant_kernel_changes_nothing():
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_saturated_samples_are_counted():
     model = sequential(layers.Dense(2, "softmax", use_bias=False), shape=(2,))
     model.set_weights([np.eye(2)])
@@ -171,7 +171,7 @@ def test_saturated_samples_are_counted():
     np.testing.assert_array_equal(attacked[[0, 2]], x[[0, 2]])
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_a_network_that_is_not_finite_is_never_right(capsys):
     model = sequential(layers.Dense(3))
     model.layers[0].kernel.assign(np.full((5, 3), np.nan))
@@ -183,7 +183,7 @@ def test_a_network_that_is_not_finite_is_never_right(capsys):
     assert "3/3" in capsys.readouterr().out
 
 
-@networks.later_on_jax
+@later_on_jax
 def test_models_that_cannot_be_attacked():
     embedding = sequential(layers.Embedding(4, 2), layers.Flatten(), layers.Dense(3))
     for attack in (diagnostics.bim, diagnostics.robustness):

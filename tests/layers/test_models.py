@@ -7,13 +7,12 @@ from keras import layers, ops
 
 from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from tests.support.any_layer import QUIET
-from tests.support.backend import numpy, tensorflow_only, thorough_on
+from tests.support.backend import later_on_jax, numpy, tensorflow_only
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(1, 2, (8, 6, 6, 2)).astype("float32")
 LABELS = np.arange(8) % 2
 # JAX compiles for each size, which it knows.
-unless_jax = pytest.mark.parametrize("_", [pytest.param(0, marks=thorough_on("jax"))])
 
 
 def network(rate=0.1, **compile_arguments):
@@ -113,8 +112,8 @@ def test_mixed_precision(policy):
         keras.config.set_dtype_policy("float32")
 
 
-@unless_jax
-def test_images_of_any_size(_):
+@later_on_jax
+def test_images_of_any_size():
     def made():
         keras.utils.set_random_seed(1)
         return keras.Sequential(
@@ -140,6 +139,7 @@ def test_images_of_any_size(_):
         assert_same(weights(model), weights(eager))
 
 
+@later_on_jax
 def test_masks_of_an_embedding():
     tokens = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [2, 2, 1, 0]])
 

@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_norms.ops import noise
 from tests.support.autodiff import compiled
-from tests.support.backend import BACKEND, numpy
+from tests.support.backend import BACKEND, later_on_jax, numpy
 from tests.support.normalizations import KERNELS
 
 hashed = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has its generator")
@@ -157,6 +157,7 @@ def test_the_hash_in_numpy(seed, mode):
         )
 
 
+@later_on_jax
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_dtypes(dtype):
     wide = {"mean_range": 0.5, "scale_range": 1.25}

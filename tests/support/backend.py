@@ -22,6 +22,11 @@ def thorough_on(*backends):
     return [pytest.mark.thorough] if BACKEND in backends else []
 
 
+def later_on_jax(test):
+    """Decorator of a test that is left to `make test-all` on JAX."""
+    return pytest.mark.thorough(test) if BACKEND == "jax" else test
+
+
 def numpy(x):
     """A tensor as an array."""
     return np.asarray(keras.ops.convert_to_numpy(x))

@@ -22,11 +22,6 @@ if WIDEST == "float64":
 EAGER = BACKEND == "tensorflow"
 
 
-def later_on_jax(test):
-    """Of what is written in terms of Keras alone, and slow to compile."""
-    return pytest.mark.thorough(test) if BACKEND == "jax" else test
-
-
 @contextlib.contextmanager
 def precision(dtype):
     """Models and losses are made in `dtype`, or with that policy, which they keep."""

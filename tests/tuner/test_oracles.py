@@ -81,6 +81,7 @@ def test_grid_has_every_combination_once(tmp_path):
     assert found[0] == {"rho": 1.0, "omega": 10.0}
 
 
+@pytest.mark.thorough
 def test_bayesian_finds_the_maximum_with_values_of_four_digits(tmp_path):
     oracle = run(tmp_path / "a", "bayesian", count=13).oracle
     best = oracle.get_best_trials()[0]

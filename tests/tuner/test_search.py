@@ -93,6 +93,7 @@ def test_the_same_again_trains_nothing_and_no_other_search(finished, monkeypatch
         run(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
     text, found = run(tmp_path, tune=("learning_rate=0.01..1e30",), trials=4)
     assert found["failed"] >= 2 and found["finished"] + found["failed"] == 4
@@ -109,6 +110,7 @@ def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
     assert "Best setting" not in text
 
 
+@pytest.mark.thorough
 def test_another_error_ends_the_search_and_its_trial_is_not_lost(tmp_path, monkeypatch):
     fit, calls = keras.Model.fit, []
 

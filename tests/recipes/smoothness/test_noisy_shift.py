@@ -75,6 +75,7 @@ def test_deep_linear_network(tmp_path):
         assert line["layer3_variance_change"] == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.thorough
 def test_classifier(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "build", tiny.build)
     asked = reference.IMAGES | {"layers": ["conv"], "norms": ["noisy_bn"]}
