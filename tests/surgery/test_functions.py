@@ -253,7 +253,7 @@ def test_the_new_norm_has_functions():
 
 
 def own_loss(y, z):
-    return ops.mean(ops.square(y - z))
+    return ops.mean(ops.square(ops.subtract(y, z)))
 
 
 class OwnRate(keras.optimizers.schedules.LearningRateSchedule):
