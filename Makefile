@@ -46,6 +46,7 @@ test-thorough: .venv/installed-extra
 lint: install
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 
 format: install
 	.venv/bin/ruff check --fix .

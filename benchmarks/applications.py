@@ -33,7 +33,7 @@ from keras import tree
 
 from benchmarks import machine
 from keras_norms import AMAT
-from keras_norms.layers.cbn import CBN
+from keras_norms.layers import CBN, layers_of
 from keras_norms.surgery import convert, fold
 
 # The smallest member of a family, and the smallest input it takes.
@@ -84,7 +84,7 @@ def build(name, size):
 def randomize(model):
     """Draw all weights of a model anew, so that no layer is left unused."""
     rng = np.random.default_rng(0)
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         for weight in layer.weights if not list(layer._layers) else ():
             value = draw(weight.name, tuple(weight.shape), rng)
             if value is not None:
@@ -136,7 +136,7 @@ def check(name, size, norms, batch):
     row = {
         "model": name,
         "input": size,
-        "layers": len(list(model._flatten_layers())),
+        "layers": len(layers_of(model)),
         "BatchNormalization": count(model, keras.layers.BatchNormalization),
         "norms": {},
     }
@@ -178,7 +178,7 @@ def scaled(name):
 
 
 def count(model, cls):
-    return sum(isinstance(layer, cls) for layer in model._flatten_layers())
+    return len(layers_of(model, cls))
 
 
 def folded(model, x, expected):
@@ -190,7 +190,7 @@ def folded(model, x, expected):
     shifts = count(result, keras.layers.Rescaling) - count(
         model, keras.layers.Rescaling
     )
-    left = {type(layer).__module__ for layer in result._flatten_layers()}
+    left = {type(layer).__module__ for layer in layers_of(result)}
     if any(module.startswith("keras_norms") for module in left):
         raise AssertionError("a layer of keras_norms is left")
     return difference(outputs(result, x), expected), [norms, shifts]

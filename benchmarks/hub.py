@@ -30,7 +30,7 @@ from keras import layers, tree
 from benchmarks import machine
 from benchmarks.applications import cell, count, difference, outputs, randomize
 from keras_norms import AMAT
-from keras_norms.layers.cbn import CBN
+from keras_norms.layers import CBN, layers_of
 from keras_norms.surgery import convert, fold
 
 SIZE = 64
@@ -222,7 +222,7 @@ def check(name, batch=8):
     expected = outputs(model, x)
     row = {
         "network": name,
-        "layers": len(list(model._flatten_layers())),
+        "layers": len(layers_of(model)),
         "BatchNormalization": count(model, layers.BatchNormalization),
         "spread": float(np.max(np.std(expected, 0)) / np.max(np.abs(expected))),
     }
@@ -260,7 +260,7 @@ def _folded(model, x, expected):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = fold(model)
-    for layer in result._flatten_layers():
+    for layer in layers_of(result):
         package = type(layer).__module__.partition(".")[0]
         if package != "keras" and not layer.name.endswith("_lab"):
             raise AssertionError(f"layer '{layer.name}' of {package} is left")

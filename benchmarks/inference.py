@@ -25,6 +25,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import compare
+from keras_norms.layers import layers_of
 from keras_norms.surgery import convert, fold
 from recipes.models import norms
 from recipes.models.resnet import resnet
@@ -126,7 +127,7 @@ def measure(name, size, batch, rounds):
     rows = []
     for form, measured in times.items():
         stay = [
-            sum(isinstance(layer, cls) for layer in models[form]._flatten_layers())
+            len(layers_of(models[form], cls))
             for cls in (keras.layers.BatchNormalization, keras.layers.Rescaling)
         ]
         rows.append(

@@ -46,7 +46,7 @@ PASSES = {
 def bytes_of_passes(model, batch, cache):
     """The bytes that the normalisations of activations move, each pass by itself."""
     total = 0
-    for layer in model._flatten_layers(recursive=False):
+    for layer in model.layers:
         if type(layer) in PASSES:
             width = 4 if layer.compute_dtype == "float32" else 2
             size = width * batch * math.prod(layer.input.shape[1:])

@@ -5,6 +5,7 @@ import warnings
 import keras
 
 from keras_norms import CBN
+from keras_norms.layers import layers_of
 from keras_norms.surgery import convert
 from recipes import models
 
@@ -63,9 +64,8 @@ def build(network, norm, image_size=None, learning_rate=0.1):
             return convert(model, _nothing, preserve=False)
         fused = norm == "fused_cbn"
         model = convert(model, norm.removeprefix("fused_"), preserve=False, fused=fused)
-    for layer in model._flatten_layers():
-        if isinstance(layer, CBN):
-            layer.set_learning_rate(learning_rate)
+    for layer in layers_of(model, CBN):
+        layer.set_learning_rate(learning_rate)
     return model
 
 

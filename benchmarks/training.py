@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from keras_norms import AMAT, CBN
+from keras_norms.layers import layers_of
 
 LEARNING_RATE = 0.01
 
@@ -43,8 +44,7 @@ def _repeat(value):
 
 def callbacks_for(model):
     """AMAT where there is a CBN layer: elsewhere it would warn that there is none."""
-    layers = model._flatten_layers()
-    return [AMAT()] if any(isinstance(layer, CBN) for layer in layers) else []
+    return [AMAT()] if layers_of(model, CBN) else []
 
 
 def wait_for_device(model):

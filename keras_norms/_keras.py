@@ -5,6 +5,7 @@ One function a need. Where another version of Keras has it elsewhere, this says 
 
 import contextlib
 
+import keras
 from keras.src.backend import (
     AutocastScope,
     compute_output_spec,
@@ -34,9 +35,19 @@ __all__ = [
 # Layers
 
 
-def layers_of(layer, include_self=True):
-    """A list of a layer and of all layers in it, however deep, each once."""
-    return list(layer._flatten_layers(include_self=include_self))
+def layers_of(model, kind=keras.layers.Layer, include_self=True):
+    """List the layers of a model: itself, and all layers in it, however deep.
+
+    Args:
+        model: A `keras.Model` or another layer.
+        kind: A class, or a tuple of classes: only their instances are listed.
+        include_self: Boolean, whether the model itself may be among them.
+
+    Returns:
+        List of layers, each once.
+    """
+    every = model._flatten_layers(include_self=include_self)
+    return [layer for layer in every if isinstance(layer, kind)]
 
 
 def without_autocast():

@@ -68,11 +68,7 @@ class AMAT(keras.callbacks.Callback):
         model = self.model
         self._was_built = model.built
         self._schedule = _schedule(model.optimizer)
-        self._layers = [
-            layer
-            for layer in _keras.layers_of(model)
-            if isinstance(layer, FollowsLearningRate)
-        ]
+        self._layers = _keras.layers_of(model, FollowsLearningRate)
         iterations = None
         if self._schedule is not None and keras.backend.backend() == "tensorflow":
             iterations = _keras.step_counter(_inner(model.optimizer))

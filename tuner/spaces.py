@@ -19,6 +19,7 @@ import keras
 
 from keras_norms import CBN
 from keras_norms._checks import arguments
+from keras_norms.layers import layers_of
 
 
 def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
@@ -46,7 +47,7 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
     _check_hp(hp)
     if not isinstance(model, keras.Model):
         raise arguments.wrong("model", "a keras.Model", model)
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, CBN)]
+    layers = layers_of(model, CBN)
     if not layers:
         raise ValueError(
             "Argument `model` must have CBN layers. "

@@ -8,6 +8,8 @@ import keras_tuner
 import numpy as np
 from keras_tuner.engine import base_tuner
 
+from keras_norms import CBN
+from keras_norms.layers import layers_of
 from recipes import train
 from recipes.engine import run
 from recipes.models import norms
@@ -99,7 +101,7 @@ def changes(values):
 
 def stages(model):
     """The names of a network's stages that have CBN layers, in their order."""
-    layers = [each for each in model._flatten_layers() if isinstance(each, norms.CBN)]
+    layers = layers_of(model, CBN)
     return list(dict.fromkeys(norms.stage(layer.name) for layer in layers))
 
 

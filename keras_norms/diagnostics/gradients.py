@@ -21,7 +21,7 @@ from keras_norms.diagnostics.differentiation import (
 from keras_norms.diagnostics.model_loss import SIDES, ModelLoss, as_tensors, find_layer
 
 # Compiled functions: model -> settings -> `_Program`. They hold no model alive.
-_PROGRAMS = weakref.WeakKeyDictionary()
+_PROGRAMS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _PROGRAMS_OF_A_MODEL = 8
 
 

@@ -40,7 +40,7 @@ class Probe(keras.callbacks.Callback):
             band is drawn between a pair of lists that end in `_min` and `_max`.
     """
 
-    prefix = None
+    prefix: str | None = None
 
     def __init__(self, every, log_dir=None):
         super().__init__()

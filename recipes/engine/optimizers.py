@@ -5,6 +5,7 @@ import bisect
 import keras
 from keras import ops
 
+from keras_norms.layers import layers_of
 from keras_norms.layers.learning_rate import FollowsLearningRate
 
 
@@ -114,7 +115,7 @@ class Rate(keras.callbacks.Callback):
         if rate == self._rate:
             return
         # In an epoch the trainer of JAX has the state, and takes it back if it is new.
-        if not getattr(self.model, "_jax_state_synced", True):
+        if keras.backend.backend() == "jax":
             self.model.jax_state_sync()
         self.model.optimizer.learning_rate = rate
         for layer in self._layers:
@@ -124,8 +125,7 @@ class Rate(keras.callbacks.Callback):
 
 def followers(model):
     """The layers of a model that AMAT would tell the learning rate."""
-    layers = model._flatten_layers()
-    return [layer for layer in layers if isinstance(layer, FollowsLearningRate)]
+    return layers_of(model, FollowsLearningRate)
 
 
 def give_omegas(model):

@@ -32,6 +32,7 @@ from functools import partial
 import keras
 
 from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN
+from keras_norms.layers import layers_of
 from recipes.models.cbn_parts import L2Norm, MeanRemoval
 
 
@@ -168,8 +169,7 @@ def stage_rho(rho, text):
 
 def check_stages(text, model):
     """Raises a ValueError if `stage_rho` names a stage that the model has no CBN in."""
-    layers = model._flatten_layers()
-    stages = {stage(layer.name) for layer in layers if isinstance(layer, CBN)}
+    stages = {stage(layer.name) for layer in layers_of(model, CBN)}
     named = stage_rho(1.0, text)
     if isinstance(named, dict) and named.keys() - stages - {None}:
         raise ValueError(
