@@ -3,11 +3,13 @@
 import functools
 import math
 import warnings
+from typing import Any
 
 import keras
 from keras import initializers, ops
 
 from keras_norms._checks import arguments
+from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.learning_rate import FollowsLearningRate
 from keras_norms.layers.recomputation import Recomputable, moves_state
@@ -135,26 +137,26 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 
     def __init__(
         self,
-        axis=-1,
-        rho=1.0,
-        omega=10.0,
-        momentum=0.99,
-        epsilon=1e-5,
-        center=True,
-        scale=True,
-        decouple=True,
-        mean_gradient="shift",
-        synchronized=False,
-        beta_initializer="zeros",
-        gamma_initializer="ones",
-        moving_mean_initializer="zeros",
-        moving_square_initializer="ones",
-        beta_regularizer=None,
-        gamma_regularizer=None,
-        beta_constraint=None,
-        gamma_constraint=None,
-        **kwargs,
-    ):
+        axis: int = -1,
+        rho: float = 1.0,
+        omega: float = 10.0,
+        momentum: float = 0.99,
+        epsilon: float = 1e-5,
+        center: bool = True,
+        scale: bool = True,
+        decouple: bool = True,
+        mean_gradient: str = "shift",
+        synchronized: bool = False,
+        beta_initializer: Initializer = "zeros",
+        gamma_initializer: Initializer = "ones",
+        moving_mean_initializer: Initializer = "zeros",
+        moving_square_initializer: Initializer = "ones",
+        beta_regularizer: Regularizer = None,
+        gamma_regularizer: Regularizer = None,
+        beta_constraint: Constraint = None,
+        gamma_constraint: Constraint = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(
             axis=axis,
             momentum=momentum,
@@ -182,12 +184,12 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         self.moving_square_initializer = arguments.initializer(
             "moving_square_initializer", moving_square_initializer
         )
-        self.moving_mean = None
-        self.moving_square = None
-        self.average_weight = None
-        self.rho = None
+        self.moving_mean: Any = None
+        self.moving_square: Any = None
+        self.average_weight: Any = None
+        self.rho: Any = None
 
-    def build(self, input_shape):
+    def build(self, input_shape: Shape) -> None:
         channels = self.build_affine(input_shape)
         self.moving_mean = self.add_statistic(
             "moving_mean", (channels,), self.moving_mean_initializer
@@ -208,21 +210,33 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         self.build_learning_rate()
 
     @moves_state
-    def call(self, inputs, training=None, mask=None):
+    def call(
+        self,
+        inputs: Tensor,
+        training: bool | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()
+        state, rho, settings = self._state(), self._rho(), self.settings()
         if not training or not self.trainable:
-            return normalize.cbn_inference(
-                inputs, gamma, beta, self._state(), axis=self.axis, **self._stored()
-            )
+            return normalize.cbn_inference(inputs, gamma, beta, state, rho, settings)
+        _warn_if_alone(inputs.shape, self.axis)
+        mask = arguments.broadcast_mask(mask, inputs, self.axis)
+        rate = self._learning_rate()
         outputs, state = normalize.cbn_training(
-            inputs, gamma, beta, self._state(), **self._settings(inputs, mask)
+            inputs, gamma, beta, state, rho, rate, settings, mask
         )
         self._assign(state)
         return outputs
 
     @moves_state
-    def scale_and_shift(self, inputs, training=None, mask=None):
+    def scale_and_shift(
+        self,
+        inputs: Tensor,
+        training: bool | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """What `call` does with `inputs`, as vectors: `scale * inputs + shift`.
 
         In training it updates the statistics as `call` does, in place of it.
@@ -235,15 +249,31 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         """
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()
+        state, rho, settings = self._state(), self._rho(), self.settings()
         if not training or not self.trainable:
             return normalize.cbn_stored_scale_and_shift(
-                gamma, beta, self._state(), **self._stored()
+                gamma, beta, state, rho, settings
             )
+        _warn_if_alone(inputs.shape, self.axis)
+        mask = arguments.broadcast_mask(mask, inputs, self.axis)
+        rate = self._learning_rate()
         scale, shift, state = normalize.cbn_scale_and_shift(
-            inputs, gamma, beta, self._state(), **self._settings(inputs, mask)
+            inputs, gamma, beta, state, rho, rate, settings, mask
         )
         self._assign(state)
         return scale, shift
+
+    def settings(self) -> normalize.CBNSettings:
+        """What the functions of `keras_norms.ops.normalize` take of this layer."""
+        return normalize.CBNSettings(
+            epsilon=self.epsilon,
+            axis=self.axis,
+            omega=self.omega,
+            momentum=self.momentum,
+            decouple=self.decouple,
+            mean_gradient=self.mean_gradient,
+            synchronized=self.synchronized,
+        )
 
     def _state(self):
         variables = self.moving_mean, self.moving_square, self.average_weight
@@ -257,32 +287,13 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         self.moving_square.assign(state.square)
         self.average_weight.assign(state.weight)
 
-    def _stored(self):
-        """The settings of the map with stored statistics."""
-        return {
-            "rho": ops.cast(self.rho, self.statistics_dtype),
-            "epsilon": self.epsilon,
-            "decouple": self.decouple,
-        }
+    def _rho(self):
+        return ops.cast(self.rho, self.statistics_dtype)
 
-    def _settings(self, inputs, mask):
-        """The settings of a training step, which this moves on."""
-        if inputs.shape[0] == 1 and _has_one_element(inputs.shape, self.axis):
-            _explain_batches_of_one_once()
-        return {
-            **self._stored(),
-            "learning_rate": ops.cast(
-                self.learning_rate_of_this_step(), self.statistics_dtype
-            ),
-            "omega": self.omega,
-            "momentum": self.momentum,
-            "axis": self.axis,
-            "mean_gradient": self.mean_gradient,
-            "mask": arguments.broadcast_mask(mask, inputs, self.axis),
-            "synchronized": self.synchronized,
-        }
+    def _learning_rate(self):
+        return ops.cast(self.learning_rate_of_this_step(), self.statistics_dtype)
 
-    def get_config(self):
+    def get_config(self) -> dict:
         config = super().get_config()
         config.update(
             {
@@ -301,10 +312,12 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         return config
 
 
-def _has_one_element(shape, axis):
+def _warn_if_alone(shape, axis):
+    """Warn of a batch of one element for each channel, where its size is known."""
     sizes = list(shape)
     del sizes[axis]
-    return None not in sizes and math.prod(sizes) == 1
+    if None not in sizes and math.prod(sizes) == 1:
+        _explain_batches_of_one_once()
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from keras_norms._checks import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.kernels import overrides_call
 from keras_norms.layers.recomputation import Recomputable
-from keras_norms.ops.fused import linear_of_affine
+from keras_norms.ops.linear_of_affine import linear_of_affine
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_norms.ops.custom_gradient import custom_gradient, fused
+from keras_norms.ops.custom_gradient import custom_gradient
 from keras_norms.ops.moments import combine_replicas, moments
 from keras_norms.ops.passes import (
     affine,
@@ -22,6 +22,7 @@ from keras_norms.ops.passes import (
 )
 from keras_norms.ops.replicas import gather_replicas, sum_over_replicas
 from keras_norms.ops.shapes import per_channel, reduction_axes
+from keras_norms.ops.single_pass import single_pass
 
 
 class LpStatistics(NamedTuple):
@@ -160,7 +161,7 @@ def _offset(x, center, centered, axis):
     return x - per_channel(center, len(x.shape), axis) if centered else x
 
 
-@fused()
+@single_pass()
 def _norm(x, center, mask=None, *, p, centered, axis):
     size = ops.abs(_offset(x, center, centered, axis))
     if mask is not None:
@@ -168,7 +169,7 @@ def _norm(x, center, mask=None, *, p, centered, axis):
     return _norm_of_norms(size, p, axis)
 
 
-@fused()
+@single_pass()
 def _ends(x, mask=None, *, dtype, axis):
     """The largest x and the largest -x of every channel, in one reduction on JAX."""
     x = ops.cast(x, dtype)
@@ -183,7 +184,7 @@ def _ends(x, mask=None, *, dtype, axis):
     return largest(x), largest(-x)
 
 
-@fused()
+@single_pass()
 def _direction(x, center, norm, mask=None, *, p, centered, axis):
     """The derivative of s_p with respect to x - center, up to a factor of the channel.
 

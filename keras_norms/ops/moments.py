@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_norms.ops.custom_gradient import custom_gradient, fused
+from keras_norms.ops.custom_gradient import custom_gradient
 from keras_norms.ops.passes import affine, channel_sums
 from keras_norms.ops.replicas import (
     devices_share_batches,
@@ -16,6 +16,7 @@ from keras_norms.ops.replicas import (
     sum_over_replicas,
 )
 from keras_norms.ops.shapes import per_channel, reduction_axes
+from keras_norms.ops.single_pass import single_pass
 
 # A shift that is off by this many deviations costs six of 24 bits of the variance.
 _FAR = 8.0
@@ -132,7 +133,7 @@ def _bounded(variance):
     return ops.where(variance > largest, largest, variance)
 
 
-@fused()
+@single_pass()
 def mean_and_variance(x, prior, count, *, axis):
     half = keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16")
     if devices_share_batches():
@@ -246,7 +247,7 @@ def _masked_and_shared(x, mask, prior, axis):
     return count, *(ops.where(count > 0, v, nothing) for v in (mean, variance))
 
 
-@fused()
+@single_pass()
 def _masked_moments(x, mask, *, axis, dtype):
     mask = ops.broadcast_to(mask, ops.shape(x))
     x = ops.cast(x, dtype)

@@ -9,9 +9,9 @@ import math
 import keras
 from keras import ops
 
-from keras_norms.ops.custom_gradient import fused
 from keras_norms.ops.replicas import replica_number
 from keras_norms.ops.shapes import per_channel
+from keras_norms.ops.single_pass import single_pass
 
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio, spreads neighbouring numbers
 
@@ -58,7 +58,7 @@ def _noise(x, seed, dtype, replica=0):
     return hashed_noise(x, state, dtype=dtype)
 
 
-@fused(xla=True)
+@single_pass(xla=True)
 def hashed_noise(x, seed, *, dtype):
     """N(0, 1) and U(-1, 1), the same for a seed in every mode and on every device.
 

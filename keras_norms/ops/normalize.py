@@ -4,13 +4,14 @@
 and affine weights are float32 or wider, the output has the dtype of `x`.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keras import ops
 
-from keras_norms.ops.custom_gradient import custom_gradient, fused
+from keras_norms._types import Tensor
+from keras_norms.ops.custom_gradient import custom_gradient
 from keras_norms.ops.moments import (
+    Moments,
     moments,
     number_of_replicas,
     sum_over_replicas,
@@ -23,11 +24,36 @@ from keras_norms.ops.passes import (
     masked_gradient_sums,
     masked_gradient_x,
 )
+from keras_norms.ops.single_pass import single_pass
 
 # The debiasing weight must grow also at learning rate 0, or the averages never start.
 _SMALLEST_STEP = 1e-6
 # Bound on mu_A / mu_B as a weight of the gradient (`mean_gradient="ratio"`).
 _LARGEST_RATIO = 10.0
+
+
+class CBNSettings(NamedTuple):
+    """What is static of CBN's map: compiled functions are kept by it.
+
+    Attributes:
+        epsilon: Added to the mean square, inside the root.
+        axis: The channel axis.
+        omega: In training, the batch enters the moving averages with weight
+            `omega * learning_rate`, at most 1.
+        momentum: Weight of the old averages while the learning rate is unknown.
+        decouple: Whether `beta` is added before the norm is taken (Eq. 5), or after it
+            and the variance taken, as in batch normalization.
+        mean_gradient: `"shift"` or `"ratio"`, how the gradient passes the moving mean.
+        synchronized: Whether statistics are those of all TensorFlow replicas.
+    """
+
+    epsilon: float
+    axis: int
+    omega: float = 10.0
+    momentum: float = 0.99
+    decouple: bool = True
+    mean_gradient: str = "shift"
+    synchronized: bool = False
 
 
 class CBNState(NamedTuple):
@@ -39,72 +65,106 @@ class CBNState(NamedTuple):
     in a plain exponential average.
     """
 
-    mean: Any
-    square: Any
-    weight: Any
+    mean: Tensor
+    square: Tensor
+    weight: Tensor
 
 
-class CBNMap(NamedTuple):
+class BatchMap(NamedTuple):
     """One batch's map, `gamma * inverse * (x - center) + offset`, and its statistics.
 
-    `mean` and `square` are those of the batch, `square` with epsilon is what the root
-    is taken of for the gradient, `mean_weight` is the weight of the mean's gradient,
-    `count` how many elements were seen.
+    All are vectors over the channels, but `count` may be a scalar.
+
+    Attributes:
+        center, inverse, offset: The map.
+        mean: That of the batch.
+        square: The variance or mean square of the batch, of which, with epsilon, the
+            gradient takes the root.
+        mean_weight: Weight of the gradient through the batch mean.
+        count: How many elements were seen.
     """
 
-    center: Any
-    inverse: Any
-    offset: Any
-    mean: Any
-    square: Any
-    mean_weight: Any
-    count: Any
+    center: Tensor
+    inverse: Tensor
+    offset: Tensor
+    mean: Tensor
+    square: Tensor
+    mean_weight: Tensor
+    count: Tensor
 
 
-def cbn_inference(x, gamma, beta, state, *, rho, epsilon, axis, decouple=True):
+def cbn_inference(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    state: CBNState,
+    rho: Tensor,
+    settings: CBNSettings,
+) -> Tensor:
     """Complete batch normalization with stored statistics: affine in `x`.
 
     See `cbn_training` for the arguments; `state.weight` is not used.
     """
-    center, inverse, offset = _stored_map(beta, state, rho, epsilon, decouple)
-    return affine(x, center, gamma * inverse, offset, axis=axis)
+    center, inverse, offset = _stored_map(beta, state, rho, settings)
+    return affine(x, center, gamma * inverse, offset, axis=settings.axis)
 
 
-def cbn_training(x, gamma, beta, state, *, mask=None, **settings):
+def cbn_training(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    state: CBNState,
+    rho: Tensor,
+    learning_rate: Tensor,
+    settings: CBNSettings,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, CBNState]:
     """Complete batch normalization of one training batch (Peng et al., Eqs. 4-9).
 
     Args:
         x: Tensor of rank 2 or more.
         gamma, beta: `(channels,)`, in the dtype to compute in.
         state: `CBNState` before this batch.
+        rho: Scalar, the magnitude of the normalisation.
+        learning_rate: Scalar that this step uses. Negative means unknown: the batch is
+            normalised with its own statistics, and the moving averages follow
+            `settings.momentum`.
+        settings: `CBNSettings`.
         mask: Boolean, broadcasts to `x`; `False` elements are kept out of statistics.
-        **settings: See `cbn_map`.
 
     Returns:
         The output and the `CBNState` after this batch, which carries no gradient. A
         channel whose mean or mean square is not finite keeps its averages.
     """
-    if mask is not None or settings["synchronized"]:
-        return _cbn_training(x, gamma, beta, state, mask=mask, **settings)
-    tensors = [settings.pop(name) for name in ("rho", "learning_rate")]
-    return _cbn_training_alone(x, gamma, beta, state, *tensors, **settings)
+    tensors = x, gamma, beta, state, rho, learning_rate
+    if mask is None and not settings.synchronized:
+        return _cbn_training_alone(*tensors, settings=settings)
+    return _cbn_training(*tensors, mask, settings=settings)
 
 
-def _cbn_training(x, gamma, beta, state, *, mask=None, **settings):
-    values, state = cbn_map(x, beta, state, mask=mask, **settings)
-    names = ("epsilon", "axis", "decouple", "synchronized")
-    static = {name: settings[name] for name in names}
-    return _normalize(x, gamma, beta, *values, mask, **static), state
-
-
-@fused(xla="small")
-def _cbn_training_alone(x, gamma, beta, state, rho, learning_rate, **static):
-    return _cbn_training(
-        x, gamma, beta, state, rho=rho, learning_rate=learning_rate, **static
+def _cbn_training(x, gamma, beta, state, rho, learning_rate, mask=None, *, settings):
+    axis, synchronized = settings.axis, settings.synchronized
+    batch = moments(x, beta.dtype, axis, mask, synchronized, state.mean)
+    batch_map, state = _map_of_moments(
+        batch, beta, state, rho, learning_rate, settings=settings
     )
+    return _normalize(x, gamma, beta, batch_map, mask, settings), state
 
 
-def cbn_scale_and_shift(x, gamma, beta, state, **settings):
+# Where a tensor is small, starting one kernel after the other is what takes the time.
+_cbn_training_alone = single_pass(xla="small")(_cbn_training)
+
+
+def cbn_scale_and_shift(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    state: CBNState,
+    rho: Tensor,
+    learning_rate: Tensor,
+    settings: CBNSettings,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, CBNState]:
     """The map of one training batch as vectors: `cbn_training` is scale * x + shift.
 
     See `cbn_training` for the arguments. The gradient with respect to `x` passes
@@ -113,100 +173,45 @@ def cbn_scale_and_shift(x, gamma, beta, state, **settings):
     Returns:
         Scale and shift, each `(channels,)`, and the `CBNState` after this batch.
     """
-    values, state = cbn_map(x, beta, state, differentiable=True, **settings)
-    scale = gamma * values.inverse
-    return scale, values.offset - scale * values.center, state
+    axis, synchronized = settings.axis, settings.synchronized
+    batch = moments(x, beta.dtype, axis, mask, synchronized, state.mean)
+    if mask is None:
+        batch = with_gradient(x, batch, axis, synchronized)
+    batch_map, state = _map_of_moments(
+        batch, beta, state, rho, learning_rate, settings=settings
+    )
+    scale = gamma * batch_map.inverse
+    return scale, batch_map.offset - scale * batch_map.center, state
 
 
-def cbn_stored_scale_and_shift(gamma, beta, state, *, rho, epsilon, decouple):
+def cbn_stored_scale_and_shift(
+    gamma: Tensor, beta: Tensor, state: CBNState, rho: Tensor, settings: CBNSettings
+) -> tuple[Tensor, Tensor]:
     """The map of `cbn_inference` as vectors: it is scale * x + shift."""
-    center, inverse, offset = _stored_map(beta, state, rho, epsilon, decouple)
+    center, inverse, offset = _stored_map(beta, state, rho, settings)
     scale = gamma * inverse
     return scale, offset - scale * center
 
 
-def _stored_map(beta, state, rho, epsilon, decouple):
-    center = state.mean - beta if decouple else state.mean
-    offset = ops.zeros_like(beta) if decouple else beta
-    return center, 1 / (rho * ops.sqrt(state.square + epsilon)), offset
+def _stored_map(beta, state, rho, settings):
+    center = state.mean - beta if settings.decouple else state.mean
+    offset = ops.zeros_like(beta) if settings.decouple else beta
+    return center, 1 / (rho * ops.sqrt(state.square + settings.epsilon)), offset
 
 
-def cbn_map(
-    x,
-    beta,
-    state,
-    *,
-    rho,
-    epsilon,
-    learning_rate,
-    omega,
-    momentum,
-    axis,
-    decouple=True,
-    mean_gradient="shift",
-    mask=None,
-    synchronized=False,
-    differentiable=False,
-):
-    """The statistics of one training batch, and the map that they make.
-
-    Args:
-        x, beta, state, mask: See `cbn_training`.
-        rho: Scalar, the magnitude of the normalisation.
-        epsilon: Added to the mean square, inside the root.
-        learning_rate: Scalar that this step uses. The batch enters the moving averages
-            with weight `omega * learning_rate`, at most 1. Negative means unknown: the
-            batch is normalised with its own statistics, and the moving averages follow
-            `momentum`.
-        omega, momentum: See `learning_rate`.
-        axis: The channel axis.
-        decouple: Whether `beta` is added before the norm is taken (Eq. 5), or after it
-            and the variance taken, as in batch normalization.
-        mean_gradient: `"shift"` or `"ratio"`, how the gradient passes the moving mean.
-        synchronized: Whether statistics are those of all TensorFlow replicas.
-        differentiable: Whether the gradient of the map itself is wanted in few passes.
+@single_pass(xla=True)
+def _map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
+    """The map that the `Moments` of a batch make: arithmetic of vectors.
 
     Returns:
-        `CBNMap`, and the `CBNState` after this batch, which carries no gradient.
+        `BatchMap`, and the `CBNState` after this batch, which carries no gradient.
     """
-    batch = moments(x, beta.dtype, axis, mask, synchronized, state.mean)
-    if differentiable and mask is None:
-        batch = with_gradient(x, batch, axis, synchronized)
-    return _map_of_moments(
-        batch,
-        beta,
-        state,
-        rho,
-        learning_rate,
-        epsilon=epsilon,
-        omega=omega,
-        momentum=momentum,
-        decouple=decouple,
-        mean_gradient=mean_gradient,
-    )
-
-
-@fused(xla=True)
-def _map_of_moments(
-    batch,
-    beta,
-    state,
-    rho,
-    learning_rate,
-    *,
-    epsilon,
-    omega,
-    momentum,
-    decouple,
-    mean_gradient,
-):
-    """`cbn_map` from the `Moments` on: arithmetic of vectors over the channels."""
     seen = batch.count > 0
     known = learning_rate >= 0
     step = ops.where(
         known,
-        ops.clip(omega * learning_rate, _SMALLEST_STEP, 1.0),
-        ops.full_like(learning_rate, 1 - momentum),
+        ops.clip(settings.omega * learning_rate, _SMALLEST_STEP, 1.0),
+        ops.full_like(learning_rate, 1 - settings.momentum),
     )
     weight, kept = _average_weights(state.weight, step, seen)
     # Normalised with: the moving averages, or the batch where the rate is unknown.
@@ -218,7 +223,7 @@ def _map_of_moments(
     excess = ops.stop_gradient(batch.mean - state.mean)
     ahead = kept_here * excess
     mean_weight = ops.ones_like(ahead)
-    if mean_gradient == "ratio":
+    if settings.mean_gradient == "ratio":
         mean_weight = ops.stop_gradient(_mean_ratio(batch.mean - ahead, batch.mean))
         ahead = ahead + (1 - mean_weight) * (batch.mean - ops.stop_gradient(batch.mean))
     mean = batch.mean - ahead
@@ -226,15 +231,15 @@ def _map_of_moments(
     # The mean of x' = x - mean + beta is ahead + beta.
     square = batch.variance
     center, offset = mean, beta
-    if decouple:
+    if settings.decouple:
         square = square + ops.square(ahead + beta)
         center, offset = mean - beta, ops.zeros_like(beta)
         # Where nothing was seen, the old averages normalise, which beta does not move.
         square = ops.where(seen, square, ops.stop_gradient(square))
     # sqrt(sq_A+ + eps) = r * sqrt(sq_B + eps) with r a constant for the gradient.
-    root = ops.sqrt(square + epsilon)
+    root = ops.sqrt(square + settings.epsilon)
     used = square + kept_here * (state.square - square)
-    ratio = ops.stop_gradient(ops.sqrt(used + epsilon) / root)
+    ratio = ops.stop_gradient(ops.sqrt(used + settings.epsilon) / root)
     inverse = 1 / (rho * ratio * root)
 
     # A channel that was not seen, or has statistics that are not finite, keeps its own.
@@ -245,49 +250,10 @@ def _map_of_moments(
         *(ops.where(usable, new, old) for new, old in zip(averages, state)),
         ops.where(ops.any(usable), weight, state.weight),
     )
-    values = CBNMap(
+    batch_map = BatchMap(
         center, inverse, offset, batch.mean, square, mean_weight, batch.count
     )
-    return values, CBNState(*(ops.stop_gradient(value) for value in state))
-
-
-def batch_normalization(
-    x, gamma, beta, batch, *, epsilon, axis, mask=None, synchronized=False
-):
-    """gamma * (x - mean) / sqrt(variance + epsilon) + beta.
-
-    Args:
-        x: Tensor of rank 2 or more.
-        gamma, beta: `(channels,)`, in the dtype to compute in.
-        batch: The `Moments` of `x`, with the same `mask` and `synchronized`: the
-            gradient passes through them.
-        epsilon, axis, mask, synchronized: See `cbn_training`.
-
-    Returns:
-        The output.
-    """
-    return _normalize(
-        x,
-        gamma,
-        beta,
-        batch.mean,
-        1 / ops.sqrt(batch.variance + epsilon),
-        beta,
-        batch.mean,
-        batch.variance,
-        ops.ones_like(batch.mean),
-        batch.count,
-        mask,
-        epsilon=epsilon,
-        axis=axis,
-        decouple=False,
-        synchronized=synchronized,
-    )
-
-
-def batch_normalization_inference(x, gamma, beta, mean, variance, *, epsilon, axis):
-    """Batch normalization with stored statistics: affine in `x`."""
-    return affine(x, mean, gamma / ops.sqrt(variance + epsilon), beta, axis=axis)
+    return batch_map, CBNState(*(ops.stop_gradient(value) for value in state))
 
 
 def _average_weights(weight, step, seen):
@@ -313,101 +279,103 @@ def _mean_ratio(moving, batch):
     return ops.where(batch == 0, ops.ones_like(batch), ratio)
 
 
-def _normalize(x, gamma, beta, *statistics_and_mask, **static):
-    """The forward map, with `_normalize_gradient` as its gradient."""
-    *statistics, mask = statistics_and_mask
-
-    def forward(x, gamma, beta, center, inverse, offset, *for_gradient):
-        return affine(x, center, gamma * inverse, offset, axis=static["axis"])
-
-    normalize = custom_gradient(
-        forward, functools.partial(_normalize_gradient, **static)
-    )
-    masks = () if mask is None else (mask,)
-    return normalize(x, gamma, beta, *statistics, *masks)
-
-
-def _normalize_gradient(
-    upstream,
-    x,
-    gamma,
-    beta,
-    center,
-    inverse,
-    offset,
-    mean,
-    square,
-    mean_weight,
-    count,
-    mask=None,
+def batch_normalization(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    batch: Moments,
     *,
-    epsilon,
-    axis,
-    decouple,
-    synchronized,
-):
-    """Gradients with respect to x, gamma and beta, through all statistics.
+    epsilon: float,
+    axis: int,
+    mask: Tensor | None = None,
+    synchronized: bool = False,
+) -> Tensor:
+    """gamma * (x - mean) / sqrt(variance + epsilon) + beta.
+
+    Args:
+        x: Tensor of rank 2 or more.
+        gamma, beta: `(channels,)`, in the dtype to compute in.
+        batch: The `Moments` of `x`, with the same `mask` and `synchronized`: the
+            gradient passes through them.
+        epsilon, axis, mask, synchronized: See `cbn_training` and `CBNSettings`.
+
+    Returns:
+        The output.
+    """
+    batch_map = BatchMap(
+        center=batch.mean,
+        inverse=1 / ops.sqrt(batch.variance + epsilon),
+        offset=beta,
+        mean=batch.mean,
+        square=batch.variance,
+        mean_weight=ops.ones_like(batch.mean),
+        count=batch.count,
+    )
+    settings = CBNSettings(epsilon, axis, decouple=False, synchronized=synchronized)
+    return _normalize(x, gamma, beta, batch_map, mask, settings)
+
+
+def batch_normalization_inference(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    *,
+    epsilon: float,
+    axis: int,
+) -> Tensor:
+    """Batch normalization with stored statistics: affine in `x`."""
+    return affine(x, mean, gamma / ops.sqrt(variance + epsilon), beta, axis=axis)
+
+
+def _normalize(x, gamma, beta, batch_map, mask, settings):
+    """The map of a batch. Its gradient passes through the statistics of the batch too.
 
     With c = `center`, a = gamma * inverse, g = `upstream`, m = `count` and
     k = sum(g * (x - c)) / m / (square + epsilon), the derivative that arrives at
     x' = x - c is a * (g - k * x'). From there it goes on to x, and through the batch
     mean.
     """
-    if mask is None:
-        local = gradient_sums(upstream, x, center, axis=axis)
-    else:
-        local = masked_gradient_sums(upstream, x, center, mask, axis=axis)
-    total = sum_over_replicas(local) if synchronized else local
-    vectors, dgamma, dbeta = _gradient_vectors(
-        local,
-        total,
-        gamma,
-        center,
-        inverse,
-        mean,
-        square,
-        mean_weight,
-        count,
-        epsilon=epsilon,
-        decouple=decouple,
-        replicas=number_of_replicas() if synchronized else 1,
-    )
-    if mask is None:
-        dx = gradient_x(upstream, x, *vectors, axis=axis)
-    else:
-        dx = masked_gradient_x(upstream, x, *vectors, mask, axis=axis)
-    statistics = (center, inverse, offset, mean, square, mean_weight, count)
-    return dx, dgamma, dbeta, *[None] * (len(statistics) + (mask is not None))
+    axis = settings.axis
+
+    def forward(x, gamma, beta, center, inverse, offset, *for_gradient):
+        return affine(x, center, gamma * inverse, offset, axis=axis)
+
+    def gradient(upstream, x, gamma, beta, *rest):
+        batch_map = BatchMap(*rest[: len(BatchMap._fields)])
+        mask = rest[len(BatchMap._fields) :]
+        sums = masked_gradient_sums if mask else gradient_sums
+        local = total = sums(upstream, x, batch_map.center, *mask, axis=axis)
+        replicas = 1
+        if settings.synchronized:
+            total, replicas = sum_over_replicas(local), number_of_replicas()
+        vectors, dgamma, dbeta = _gradient_vectors(
+            local, total, gamma, batch_map, replicas=replicas, settings=settings
+        )
+        to_x = masked_gradient_x if mask else gradient_x
+        dx = to_x(upstream, x, *vectors, *mask, axis=axis)
+        return dx, dgamma, dbeta, *[None] * len(rest)
+
+    masks = () if mask is None else (mask,)
+    return custom_gradient(forward, gradient)(x, gamma, beta, *batch_map, *masks)
 
 
-@fused(xla=True)
-def _gradient_vectors(
-    local,
-    total,
-    gamma,
-    center,
-    inverse,
-    mean,
-    square,
-    mean_weight,
-    count,
-    *,
-    epsilon,
-    decouple,
-    replicas,
-):
+@single_pass(xla=True)
+def _gradient_vectors(local, total, gamma, batch_map, *, replicas, settings):
     """What `gradient_x` needs, and the gradients of gamma and beta.
 
     `local` and `total` are sum(g) and sum(g * (x - c)) of one and of all replicas.
     """
-    scale = gamma * inverse
+    center, mean = batch_map.center, batch_map.mean
+    scale = gamma * batch_map.inverse
     sum_g, sum_gx = total[0], total[1]
-    seen = count > 0
-    count = ops.maximum(count, ops.ones_like(count))
-    k = sum_gx / count / (square + epsilon)
+    seen = batch_map.count > 0
+    count = ops.maximum(batch_map.count, ops.ones_like(batch_map.count))
+    k = sum_gx / count / (batch_map.square + settings.epsilon)
     k = ops.where(seen, k, ops.zeros_like(k))
     through_mean = sum_g / count
-    if decouple:
+    if settings.decouple:
         # The batch mean of x' is not 0, so the derivative of its norm has a mean.
         mean_of_norm = k * (mean - center)
         through_mean = through_mean - mean_of_norm
@@ -417,5 +385,5 @@ def _gradient_vectors(
     else:
         pivot = mean
         dbeta = local[0]
-    vectors = scale, k, pivot, mean_weight * through_mean
-    return vectors, local[1] * inverse, dbeta
+    vectors = scale, k, pivot, batch_map.mean_weight * through_mean
+    return vectors, local[1] * batch_map.inverse, dbeta

@@ -3,8 +3,8 @@
 import keras
 from keras import ops
 
-from keras_norms.ops.custom_gradient import fused
 from keras_norms.ops.shapes import channel_groups, per_channel, reduction_axes
+from keras_norms.ops.single_pass import single_pass
 
 
 def channel_sums(x, axis):
@@ -19,7 +19,7 @@ def channel_sums(x, axis):
     return ops.sum(x, reduction_axes(len(x.shape), axis))
 
 
-@fused()  # not by XLA: inference is exported to where there is none
+@single_pass()  # not by XLA: inference is exported to where there is none
 def affine(x, center, scale, offset, *, axis):
     """scale * (x - center) + offset; subtracting first keeps digits."""
     ndim = len(x.shape)
@@ -29,7 +29,7 @@ def affine(x, center, scale, offset, *, axis):
     return ops.cast((ops.cast(x, center.dtype) - center) * scale + offset, x.dtype)
 
 
-@fused()
+@single_pass()
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)) over a channel, stacked."""
     ndim = len(x.shape)
@@ -40,7 +40,7 @@ def gradient_sums(upstream, x, center, *, axis):
     return ops.stack([ops.sum(g, axes), ops.sum(g * shifted, axes)])
 
 
-@fused()
+@single_pass()
 def masked_gradient_sums(upstream, x, center, mask, *, axis):
     """The same, but for hidden elements without a gradient, which may be NaN."""
     ndim = len(x.shape)
@@ -49,7 +49,7 @@ def masked_gradient_sums(upstream, x, center, mask, *, axis):
     return gradient_sums.__wrapped__(upstream, x, center, axis=axis)
 
 
-@fused(xla=True)
+@single_pass(xla=True)
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     """scale * (g - k * (x - pivot) - constant); k may be as small as x is large."""
     ndim = len(x.shape)
@@ -60,7 +60,7 @@ def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     return ops.cast(scale * (g - k * (x - pivot) - constant), upstream.dtype)
 
 
-@fused(xla=True)
+@single_pass(xla=True)
 def masked_gradient_x(upstream, x, scale, k, pivot, constant, mask, *, axis):
     """The same where the mask is true, scale * g elsewhere."""
     visible = gradient_x.__wrapped__(upstream, x, scale, k, pivot, constant, axis=axis)

@@ -197,8 +197,7 @@ class _Recorder:
             batch = self._record(index, layer, inputs, mask)
             if not self.with_batch_statistics:
                 return original(inputs, training=False)
-            gamma, beta, state, settings = _cbn(layer, *batch[1:3])
-            return normalize.cbn_stored_scale_and_shift(gamma, beta, state, **settings)
+            return normalize.cbn_stored_scale_and_shift(*_cbn(layer, *batch[1:3]))
 
         return scale_and_shift
 
@@ -266,10 +265,7 @@ def _normalize(layer, inputs, mean, variance, norm):
     """The layer's inference map with other statistics."""
     inputs = ops.cast(inputs, layer.compute_dtype)
     if isinstance(layer, CBN):
-        gamma, beta, state, settings = _cbn(layer, mean, variance)
-        return normalize.cbn_inference(
-            inputs, gamma, beta, state, axis=layer.axis, **settings
-        )
+        return normalize.cbn_inference(inputs, *_cbn(layer, mean, variance))
     gamma = ops.cast(layer.gamma, mean.dtype) if layer.scale else ops.ones_like(mean)
     beta = ops.cast(layer.beta, mean.dtype) if layer.center else ops.zeros_like(mean)
     settings = {"epsilon": layer.epsilon, "axis": layer.axis}
@@ -284,12 +280,8 @@ def _cbn(layer, mean, variance):
     """What the inference map of a CBN layer takes, with other statistics."""
     gamma, beta = layer.affine()
     square = variance + ops.square(beta) if layer.decouple else variance
-    settings = {
-        "rho": ops.cast(layer.rho, mean.dtype),
-        "epsilon": layer.epsilon,
-        "decouple": layer.decouple,
-    }
-    return gamma, beta, normalize.CBNState(mean, square, None), settings
+    state = normalize.CBNState(mean, square, None)
+    return gamma, beta, state, ops.cast(layer.rho, mean.dtype), layer.settings()
 
 
 def _combine(batches):

@@ -5,7 +5,7 @@ import pytest
 from keras import ops
 
 from keras_norms import CBN
-from keras_norms.ops import custom_gradient, moments, passes
+from keras_norms.ops import custom_gradient, moments, passes, single_pass
 from tests.support.autodiff import second_derivative, training_step
 from tests.support.backend import BACKEND, tensorflow_only
 from tests.support.normalizations import CASES, INF, assert_near, averages, some
@@ -77,7 +77,7 @@ def test_compiled_pass_by_pass_as_on_a_gpu(monkeypatch, name, axis, mode):
     layer, arguments = CASES[name]
     mask = {} if layer is CBN else {"mask": visible}
     expected = results(layer(axis=axis, **arguments), x, g, mode, **mask)
-    monkeypatch.setattr(custom_gradient, "_has_gpu", lambda: True)
+    monkeypatch.setattr(single_pass, "_has_gpu", lambda: True)
     actual = results(layer(axis=axis, **arguments), x, g, mode, **mask)
     assert_near(actual, expected)
 
@@ -131,7 +131,7 @@ def test_xla_compiles_on_a_cpu_where_shapes_are_few():
     import tensorflow as tf
 
     def compiles(xla, *shape):
-        return custom_gradient._compiles(xla, [tf.TensorSpec(shape), tf.TensorSpec(())])
+        return single_pass._compiles(xla, [tf.TensorSpec(shape), tf.TensorSpec(())])
 
     assert compiles(True, None, 32, 32, 64)
     assert not compiles(True, None, None, 64)

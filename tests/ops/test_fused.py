@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_norms.ops.fused import linear_of_affine
+from keras_norms.ops.linear_of_affine import linear_of_affine
 from tests.support.backend import BACKEND
 from tests.support.cbn_reference import relative_error
 

@@ -1,0 +1,142 @@
+"""Functions that go over activations once, by the means of each backend."""
+
+import functools
+from collections.abc import Callable
+
+import keras
+
+from keras_norms.ops.custom_gradient import (
+    have_tangents,
+    in_this_graph,
+    torch_function,
+)
+
+_SMALL = 2048  # elements of a sample
+
+
+def single_pass(xla: bool | str = False) -> Callable:
+    """Decorate a function of activations so that it reads and writes them once.
+
+    The function it decorates is written in `keras.ops`. XLA fuses it with its
+    neighbours, under JAX and `jit_compile=True`, and there it is left as it is.
+    TensorFlow elsewhere launches a kernel for each operation, and each reads and writes
+    the whole tensor: on a GPU the function is compiled by XLA, and on a CPU there are
+    better ways for some passes, as there are for PyTorch.
+
+    Tensors are positional arguments, everything static (the channel axis) is a hashable
+    keyword argument. The function must not communicate between replicas.
+
+    Args:
+        xla: Whether TensorFlow compiles the function by XLA on a CPU too, where it has
+            nothing better. XLA there is slow where it reduces large tensors, and fast
+            where it computes element by element. `"small"`: only where the first
+            argument is small, so that starting kernels is what takes the time.
+
+    Returns:
+        A decorator. What it makes of a function has `on_cpu(where)`, a decorator too:
+        of a function that computes the same on a CPU, faster, where
+        `where(*tensors, **static)` is true, and that needs no gradient.
+    """
+
+    def decorate(function):
+        @functools.cache
+        def compiled_by_tensorflow(static):
+            import tensorflow as tf
+
+            function_of_tensors = functools.partial(function, **dict(static))
+            return tf.function(function_of_tensors, jit_compile=True, autograph=False)
+
+        @functools.wraps(function)
+        def call(*tensors, **static):
+            backend = keras.backend.backend()
+            key = tuple(sorted(static.items()))
+            if backend == "tensorflow" and have_tangents(tensors):
+                return function(*tensors, **static)
+            if backend == "tensorflow" and _has_gpu():
+                return compiled_by_tensorflow(key)(*tensors)
+            for kernel, applies_to in call.kernels:
+                if applies_to(*tensors, **static):
+                    with_gradient_of = _GRADIENT_OF[backend]
+                    return with_gradient_of(function, kernel, static)(*tensors)
+            if backend == "tensorflow" and _compiles(xla, tensors):
+                return compiled_by_tensorflow(key)(*tensors)
+            return function(*tensors, **static)
+
+        def on_cpu(where):
+            def register(kernel):
+                call.kernels.append((kernel, where))
+                return kernel
+
+            return register
+
+        call.kernels, call.on_cpu = [], on_cpu
+        return call
+
+    return decorate
+
+
+@functools.cache
+def _has_gpu():
+    import tensorflow as tf
+
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+def _compiles(xla, tensors):
+    """Whether TensorFlow compiles a function `single_pass(xla=xla)` for a CPU."""
+    import tensorflow as tf
+
+    # XLA compiles anew for every shape: only the batch may vary in size.
+    samples = [tensor.shape[1:] for tensor in tf.nest.flatten(tensors)]
+    if not xla or not all(shape.is_fully_defined() for shape in samples):
+        return False
+    return xla != "small" or samples[0].num_elements() <= _SMALL
+
+
+def _tensorflow_gradient_of(function, kernel, static):
+    """`kernel`, with the gradient of `function` for second derivatives."""
+    import tensorflow as tf
+
+    @tf.custom_gradient
+    def call(*tensors):
+        def gradient(*upstreams):
+            inputs = in_this_graph(tensors)
+            with tf.GradientTape() as tape:
+                tape.watch([t for t in inputs if t.dtype.is_floating])
+                outputs = function(*inputs, **static)
+            return tape.gradient(outputs, inputs, upstreams)
+
+        return kernel(*tensors, **static), gradient
+
+    return call
+
+
+def _torch_gradient_of(function, kernel, static):
+    """The same."""
+    import torch
+
+    def gradient(upstreams, tensors):
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Views, for one of the tensors may have been made from another one.
+            tensors = [tensor.view_as(tensor) for tensor in tensors]
+            outputs = function(*tensors, **static)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        used = [pair for pair in zip(outputs, upstreams) if pair[1] is not None]
+        outputs, upstreams = zip(*used)
+        gradients = iter(
+            torch.autograd.grad(
+                outputs,
+                [tensor for tensor in tensors if tensor.requires_grad],
+                upstreams,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        )
+        return [next(gradients) if t.requires_grad else None for t in tensors]
+
+    kernel = functools.partial(kernel, **static)
+    return functools.partial(torch_function().apply, kernel, gradient)
+
+
+_GRADIENT_OF = {"tensorflow": _tensorflow_gradient_of, "torch": _torch_gradient_of}
