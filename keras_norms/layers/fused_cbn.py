@@ -1,6 +1,9 @@
 """FusedCBN: CBN and the linear layers that read it, computed together."""
 
 import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import layers as keras_layers
@@ -8,6 +11,7 @@ from keras import ops
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms._types import Shape, Tensor
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.kernels import overrides_call
 from keras_norms.layers.recomputation import Recomputable
@@ -67,9 +71,14 @@ class FusedCBN(Recomputable, keras.layers.Layer):
     >>> x = FusedCBN(keras.layers.Conv2D(64, 3, padding="same"), CBN(rho=2))(x)
     """
 
-    def __init__(self, layer, norm=None, **kwargs):
+    def __init__(
+        self,
+        layer: keras.layers.Layer | Sequence[keras.layers.Layer],
+        norm: CBN | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._several = isinstance(layer, (list, tuple))
-        layers = list(layer) if self._several else [layer]
+        layers: list[Any] = list(layer) if self._several else [layer]
         if not layers:
             raise arguments.wrong("layer", "a layer or a list of layers", layer)
         for each in layers:
@@ -89,7 +98,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
                 )
         self.supports_masking = True
 
-    def build(self, input_shape):
+    def build(self, input_shape: Shape) -> None:
         rank = len(input_shape)
         for each in self.layers:
             axis = 1 if _channels_first(each) else rank - 1
@@ -102,7 +111,12 @@ class FusedCBN(Recomputable, keras.layers.Layer):
             if not each.built:
                 each.build(input_shape)
 
-    def call(self, inputs, training=None, mask=None):
+    def call(
+        self,
+        inputs: Tensor,
+        training: bool | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor | list[Tensor]:
         inputs = ops.cast(inputs, self.norm.compute_dtype)
         if any(each.quantization_mode for each in self.layers):
             # Their kernels are no numbers to multiply by a scale.
@@ -114,7 +128,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         outputs = [ops.cast(each, self.compute_dtype) for each in outputs]
         return outputs if self._several else outputs[0]
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: Shape) -> Any:
         shapes = [each.compute_output_shape(input_shape) for each in self.layers]
         return shapes if self._several else shapes[0]
 
@@ -125,7 +139,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         ]
         return masks if self._several else masks[0]
 
-    def get_config(self):
+    def get_config(self) -> dict:
         layers = [keras.saving.serialize_keras_object(each) for each in self.layers]
         return {
             **super().get_config(),
@@ -148,7 +162,7 @@ _CONVOLUTIONS = (keras_layers.Conv1D, keras_layers.Conv2D, keras_layers.Conv3D)
 _DEPTHWISE = (keras_layers.DepthwiseConv1D, keras_layers.DepthwiseConv2D)
 
 
-def can_be_fused(layer, norm):
+def can_be_fused(layer: keras.layers.Layer, norm: CBN) -> bool:
     """Whether `FusedCBN(layer, norm)` is one that writes no normalised tensor."""
     try:
         FusedCBN(layer, norm)
@@ -194,7 +208,10 @@ def _call(layer, inputs, scale, shift):
         kernel = ops.cast(layer.kernel, scale.dtype)
         bias = ops.cast(layer.bias, scale.dtype) if layer.use_bias else None
     if isinstance(layer, keras_layers.Dense):
-        outputs = linear_of_affine(inputs, scale, shift, kernel, bias, ops.matmul)
+        # On PyTorch, `ops.matmul` rounds float64 to float32.
+        on_torch = keras.backend.backend() == "torch"
+        matmul = operator.matmul if on_torch else ops.matmul
+        outputs = linear_of_affine(inputs, scale, shift, kernel, bias, matmul)
         return layer.activation(outputs)
     depthwise = isinstance(layer, _DEPTHWISE)
     convolution = functools.partial(
