@@ -7,6 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_norms._types import Tensor
 from keras_norms.ops.custom_gradient import custom_gradient
 from keras_norms.ops.passes import affine, channel_sums
 from keras_norms.ops.replicas import (
@@ -31,12 +32,19 @@ class Moments(NamedTuple):
     synchronized. It is a scalar unless a mask differs between channels.
     """
 
-    count: Any
-    mean: Any
-    variance: Any
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
 
 
-def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
+def moments(
+    x: Tensor,
+    dtype: str,
+    axis: int,
+    mask: Tensor | None = None,
+    synchronized: bool = False,
+    prior: Tensor | None = None,
+) -> Moments:
     """Mean and variance of every channel.
 
     The sums are taken of `x - shift`, so that nothing cancels where the mean is much
@@ -70,7 +78,9 @@ def moments(x, dtype, axis, mask=None, synchronized=False, prior=None):
     return combine_replicas(local)[0] if synchronized else local
 
 
-def with_gradient(x, batch, axis, synchronized=False):
+def with_gradient(
+    x: Tensor, batch: Moments, axis: int, synchronized: bool = False
+) -> Moments:
     """The same moments of `x`, whose gradient is one pass over it, but no mask.
 
     For moments whose gradient is wanted by itself: the normalising maps take them as
@@ -92,7 +102,9 @@ def with_gradient(x, batch, axis, synchronized=False):
     return Moments(batch.count, values[0], values[1])
 
 
-def moving_averages(old, new, momentum, count):
+def moving_averages(
+    old: tuple[Tensor, ...], new: tuple[Tensor, ...], momentum: float, count: Tensor
+) -> tuple[Tensor, ...]:
     """One step of plain exponential averages.
 
     Args:
@@ -261,7 +273,7 @@ def _masked_moments(x, mask, *, axis, dtype):
     return count, mean, channel_sums(ops.square(centered), axis) / divisor
 
 
-def combine_replicas(local, *others):
+def combine_replicas(local: Moments, *others: Tensor) -> tuple[Any, ...]:
     """Merge the moments of all replicas (Chan et al. 1979) in one all-reduce.
 
     Args:

@@ -7,8 +7,10 @@ adds up what its devices hold. PyTorch replicas normalise each by themselves.
 import keras
 from keras import ops
 
+from keras_norms._types import Tensor
 
-def check_strategy(layer):
+
+def check_strategy(layer: keras.layers.Layer) -> None:
     """Raise a ValueError under a `tf.distribute` strategy that Keras 3 cannot train.
 
     Args:
@@ -34,31 +36,31 @@ def check_strategy(layer):
         )
 
 
-def devices_share_batches():
+def devices_share_batches() -> bool:
     """Whether a batch is divided among the JAX devices of a `keras.distribution`."""
     on_jax = keras.backend.backend() == "jax"
     return on_jax and keras.distribution.distribution() is not None
 
 
-def number_of_replicas():
+def number_of_replicas() -> int:
     """How many TensorFlow replicas run this step together."""
     context = _context()
     return 1 if context is None else context.num_replicas_in_sync
 
 
-def replica_number():
+def replica_number() -> Tensor:
     """Which of the TensorFlow replicas this is, from 0 on, an integer or a scalar."""
     context = _context()
     return 0 if context is None else context.replica_id_in_sync_group
 
 
-def sum_over_replicas(x):
+def sum_over_replicas(x: Tensor) -> Tensor:
     """Add `x` of all TensorFlow replicas; `x` itself where there is one."""
     context = _context()
     return x if context is None else context.all_reduce("sum", x)
 
 
-def gather_replicas(x):
+def gather_replicas(x: Tensor) -> Tensor:
     """Stack `x` of all TensorFlow replicas along a new first axis."""
     context = _context()
     if context is None:

@@ -4,15 +4,17 @@ import math
 
 from keras import ops
 
+from keras_norms._types import Shape, Tensor
+
 _LONGEST_ROW = 4096
 
 
-def reduction_axes(ndim, axis):
+def reduction_axes(ndim: int, axis: int) -> tuple[int, ...]:
     """Return every axis of a tensor of rank `ndim` but the channel axis."""
     return tuple(i for i in range(ndim) if i != axis % ndim)
 
 
-def per_channel(vector, ndim, axis):
+def per_channel(vector: Tensor, ndim: int, axis: int) -> Tensor:
     """Reshape `(channels,)` so that it broadcasts against a tensor of rank `ndim`."""
     trailing = ndim - 1 - axis % ndim
     if not trailing or not len(vector.shape):
@@ -20,7 +22,7 @@ def per_channel(vector, ndim, axis):
     return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
 
 
-def channel_groups(shape):
+def channel_groups(shape: Shape) -> int:
     """How many neighbouring positions a CPU best takes as channels of their own.
 
     Its loops add up a channel one element after the other. Shorter sums, combined
