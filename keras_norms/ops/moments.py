@@ -288,10 +288,10 @@ def combine_replicas(local: Moments, *others: Tensor) -> tuple[Any, ...]:
         return local, *(other[None] for other in others)
     count = ops.broadcast_to(local.count, ops.shape(local.mean))
     slots = gather_replicas(ops.stack([count, local.mean, local.variance, *others]))
-    counts, means, variances, *others = (slots[:, i] for i in range(slots.shape[1]))
+    counts, means, variances, *gathered = (slots[:, i] for i in range(slots.shape[1]))
     count = ops.sum(counts, 0)
     shares = counts / ops.maximum(count, ops.ones_like(count))
     mean = ops.sum(shares * means, 0)
     spread = ops.square(means - mean)
     merged = Moments(count, mean, ops.sum(shares * (variances + spread), 0))
-    return merged, *others
+    return merged, *gathered

@@ -1,10 +1,11 @@
 """Axes of activations: that of the channels, and the others."""
 
 import math
+from typing import Any
 
 from keras import ops
 
-from keras_norms._types import Shape, Tensor
+from keras_norms._types import Tensor
 
 _LONGEST_ROW = 4096
 
@@ -22,7 +23,7 @@ def per_channel(vector: Tensor, ndim: int, axis: int) -> Tensor:
     return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
 
 
-def channel_groups(shape: Shape) -> int:
+def channel_groups(shape: Any) -> int:
     """How many neighbouring positions a CPU best takes as channels of their own.
 
     Its loops add up a channel one element after the other. Shorter sums, combined
