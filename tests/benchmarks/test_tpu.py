@@ -10,12 +10,12 @@ from tests.support.processes import run
 pytestmark = jax_only
 
 SCRIPT = """
-from benchmarks import tpu_compiler
+from benchmarks.tpu import compiler
 import json
 import jax, keras
 from keras_norms import CBN, FusedCBN
 
-chips = tpu_compiler.Slice("v5e:2x2")
+chips = compiler.chips("v5e:2x2")
 shape, dtype = (128, 32, 32, 128), "bfloat16"
 
 def cost(layer):
@@ -33,7 +33,7 @@ def cost(layer):
         chips.shapes(layer.trainable_variables),
         chips.shapes(layer.non_trainable_variables), x, x,
     ).compile()
-    return tpu_compiler.cost(compiled)
+    return compiler.cost(compiled)
 
 keras.config.set_dtype_policy("mixed_bfloat16")
 cbn = CBN()
@@ -93,14 +93,14 @@ ENTRY %main (x: f32[8], y: bf16[2,3]) -> f32[8] {
 
 
 def test_collectives_of_every_step_are_counted_with_their_bytes():
-    from benchmarks import tpu_compiler
+    from benchmarks import compiled
 
-    found = tpu_compiler.collectives(COLLECTIVES)
+    found = compiled.collectives(COLLECTIVES)
     assert found == [("all-reduce", 8 * 4 + 6 * 2), ("all-gather", 16)]
 
 
 def test_prediction():
-    from benchmarks import tpu_check
+    from benchmarks.tpu import check
 
     row = {
         "gigaflops": 197.0,  # 1 ms of a v5e
@@ -109,14 +109,14 @@ def test_prediction():
         "collectives": {"all-reduce": 10},
         "collective_megabytes": 20.0,
     }
-    predicted = tpu_check.prediction({"slice": "v5e:2x2"} | row)
+    predicted = check.prediction({"slice": "v5e:2x2"} | row)
     assert predicted["memory_share"] == pytest.approx(0.25)
     assert predicted["chip_milliseconds"] == pytest.approx(2.0)
     # 2 hops there and back for each, and 2 * 20 MB through two links of 50 GB/s.
     assert predicted["collective_milliseconds"] == pytest.approx(0.04 + 0.4)
     assert predicted["efficiency"] == pytest.approx(2 / 2.44)
     # 8 hops along each ring, and four links.
-    predicted = tpu_check.prediction({"slice": "v5e:16x16"} | row)
+    predicted = check.prediction({"slice": "v5e:16x16"} | row)
     assert predicted["collective_milliseconds"] == pytest.approx(0.32 + 0.2)
     alone = {"slice": "v5e:1x1", "collectives": {}, "collective_megabytes": 0.0}
-    assert tpu_check.prediction(row | alone)["efficiency"] == 1
+    assert check.prediction(row | alone)["efficiency"] == 1

@@ -13,11 +13,12 @@ pytestmark = [pytest.mark.thorough, jax_only]
 SCRIPT = """
 import json
 import jax, numpy as np
-from benchmarks import tpu_compiler
+from benchmarks.tpu import compiler
+from benchmarks.compiled import COLLECTIVES
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recipes.engine import classifier, data, population, together
 
-chips = tpu_compiler.Slice("v5e:2x2")
+chips = compiler.chips("v5e:2x2")
 rng = np.random.default_rng(0)
 x = rng.normal(size=(256, 8, 8, 1)).astype("float32")
 y = np.arange(256, dtype="int32") % 10
@@ -42,8 +43,8 @@ def cost(function, axes, own, shared):
     arguments = *of(own, by_trial), of(shared, everywhere)
     compiled = population.program_of(function, axes, mesh).lower(*arguments).compile()
     text = compiled.as_text()
-    kinds = [kind for kind in tpu_compiler.COLLECTIVES if f" {kind}" in text]
-    return {**tpu_compiler.cost(compiled), "collectives": kinds}
+    kinds = [kind for kind in COLLECTIVES if f" {kind}" in text]
+    return {**compiler.cost(compiled), "collectives": kinds}
 
 current = {key: trials._state[key] for key in population.CURRENT}
 epochs = np.zeros(4, "uint32")

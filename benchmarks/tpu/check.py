@@ -21,7 +21,7 @@ can run beside the backward pass: it is a low estimate. The figures of a chip ar
 of https://cloud.google.com/tpu/docs; 1 us is an assumption.
 """
 
-from benchmarks import tpu_compiler  # isort: skip  # before JAX
+from benchmarks.tpu import compiler  # isort: skip  # before JAX
 
 import typing
 
@@ -84,7 +84,7 @@ def compile_step(network, norm, topology, batch_per_chip, dtype):
     Args:
         network: A name in `NETWORKS`.
         norm: A name in `recipes.models.norms.NORMS`.
-        topology: As in `tpu_compiler.Slice`.
+        topology: As in `compiler.chips`.
         batch_per_chip: Integer.
         dtype: Name of a dtype policy.
     """
@@ -102,7 +102,7 @@ def compile_step(network, norm, topology, batch_per_chip, dtype):
         amat.on_train_begin()
     x, y = np.zeros((1, *shape), "float32"), np.zeros(1, "int32")
     model._symbolic_build(data_batch=(x, y))
-    chips = tpu_compiler.Slice(topology)
+    chips = compiler.chips(topology)
     state = tuple(
         chips.shapes(variables)
         for variables in (
@@ -122,7 +122,7 @@ def prediction(row):
     """How training scales from one chip to a slice, by the model of this module.
 
     Args:
-        row: Dict with `slice` and what `tpu_compiler.cost` returns.
+        row: Dict with `slice` and what `compiler.cost` returns.
 
     Returns:
         Dict of `memory_share`, that of a chip's memory; `chip_milliseconds`,

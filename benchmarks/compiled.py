@@ -1,0 +1,166 @@
+"""Training steps compiled by JAX for chips that need not be there."""
+
+import json
+import math
+import os
+import re
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks import compare
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "f64": 8}
+_OPERATION = re.compile(rf" = (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+_TENSOR = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+
+
+class Chips:
+    """Chips in a mesh with one axis, that of the batch.
+
+    Args:
+        devices: List of the devices of a topology.
+
+    Attributes:
+        chips: How many.
+        everywhere, by_batch: `jax.sharding.NamedSharding` of what every chip holds
+            whole, and of what is divided among them along the first axis.
+    """
+
+    def __init__(self, devices):
+        self.chips = len(devices)
+        mesh = Mesh(np.array(devices), ("batch",))
+        self.everywhere = NamedSharding(mesh, PartitionSpec())
+        self.by_batch = NamedSharding(mesh, PartitionSpec("batch"))
+
+    def shapes(self, variables):
+        """The shapes of variables that every chip holds, for `jax.jit(...).lower`."""
+        return [
+            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.everywhere)
+            for v in variables
+        ]
+
+    def batch(self, per_chip, shape, dtype):
+        """The shape of a batch that is divided among the chips."""
+        shape = (per_chip * self.chips, *shape)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_batch)
+
+
+def compile_step(model, chips, batch_per_chip):
+    """Compile the training step of a Keras model: SGD with momentum, logits.
+
+    Args:
+        model: A `keras.Model` that returns logits.
+        chips: The `Chips` to compile for.
+        batch_per_chip: Integer.
+    """
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step(trainable, others, slots, x, y):
+        def forward(trainable):
+            logits, updated = model.stateless_call(trainable, others, x, training=True)
+            return loss(y, logits), updated
+
+        (value, updated), gradients = jax.value_and_grad(forward, has_aux=True)(
+            trainable
+        )
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return trainable, updated, slots, value
+
+    return (
+        jax.jit(step, donate_argnums=(0, 1, 2))
+        .lower(
+            chips.shapes(model.trainable_variables),
+            chips.shapes(model.non_trainable_variables),
+            chips.shapes(optimizer.variables),
+            chips.batch(batch_per_chip, model.input_shape[1:], model.compute_dtype),
+            chips.batch(batch_per_chip, (), "int32"),
+        )
+        .compile()
+    )
+
+
+def collectives(text):
+    """The collectives that each run of a compiled program starts.
+
+    Not those of a branch: the only ones are of sums that are taken once more where a
+    batch is far from the moving mean, in float32.
+
+    Args:
+        text: The program, as `compiled.as_text()` gives it.
+
+    Returns:
+        List of the kind of each, and the bytes of its result on one chip.
+    """
+    program = text[text.index("\nENTRY ") :]
+    return [(kind, size(result)) for result, kind in _OPERATION.findall(program)]
+
+
+def size(shape):
+    """The bytes of all tensors that the text of a shape names."""
+    return sum(
+        _BYTES.get(dtype, 4) * math.prod(int(n) for n in sizes.split(",") if n)
+        for dtype, sizes in _TENSOR.findall(re.sub(r"\{[^}]*\}", "", shape))
+    )
+
+
+def of_collectives(text):
+    """Their numbers and bytes, a dict of what `collectives` finds."""
+    found = collectives(text)
+    kinds = [kind for kind, _ in found]
+    return {
+        "all_reduces": kinds.count("all-reduce"),
+        "collectives": {kind: kinds.count(kind) for kind in sorted({*kinds})},
+        "collective_megabytes": sum(size for _, size in found) / 1e6,
+    }
+
+
+def rows_of(steps, settings, output):
+    """Compile steps, and write the costs of each into a file as they come.
+
+    Args:
+        steps: Iterable of dicts that name a step, each with a function that returns
+            its costs, a dict.
+        settings: Dict, what all steps have in common.
+        output: Path of a JSON file, or `None`. Steps that it has of the same settings
+            are not compiled again.
+
+    Returns:
+        List of dicts.
+    """
+    rows = []
+    if output and os.path.exists(output):
+        with open(output) as file:
+            report = json.load(file)
+        if all(report.get(key) == value for key, value in settings.items()):
+            rows = report["rows"]
+    for row, costs in steps:
+        if any(row.items() <= other.items() for other in rows):
+            continue
+        keras.backend.clear_session()
+        row |= costs()
+        rows.append(row)
+        print(row, flush=True)
+        if output:
+            compare.write_report(output, rows=rows, **settings)
+    return rows
+
+
+def ratio(row, rows, key, norm, place):
+    """A cost of a row by that of another norm at the same place, as text."""
+    for other in rows:
+        if (other[place], other["norm"]) == (row[place], norm) and other[key]:
+            return f"{row[key] / other[key]:.3f}"
+    return ""

@@ -1,0 +1,94 @@
+"""What a training step costs on H100 GPUs, by XLA's GPU compiler, without a GPU.
+
+    python -m benchmarks.gpu                       # ResNet-50 on one GPU, 8 minutes
+    python -m benchmarks.gpu --network=efficientnetb0 --topologies=1x1x1,1x1x4
+
+Compiles the whole step of a Keras model (forward, backward, SGD with momentum, moving
+statistics) for all GPUs with the batch divided among them, and prints per GPU what the
+compiler says: bytes that the step moves, temporary memory, how many kernels it starts,
+how many of these move less than 1 MB, and how many all-reduces. Those do not wobble.
+They are no times: nothing runs. The floor of a normalisation is the network without
+any.
+
+Needs JAX, jax-cuda12-plugin and jax-cuda12-pjrt, no GPU, and 4 GB. Prints a table;
+--output also writes it as JSON, and the same command goes on with what is missing
+there.
+"""
+
+from benchmarks.gpu import compiler  # isort: skip  # before JAX
+
+import keras
+from absl import app, flags
+
+from benchmarks import compare, compiled, networks
+
+_NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
+_NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "")
+_TOPOLOGIES = flags.DEFINE_list("topologies", ["1x1x1"], "How many GPUs, as 1x1x4.")
+_BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
+_POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+
+HEADER = [
+    "GPUs",
+    "norm",
+    "moved, GB",
+    "temporary, GB",
+    "kernels",
+    "under 1 MB",
+    "all-reduces",
+    "moved / bn",
+    "temporary / bn",
+    "kernels / bn",
+    "moved / none",
+]
+
+
+def cells(row, rows):
+    """A line of the table: costs, and ratios to those of others on as many GPUs."""
+
+    def ratio(key, norm):
+        return compiled.ratio(row, rows, key, norm, "gpus")
+
+    return [
+        row["gpus"],
+        row["norm"],
+        f"{row['gigabytes_moved']:.2f}",
+        f"{row['temporary_gigabytes']:.2f}",
+        row["kernels"],
+        row["small_kernels"],
+        row["all_reduces"],
+        ratio("gigabytes_moved", "bn"),
+        ratio("temporary_gigabytes", "bn"),
+        ratio("kernels", "bn"),
+        ratio("gigabytes_moved", "none"),
+    ]
+
+
+def steps():
+    """The steps to compile: GPUs and norm, and what returns their costs."""
+    for topology in _TOPOLOGIES.value:
+        for norm in _NORMS.value:
+
+            def costs(topology=topology, norm=norm):
+                keras.config.set_dtype_policy(_POLICY.value)
+                model = networks.build(_NETWORK.value, norm)
+                chips = compiler.chips(topology)
+                return compiler.cost(compiled.compile_step(model, chips, _BATCH.value))
+
+            yield {"gpus": topology, "norm": norm}, costs
+
+
+def main(_):
+    settings = {
+        "benchmark": "gpu",
+        "network": _NETWORK.value,
+        "batch_per_chip": _BATCH.value,
+        "dtype_policy": _POLICY.value,
+    }
+    rows = compiled.rows_of(steps(), settings, _OUTPUT.value)
+    print(compare.table(HEADER, [cells(row, rows) for row in rows]))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,115 @@
+"""What a training step costs on a slice of TPUs, by the TPU compiler, without a TPU.
+
+    python -m benchmarks.tpu                       # ResNet-50 on v5e:2x2, 10 minutes
+    python -m benchmarks.tpu --network=resnet20 --topologies=v6e:1x1,v6e:16x16
+    python -m benchmarks.tpu --check               # every recipe network, an hour
+
+Compiles the whole step of a Keras model (forward, backward, SGD with momentum, moving
+statistics) for all chips of a slice with the batch divided among them, and prints per
+chip what the compiler says: bytes that the step moves, temporary memory, and how many
+all-reduces it starts. Those do not wobble. They are no times: nothing runs. The floor
+of a normalisation is the network without any.
+
+`--check` compiles what `recipes.train` runs, for v4, v5e, v5p and v6e, and predicts
+from it how training scales: see `benchmarks/tpu/check.py`.
+
+Needs JAX and libtpu, no TPU, and 4 GB. Prints a table; --output also writes it as JSON,
+and the same command goes on with what is missing there.
+"""
+
+from benchmarks.tpu import compiler  # isort: skip  # before JAX
+
+import keras
+from absl import app, flags
+
+from benchmarks import compare, compiled, networks
+from benchmarks.tpu import check
+
+_CHECK = flags.DEFINE_bool("check", False, "Whether the recipes compile.")
+_NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
+_NETWORKS = flags.DEFINE_list("networks", list(check.NETWORKS), "Of --check.")
+_NORMS = flags.DEFINE_list("norms", None, "none,bn,cbn,fused_cbn; with --check cbn.")
+_TOPOLOGIES = flags.DEFINE_list("topologies", None, "Slices, as v5e:2x2.")
+_BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
+_POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+
+HEADER = [
+    "slice",
+    "norm",
+    "moved, GB",
+    "temporary, GB",
+    "all-reduces",
+    "moved / bn",
+    "temporary / bn",
+    "all-reduces / bn",
+    "moved / none",
+]
+
+
+def cells(row, rows):
+    """A line of the table: costs, and ratios to those of others on the same slice."""
+
+    def ratio(key, norm):
+        return compiled.ratio(row, rows, key, norm, "slice")
+
+    return [
+        row["slice"],
+        row["norm"],
+        f"{row['gigabytes_moved']:.2f}",
+        f"{row['temporary_gigabytes']:.2f}",
+        row["all_reduces"],
+        ratio("gigabytes_moved", "bn"),
+        ratio("temporary_gigabytes", "bn"),
+        ratio("all_reduces", "bn"),
+        ratio("gigabytes_moved", "none"),
+    ]
+
+
+def steps():
+    """The steps to compile: their slice and norm, and what returns their costs."""
+    for topology in _TOPOLOGIES.value or ["v5e:2x2"]:
+        for norm in _NORMS.value or ["none", "bn", "cbn", "fused_cbn"]:
+
+            def costs(topology=topology, norm=norm):
+                keras.config.set_dtype_policy(_POLICY.value)
+                model = networks.build(_NETWORK.value, norm)
+                chips = compiler.chips(topology)
+                return compiler.cost(compiled.compile_step(model, chips, _BATCH.value))
+
+            yield {"slice": topology, "norm": norm}, costs
+
+
+def steps_of_recipes():
+    """The same for `--check`."""
+    for network in _NETWORKS.value:
+        for norm in _NORMS.value or ["cbn"]:
+            for topology in _TOPOLOGIES.value or check.TOPOLOGIES:
+
+                def costs(network=network, norm=norm, topology=topology):
+                    program = check.compile_step(
+                        network, norm, topology, _BATCH.value, _POLICY.value
+                    )
+                    row = {"slice": topology, **compiler.cost(program)}
+                    return row | check.prediction(row)
+
+                yield {"network": network, "slice": topology, "norm": norm}, costs
+
+
+def main(_):
+    settings = {
+        "benchmark": "tpu_check" if _CHECK.value else "tpu",
+        "network": None if _CHECK.value else _NETWORK.value,
+        "batch_per_chip": _BATCH.value,
+        "dtype_policy": _POLICY.value,
+    }
+    each = steps_of_recipes() if _CHECK.value else steps()
+    rows = compiled.rows_of(each, settings, _OUTPUT.value)
+    if _CHECK.value:
+        print(compare.table(check.HEADER, [check.cells(row) for row in rows]))
+    else:
+        print(compare.table(HEADER, [cells(row, rows) for row in rows]))
+
+
+if __name__ == "__main__":
+    app.run(main)
