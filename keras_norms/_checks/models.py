@@ -107,6 +107,21 @@ def check_batch(model, x, y, names=("x", "y")):
         )
 
 
+def check_pair(model, batch, name, expected):
+    """Raise ValueError unless `batch` is a pair `(x, y)` that fits the model.
+
+    Args:
+        model: A model, or `None` where it is not known yet.
+        name: Of the argument.
+        expected: What the argument must do, in words.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(
+            f"Argument `{name}` must {expected}. Received: {arguments.shown(batch)}"
+        )
+    check_batch(model, *batch, names=(name, name))
+
+
 def check_layers(layers):
     """Raise ValueError unless it is `None`, or a list of layers or of names."""
     if layers is None:

@@ -1,20 +1,24 @@
 """Callbacks that measure a model while it is trained, and leave it as it is."""
 
 import os
+from collections.abc import Sequence
 
 import keras
 from keras import ops
 
 from keras_norms._checks import arguments
-from keras_norms._checks.models import check_batch, check_layers, check_loss
-from keras_norms.diagnostics.covariate_shift import shift_of, weights_of_layers
-from keras_norms.diagnostics.gradient_noise import gradient_noise
-from keras_norms.diagnostics.gradients import Objective
-from keras_norms.diagnostics.landscape import (
-    DIRECTIONS,
-    landscape,
-    step_lengths,
+from keras_norms._checks.models import check_layers, check_loss, check_pair
+from keras_norms.diagnostics._engine.objective import Objective
+from keras_norms.diagnostics._engine.types import (
+    Batch,
+    BatchOrFunction,
+    Directory,
+    Layers,
+    Loss,
 )
+from keras_norms.diagnostics.covariate_shift import shift_of, weights_of_layers
+from keras_norms.diagnostics.gradient_noise import PAIRS, gradient_noise
+from keras_norms.diagnostics.landscape import DIRECTIONS, landscape, step_lengths
 
 
 class Probe(keras.callbacks.Callback):
@@ -29,7 +33,7 @@ class Probe(keras.callbacks.Callback):
     callbacks. Put a probe after `AMAT`.
 
     Args:
-        every: Positive integer: measure before steps 0, `every`, 2 `every` ... of the
+        every: Positive: measure before steps 0, `every`, 2 `every` ... of the
             optimizer. With `steps_per_execution` it is the first execution that reaches
             such a step.
         log_dir: Directory where an event file for TensorBoard is written, or `None`.
@@ -42,23 +46,23 @@ class Probe(keras.callbacks.Callback):
 
     prefix: str | None = None
 
-    def __init__(self, every, log_dir=None):
+    def __init__(self, every: int, log_dir: Directory | None = None) -> None:
         super().__init__()
         self.every = arguments.integer("every", every, at_least=1)
         if not isinstance(log_dir, (str, os.PathLike, type(None))):
             raise arguments.wrong("log_dir", "a path, or None", log_dir)
         self.log_dir = log_dir
-        self.history = {}
+        self.history: dict[str, list[float]] = {}
         self._writer = None
-        self._latest = {}
+        self._latest: dict[str, float] = {}
         if log_dir is not None:
             # Here, so that it is not missing only when training begins.
             from tensorboard.summary import Writer
 
             self._open_writer = Writer
 
-    def measure(self):
-        """Measure `self.model`. Returns a dict of floats."""
+    def measure(self) -> dict[str, float]:
+        """Measure `self.model`."""
         raise NotImplementedError
 
     def on_train_begin(self, logs=None):
@@ -103,7 +107,7 @@ class Probe(keras.callbacks.Callback):
     def after_step(self):
         """Called with the weights that the step has made."""
 
-    def record(self, numbers):
+    def record(self, numbers: dict[str, float]) -> None:
         """Put a dict of numbers where they belong."""
         self.history.setdefault("step", []).append(self._step)
         for key, value in numbers.items():
@@ -141,16 +145,16 @@ class LandscapeProbe(Probe):
 
     def __init__(
         self,
-        batch,
-        every=200,
-        log_dir=None,
-        loss=None,
-        learning_rate=None,
-        step_range=(0.5, 4.0),
-        points=8,
-        direction="gradient",
-        seed=0,
-    ):
+        batch: BatchOrFunction,
+        every: int = 200,
+        log_dir: Directory | None = None,
+        loss: Loss = None,
+        learning_rate: float | None = None,
+        step_range: tuple[float, float] = (0.5, 4.0),
+        points: int = 8,
+        direction: str = "gradient",
+        seed: int = 0,
+    ) -> None:
         super().__init__(every, log_dir)
         self._batch = _batches(batch)
         check_loss(loss)
@@ -168,7 +172,7 @@ class LandscapeProbe(Probe):
             "seed": seed,
         }
 
-    def measure(self):
+    def measure(self) -> dict[str, float]:
         found = landscape(self.model, *self._batch(self._step), **self._settings)
         return {
             "loss": found.loss,
@@ -196,17 +200,23 @@ class GradientNoiseProbe(Probe):
 
     prefix = "gradient"
 
-    def __init__(self, batches, every=200, log_dir=None, loss=None):
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        every: int = 200,
+        log_dir: Directory | None = None,
+        loss: Loss = None,
+    ) -> None:
         super().__init__(every, log_dir)
         if not isinstance(batches, (list, tuple)) or len(batches) < 2:
             raise arguments.wrong("batches", "a list of two batches or more", batches)
         for batch in batches:
-            _check_pair("batches", batch, "hold pairs `(x, y)`")
+            check_pair(None, batch, "batches", PAIRS)
         check_loss(loss)
         self._batches = batches
         self._loss = loss
 
-    def measure(self):
+    def measure(self) -> dict[str, float]:
         found = gradient_noise(self.model, self._batches, self._loss)
         return {
             "variance": found.variance,
@@ -233,7 +243,14 @@ class CovariateShiftProbe(Probe):
 
     prefix = "shift"
 
-    def __init__(self, batch, layers=None, every=200, log_dir=None, loss=None):
+    def __init__(
+        self,
+        batch: BatchOrFunction,
+        layers: Layers | None = None,
+        every: int = 200,
+        log_dir: Directory | None = None,
+        loss: Loss = None,
+    ) -> None:
         super().__init__(every, log_dir)
         check_layers(layers)
         check_loss(loss)
@@ -265,17 +282,9 @@ class CovariateShiftProbe(Probe):
 
 
 def _batches(batch):
-    """A function of the step that returns a batch."""
+    """Return a function of the step that returns a batch."""
     if callable(batch):
         return batch
     expected = "be a pair `(x, y)`, or a function of the step that returns one"
-    _check_pair("batch", batch, expected)
+    check_pair(None, batch, "batch", expected)
     return lambda step: batch
-
-
-def _check_pair(name, batch, expected):
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(
-            f"Argument `{name}` must {expected}. Received: {arguments.shown(batch)}"
-        )
-    check_batch(None, *batch, names=(name, name))
