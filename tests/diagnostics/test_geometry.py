@@ -107,28 +107,6 @@ def test_effective_weights_are_one_layer_that_does_the_same(linear):
         np.testing.assert_allclose(float64(one(x)), expected, rtol=EXACT, atol=EXACT)
 
 
-def test_effective_weights_of_any_model():
-    class Residual(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.linear = layers.Dense(5, name="first")
-            self.norm = layers.BatchNormalization(name="after_first")
-            self.activated = layers.Dense(5, activation="relu", name="second")
-            self.other = layers.BatchNormalization(name="after_second")
-
-        def call(self, x, training=False):
-            x = x + self.norm(self.linear(x), training=training)
-            return self.other(self.activated(x), training=training)
-
-    model = Residual()
-    x, _ = networks.batch()
-    model(x)
-    assert [*diagnostics.effective_weights(model, x)] == ["after_first"]
-    inputs = keras.Input((5,))
-    nested = keras.Model(inputs, keras.Sequential([model])(inputs))
-    assert [*diagnostics.effective_weights(nested, x)] == ["after_first"]
-
-
 class Doubled(layers.Dense):
     def call(self, x):
         return 2 * super().call(x)
@@ -139,13 +117,36 @@ class Damped(layers.BatchNormalization):
         return super().call(x, training=training, mask=mask) / 2
 
 
-def test_effective_weights_of_classes_that_override_call():
-    for stack in (
-        [Doubled(3), layers.BatchNormalization()],
-        [layers.Dense(3), Damped()],
-    ):
-        with pytest.raises(ValueError, match="must have a BatchNormalization that"):
-            diagnostics.effective_weights(sequential(*stack), np.ones((5, 5)))
+class Residual(keras.Model):
+    """Of the branches only the first is a linear layer and a norm after it."""
+
+    def __init__(self, skipped=0):
+        super().__init__()
+        pairs = [
+            (layers.Dense(5), layers.BatchNormalization(name="after_first")),
+            (layers.Dense(5, activation="relu"), layers.BatchNormalization()),
+            (Doubled(5), layers.BatchNormalization()),
+            (layers.Dense(5), Damped()),
+        ]
+        self.branches = [layer for pair in pairs[skipped:] for layer in pair]
+
+    def call(self, x, training=False):
+        for linear, norm in zip(self.branches[::2], self.branches[1::2]):
+            x = x + norm(linear(x), training=training)
+        return x
+
+
+def test_effective_weights_of_any_model():
+    x, _ = networks.batch()
+    model, without = Residual(), Residual(skipped=1)
+    for each in (model, without):
+        each(x)
+    assert [*diagnostics.effective_weights(model, x)] == ["after_first"]
+    inputs = keras.Input((5,))
+    nested = keras.Model(inputs, keras.Sequential([model])(inputs))
+    assert [*diagnostics.effective_weights(nested, x)] == ["after_first"]
+    with pytest.raises(ValueError, match="must have a BatchNormalization that"):
+        diagnostics.effective_weights(without, x)
 
 
 # Lemmas 2 and 3

@@ -11,7 +11,7 @@ from keras_norms.diagnostics import theorems
 from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
 from tests.support.backend import thorough_on
-from tests.support.diagnostics_networks import assert_same, float64, variables
+from tests.support.diagnostics_networks import float64
 
 pytestmark = thorough_on("jax")
 
@@ -128,12 +128,9 @@ def test_a_layer_takes_away_what_the_theorem_says(settings):
     x, y = rng.normal(size=(5, 5, 4, 2)), rng.integers(0, 3, 5)
     for variable in norm.trainable_variables:
         variable.assign(rng.uniform(0.5, 2, variable.shape))
-    before = variables(model)
     terms = diagnostics.lipschitz_terms(model, "norm", x, y)
-    assert_same(variables(model), before)
     rest = terms.gradient - terms.mean - terms.correlation
     np.testing.assert_allclose(terms.bound, terms.scale * rest)
-
     g = diagnostics.value_and_grad(model, x, y, layer=norm).gradient
     u = float64(stack[0](x.astype("float32")))
     channels = norm.moving_mean.shape[0]
