@@ -73,7 +73,11 @@ def gradient_noise(
     """
     check_compiled_or_loss(model, loss)
     arguments.boolean("training", training)
-    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
+    try:
+        iterator = None if isinstance(batches, (str, bytes)) else iter(batches)
+    except TypeError:
+        iterator = None
+    if iterator is None:
         raise arguments.wrong("batches", "an iterable of pairs", batches)
     # Those of a list at once, others when they come.
     for batch in batches if isinstance(batches, (list, tuple)) else ():
@@ -81,7 +85,7 @@ def gradient_noise(
     objective, index = None, -1
     losses, not_finite = [], []
     mean, spread = np.zeros(()), 0.0
-    for index, batch in enumerate(batches):
+    for index, batch in enumerate(iterator):
         check_pair(model, batch, "batches", PAIRS)
         if objective is None:
             objective = Objective(model, *batch, loss, training=training)

@@ -14,8 +14,8 @@ from keras_norms.diagnostics._engine.layers import (
     names_of,
 )
 from keras_norms.diagnostics._engine.model_loss import record
+from keras_norms.diagnostics._engine.probe import Probe
 from keras_norms.diagnostics._engine.types import Data, Directory, Layers
-from keras_norms.diagnostics.probes import Probe
 from keras_norms.layers.channel_normalization import ChannelNormalization
 
 
