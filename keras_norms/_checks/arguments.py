@@ -5,21 +5,31 @@ Of layers, and of what stands on layers: `keras_norms.surgery` and `.diagnostics
 
 import math
 import numbers
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
 from keras import constraints, initializers, ops, regularizers
 
+from keras_norms._types import (
+    Constraint,
+    Initializer,
+    Regularizer,
+    Shape,
+    Tensor,
+)
 
-def wrong(name, expected, value):
-    """The ValueError for an argument that must be something else."""
+
+def wrong(name: str, expected: str, value: object) -> ValueError:
+    """Make the ValueError for an argument that must be something else."""
     return ValueError(
         f"Argument `{name}` must be {expected}. Received: {name}={shown(value)}"
     )
 
 
-def shown(value):
-    """`repr(value)` where that is short."""
+def shown(value: object) -> str:
+    """Show a value in a message: `repr(value)`, where that is short."""
     try:
         text = repr(value)
     except Exception:  # Python writes no integer of more than 4300 digits.
@@ -31,7 +41,15 @@ def shown(value):
     return f"an object of class {type(value).__name__}{of_shape}"
 
 
-def number(name, value, *, above=None, at_least=None, below=None, at_most=None):
+def number(
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> float:
     """Return `value` if it is a finite real number in the given range."""
     found = real(value)
     if (
@@ -47,31 +65,38 @@ def number(name, value, *, above=None, at_least=None, below=None, at_most=None):
     return found
 
 
-def real(value):
-    """A real number as a float, infinite where it is too large; `nan` for no number."""
+def real(value: Any) -> float:
+    """Return a real number as a float, `inf` where it is too large, or else `nan`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return -math.inf if value < 0 else math.inf
 
 
-def integer(name, value, *, at_least=None, at_most=None):
+def integer(
+    name: str,
+    value: Any,
+    *,
+    at_least: int | None = None,
+    at_most: int | None = None,
+) -> int:
     """Return `value` if it is an integer in the given range."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    found = int(value) if is_integer else 0
     if (
-        isinstance(value, bool)
-        or not isinstance(value, numbers.Integral)
-        or (at_least is not None and value < at_least)
-        or (at_most is not None and value > at_most)
+        not is_integer
+        or (at_least is not None and found < at_least)
+        or (at_most is not None and found > at_most)
     ):
         limits = _range({"at least": at_least, "at most": at_most}, integers=True)
         raise wrong(name, f"an integer, {limits}" if limits else "an integer", value)
-    return int(value)
+    return found
 
 
 def _range(limits, integers=False):
-    """Limits by relation in words."""
+    """Put limits by relation in words."""
     positive = ("at least", 1) if integers else ("greater than", 0)
     words = {positive: "positive", ("at least", 0): "non-negative"}
     return " and ".join(
@@ -81,14 +106,14 @@ def _range(limits, integers=False):
     )
 
 
-def boolean(name, value):
+def boolean(name: str, value: object) -> bool:
     """Return `value` if it is a boolean."""
     if not isinstance(value, bool):
         raise wrong(name, "True or False", value)
     return value
 
 
-def choice(name, value, choices):
+def choice(name: str, value: Any, choices: Sequence) -> Any:
     """Return `value` if it is one of `choices`, strings and numbers."""
     # An array is compared by element.
     if not isinstance(value, (str, numbers.Real)) or value not in choices:
@@ -96,8 +121,8 @@ def choice(name, value, choices):
     return value
 
 
-def initializer(name, value):
-    """The initializer of Keras that `value` means."""
+def initializer(name: str, value: Initializer) -> Initializer:
+    """Return the initializer of Keras that `value` means."""
     found = None if value is None else _get(initializers.get, value)
     is_array = ops.is_tensor(value) or isinstance(value, (np.ndarray, np.generic))
     if not callable(found) or (is_array and not _fills_weights(value)):
@@ -111,7 +136,7 @@ def _fills_weights(array):
     return len(array.shape) > 0 and 0 not in array.shape and is_numeric(array)
 
 
-def array(name, value):
+def array(name: str, value: Tensor) -> np.ndarray:
     """Return `value`, array or tensor, as an array if it has elements, real numbers."""
     try:
         is_tensor = ops.is_tensor(value) or isinstance(value, keras.Variable)
@@ -123,7 +148,7 @@ def array(name, value):
     return found
 
 
-def is_numeric(array):
+def is_numeric(array: Tensor) -> bool:
     """Whether elements of an array or tensor are real numbers or booleans."""
     try:
         dtype = keras.backend.standardize_dtype(array.dtype)
@@ -132,13 +157,13 @@ def is_numeric(array):
     return dtype.startswith(("bool", "int", "uint", "float", "bfloat"))
 
 
-def regularizer(name, value):
-    """The regularizer of Keras that `value` means, or `None`."""
+def regularizer(name: str, value: Regularizer) -> Regularizer:
+    """Return the regularizer of Keras that `value` means, or `None`."""
     return _optional(name, value, regularizers.get, "a regularizer")
 
 
-def constraint(name, value):
-    """The constraint of Keras that `value` means, or `None`."""
+def constraint(name: str, value: Constraint) -> Constraint:
+    """Return the constraint of Keras that `value` means, or `None`."""
     return _optional(name, value, constraints.get, "a constraint")
 
 
@@ -158,17 +183,20 @@ def _get(get, value):
         return None
 
 
-def synchronized(value):
+def synchronized(value: object) -> bool:
     """Return `value` if it is a boolean that the backend supports."""
-    if boolean("synchronized", value) and keras.backend.backend() == "torch":
+    found = boolean("synchronized", value)
+    if found and keras.backend.backend() == "torch":
         raise ValueError(
             "Argument `synchronized` must be False on the PyTorch backend, where "
             "statistics are those of each replica. Received: synchronized=True"
         )
-    return value
+    return found
 
 
-def channels(layer, input_shape, known=True):
+def channels(
+    layer: keras.layers.Layer, input_shape: Shape, known: bool = True
+) -> int | None:
     """Return the size of `layer.axis` in `input_shape`."""
     rank = len(input_shape)
     if rank < 2:
@@ -190,7 +218,7 @@ def channels(layer, input_shape, known=True):
     return size
 
 
-def broadcast_mask(mask, inputs, axis):
+def broadcast_mask(mask: Tensor | None, inputs: Tensor, axis: int) -> Tensor | None:
     """Return `mask` as a boolean tensor that broadcasts to `inputs`, of its rank.
 
     A mask of lower rank says which positions count: its axes are those of `inputs`

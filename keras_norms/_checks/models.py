@@ -1,5 +1,8 @@
 """Checks of models, and of what goes with one: batches, losses, layers in it."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import keras
 import numpy as np
 from keras import tree
@@ -7,7 +10,8 @@ from keras import tree
 from keras_norms._checks import arguments
 
 
-def check_model(model):
+def check_model(model: object) -> None:
+    """Raise ValueError unless it is a built model."""
     if not isinstance(model, keras.Model) or not model.built:
         raise ValueError(
             "Argument `model` must be a keras.Model that is built: call it on data. "
@@ -15,7 +19,7 @@ def check_model(model):
         )
 
 
-def check_compiled_or_loss(model, loss):
+def check_compiled_or_loss(model: keras.Model, loss: Any) -> None:
     """Raise ValueError unless the model is built and compiled, or there is a loss."""
     check_model(model)
     check_loss(loss)
@@ -26,7 +30,7 @@ def check_compiled_or_loss(model, loss):
         )
 
 
-def check_loss(loss):
+def check_loss(loss: Any) -> None:
     """Raise ValueError unless it is `None`, or what `compile` takes as a loss."""
     if loss is None:
         return
@@ -48,7 +52,7 @@ def _is_loss(part):
         return False
 
 
-def check_inputs(model, x, name="x"):
+def check_inputs(model: keras.Model | None, x: Any, name: str = "x") -> None:
     """Raise ValueError unless `x` is a batch that fits the inputs of the model.
 
     Args:
@@ -72,24 +76,30 @@ def check_inputs(model, x, name="x"):
             f"Argument `{name}` must hold arrays of equally many samples. "
             f"Received: {name} of shapes {shapes}"
         )
-    if not inputs:
+    if model is None or not inputs:
         return
     if isinstance(x, dict):
-        pairs = [(i, np.shape(x[i.name])) for i in inputs if i.name in x]
+        given = [i for i in inputs if i.name in x]
+        found = [np.shape(x[i.name]) for i in given]
     else:
-        pairs = list(zip(inputs, shapes))
-        if len(inputs) != len(shapes):
-            pairs = [(inputs[0], None)]
-    for tensor, shape in pairs:
-        if shape is None or not _fits(shape[1:], tensor.shape[1:]):
-            wanted = [tuple(i.shape) for i in inputs]
-            raise ValueError(
-                f"Argument `{name}` must have the shape of the inputs of model "
-                f"'{model.name}', {wanted}. Received: {name} of shape {shapes}"
-            )
+        given, found = inputs, shapes
+    pairs = zip(found, given)
+    if len(found) != len(given) or not all(
+        _fits(shape[1:], tensor.shape[1:]) for shape, tensor in pairs
+    ):
+        wanted = [tuple(i.shape) for i in inputs]
+        raise ValueError(
+            f"Argument `{name}` must have the shape of the inputs of model "
+            f"'{model.name}', {wanted}. Received: {name} of shape {shapes}"
+        )
 
 
-def check_batch(model, x, y, names=("x", "y")):
+def check_batch(
+    model: keras.Model | None,
+    x: Any,
+    y: Any,
+    names: tuple[str, str] = ("x", "y"),
+) -> None:
     """Raise ValueError unless `x` fits the model, and `y` is `None` or fits `x`."""
     check_inputs(model, x, names[0])
     name = names[1]
@@ -107,7 +117,23 @@ def check_batch(model, x, y, names=("x", "y")):
         )
 
 
-def check_layers(layers):
+def check_pair(model: keras.Model | None, batch: Any, name: str, expected: str) -> None:
+    """Raise ValueError unless `batch` is a pair `(x, y)` that fits the model.
+
+    Args:
+        model: A model, or `None` where it is not known yet.
+        name: Of the argument.
+        expected: What the argument must do, in words.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(
+            f"Argument `{name}` must {expected}. Received: {arguments.shown(batch)}"
+        )
+    x, y = batch
+    check_batch(model, x, y, (name, name))
+
+
+def check_layers(layers: Sequence[keras.layers.Layer | str] | None) -> None:
     """Raise ValueError unless it is `None`, or a list of layers or of names."""
     if layers is None:
         return

@@ -1,13 +1,9 @@
 """A model and a batch in, numbers out; nothing of the model changes."""
 
 from keras_norms.diagnostics import theorems
+from keras_norms.diagnostics._engine.objective import Objective
 from keras_norms.diagnostics.attack import bim
-from keras_norms.diagnostics.blindness import (
-    Blindness,
-    SecondOrder,
-    blindness,
-    second_order,
-)
+from keras_norms.diagnostics.blindness import Blindness, blindness
 from keras_norms.diagnostics.covariate_shift import CovariateShift, covariate_shift
 from keras_norms.diagnostics.geometry import (
     Decomposition,
@@ -18,7 +14,6 @@ from keras_norms.diagnostics.geometry import (
 from keras_norms.diagnostics.gradient_noise import GradientNoise, gradient_noise
 from keras_norms.diagnostics.gradients import (
     LossAndGradient,
-    Objective,
     hessian_vector_product,
     value_and_grad,
 )
@@ -36,6 +31,7 @@ from keras_norms.diagnostics.probes import (
 )
 from keras_norms.diagnostics.robustness import Robustness, robustness
 from keras_norms.diagnostics.scale_invariance import WeightGeometry, weight_geometry
+from keras_norms.diagnostics.second_order import SecondOrder, second_order
 from keras_norms.diagnostics.weight_growth import BatchStatistics, WeightGrowth
 
 __all__ = [

@@ -8,32 +8,33 @@ from keras import ops
 
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_compiled_or_loss, check_inputs
-from keras_norms.diagnostics.differentiation import (
+from keras_norms.diagnostics._engine.differentiation import (
     compiler,
     differentiate,
     drawing_from,
     randomness,
 )
-from keras_norms.diagnostics.model_loss import ModelLoss, as_tensors
+from keras_norms.diagnostics._engine.model_loss import ModelLoss, as_tensors
+from keras_norms.diagnostics._engine.types import Data, Loss
 
 NORMS = ("inf", 2)
 
 
 def bim(
-    model,
-    x,
-    y,
-    loss=None,
+    model: keras.Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    loss: Loss = None,
     *,
-    epsilon=8 / 255,
-    norm="inf",
-    steps=10,
-    step_size=None,
-    bounds=(0.0, 1.0),
-    batch_size=128,
-    verbose="auto",
-):
-    """The basic iterative method: inputs near `x` whose loss is large.
+    epsilon: float = 8 / 255,
+    norm: str | int = "inf",
+    steps: int = 10,
+    step_size: float | None = None,
+    bounds: tuple[Data, Data] | None = (0.0, 1.0),
+    batch_size: int = 128,
+    verbose: str | int = "auto",
+) -> np.ndarray:
+    """Attack with the basic iterative method: find inputs near `x` whose loss is large.
 
     ```
     x_0     = x
@@ -54,13 +55,13 @@ def bim(
         y: Labels: integers, `(samples,)` or `(samples, 1)`, or numbers, `(samples,
             classes)`.
         loss: What `model.compile` takes as `loss`, or `None`: the compiled one.
-        epsilon: Non-negative float, the radius of the ball in units of `x`.
+        epsilon: Non-negative, the radius of the ball in units of `x`.
         norm: `"inf"` or 2.
-        steps: Positive integer.
-        step_size: Positive float; `epsilon / steps` if `None`.
+        steps: Positive.
+        step_size: Positive; `epsilon / steps` if `None`.
         bounds: `(low, high)`, the range of `x`: numbers, or arrays that broadcast to a
             sample. `None` if there is none.
-        batch_size: Positive integer. The result does not depend on it.
+        batch_size: Positive. The result does not depend on it.
         verbose: 0 for no output, `"auto"` or 1 for a progress bar, 2 for a line.
 
     Returns:
@@ -108,18 +109,16 @@ class Attack:
         self._step_size = step_size
         self._bounds = _bounds(bounds, self._x)
         self._model = model
-        if keras.backend.backend() == "jax":
-            model.jax_state_sync()  # In `fit`, the trainer holds the state.
-        self._pure = ModelLoss(model, loss, None, "input", training=False)
-        self._weights = [v.value for v in self._pure.parameters]
-        self._state = [v.value for v in self._pure.state]
+        self._pure = ModelLoss(model, loss, training=False)
+        self._values = self._pure.values()
         self._randomness = randomness()
-        compiled = compiler(model)
         self._has_gradient = False  # at any sample so far
-        self._slope, self._outputs = compiled(self._slope_of), compiled(self._call)
+        compiled = compiler(model)
+        self._slope = compiled(self._slope_of)
+        self._outputs = compiled(self._pure.outputs)
 
     def batches(self, batch_size, verbose):
-        """All samples, in batches of one size, so that nothing is compiled again."""
+        """Yield all samples in batches of one size, so that one compilation does."""
         batch_size = arguments.integer("batch_size", batch_size, at_least=1)
         size = min(batch_size, self.samples)
         arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
@@ -135,7 +134,7 @@ class Attack:
             progress.update(done + 1)
 
     def run(self, batch):
-        """The attacked inputs, and for each sample whether there was no gradient."""
+        """Return the attacked inputs, and which samples had no gradient."""
         z = batch.x
         slope, without_gradient = self._direction(z, batch.y)
         self._has_gradient |= not np.all(without_gradient)
@@ -154,14 +153,14 @@ class Attack:
         return z, without_gradient
 
     def clip(self, z):
-        """`z` within the bounds, in the dtype of inputs."""
+        """Clip `z` to the bounds, in the dtype of inputs."""
         return np.clip(z, *self._bounds).astype(self._x.dtype)
 
     def hits(self, batch, z):
-        """How many samples are classified as they should be."""
+        """Count the samples that are classified as they should be."""
         x, _ = as_tensors(self._model, z, None)
         with drawing_from(self._randomness):
-            outputs = self._outputs(self._weights, self._state, x)
+            outputs = self._outputs(*self._values, x)
         outputs = np.asarray(ops.convert_to_numpy(outputs)).astype("float64")
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise ValueError(
@@ -173,11 +172,11 @@ class Attack:
         return np.count_nonzero(right[: batch.size])
 
     def _direction(self, z, y):
-        """The direction of each sample's step, float64, and where there is none."""
+        """Find the direction of each sample's step, float64, and which have none."""
         x, y = as_tensors(self._model, z, y)
         self._pure.build(x, y)
         with drawing_from(self._randomness):
-            slope = self._slope(self._weights, self._state, x, y)
+            slope = self._slope(*self._values, x, y)
         slope = np.asarray(ops.convert_to_numpy(slope)).astype("float64")
         axes = tuple(range(1, slope.ndim))
         without = np.ravel(np.all(slope == 0, axes))
@@ -202,10 +201,6 @@ class Attack:
             return mean * ops.cast(ops.shape(x)[0], mean.dtype)
 
         return differentiate(loss, [x])[1][0]
-
-    def _call(self, weights, state, x):
-        with self._pure._scope(weights, state):
-            return self._pure._forward(x)
 
 
 def _length(v):

@@ -1,48 +1,54 @@
 """Internal covariate shift, as a change of gradients (Santurkar et al.)."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_norms import _keras
 from keras_norms._checks.models import check_layers, check_model
-from keras_norms.diagnostics.gradients import Objective
-from keras_norms.diagnostics.landscape import learning_rate_of
-from keras_norms.diagnostics.model_loss import find_layer, names_of
+from keras_norms.diagnostics._engine.layers import (
+    find_layer,
+    kernels_owned_by,
+    learning_rate_of,
+    names_of,
+)
+from keras_norms.diagnostics._engine.objective import Objective
+from keras_norms.diagnostics._engine.types import Data, Layers, Loss
 
 
 class CovariateShift(NamedTuple):
     """What `covariate_shift` returns, an element for each layer.
 
     Attributes:
-        layers: Tuple of names; of paths where several layers have that name.
-        distances: Array, `|G - G'|_2`.
-        cosines: Array, the cosine of the angle between `G` and `G'`; `nan` where one of
-            them is zero.
-        norms: Array, `|G|_2`.
-        not_finite: Tuple of the names of the layers where `G` or `G'` is not finite,
-            with `nan` for each.
+        layers: Names; paths where several layers have that name.
+        distances: `|G - G'|_2`.
+        cosines: Of the angle between `G` and `G'`; `nan` where one of them is zero.
+        norms: `|G|_2`.
+        not_finite: The names of the layers where `G` or `G'` is not finite, with `nan`
+            for each.
     """
 
-    layers: tuple
+    layers: tuple[str, ...]
     distances: np.ndarray
     cosines: np.ndarray
     norms: np.ndarray
-    not_finite: tuple
+    not_finite: tuple[str, ...]
 
 
 def covariate_shift(
-    model,
-    x,
-    y,
-    loss=None,
+    model: keras.Model,
+    x: Data,
+    y: Data,
+    loss: Loss = None,
     *,
-    layers=None,
-    updated=None,
-    learning_rate=None,
-    training=True,
-):
-    """How the step of the layers before a layer changes the gradient of its weights.
+    layers: Layers | None = None,
+    updated: Sequence[np.ndarray] | None = None,
+    learning_rate: float | None = None,
+    training: bool = True,
+) -> CovariateShift:
+    """Measure how a step of the layers before a layer changes its gradient.
 
     With `W_1 ... W_k` the weights of all layers at step `t`, on one batch:
 
@@ -62,16 +68,12 @@ def covariate_shift(
         model, x, y, loss, training: See `Objective`.
         layers: Layers of the model or their names; a layer may hold others, whose
             weights are taken together. `None`: every layer that owns a kernel.
-        updated: List of arrays, `model.trainable_variables` after step `t + 1`. `None`:
+        updated: Arrays, `model.trainable_variables` after step `t + 1`. `None`:
             after a step of gradient descent on this batch.
-        learning_rate: Positive float, of that step; the optimizer's if `None`.
+        learning_rate: Positive, of that step; the optimizer's if `None`.
 
     Returns:
         A `CovariateShift`. It costs one gradient, and one for each layer but the first.
-
-    Raises:
-        ValueError: If a layer is not in the model or has no trainable weights, or if
-            `updated` is not shaped like the weights. See also `Objective`.
 
     Reference:
 
@@ -93,7 +95,7 @@ def covariate_shift(
 
 
 def shift_of(objective, gradient, updated, places):
-    """The `CovariateShift` of an objective whose weights step to `updated`.
+    """Measure the `CovariateShift` of an objective whose weights step to `updated`.
 
     Args:
         objective: An `Objective` over the weights.
@@ -116,7 +118,7 @@ def shift_of(objective, gradient, updated, places):
 
 
 def _after(objective, gradient, updated, place):
-    """The gradient after the step of all weights that come before a place."""
+    """Compute the gradient after the step of all weights that come before a place."""
     before = place[0]
     if before == 0:
         return gradient
@@ -135,7 +137,7 @@ def _compare(g, g_after):
 
 
 def weights_of_layers(model, layers=None):
-    """Where the weights of layers are in the vector of all trainable weights.
+    """Find the weights of layers in the vector of all trainable weights.
 
     Args:
         model: A built model.
@@ -146,18 +148,12 @@ def weights_of_layers(model, layers=None):
     """
     check_layers(layers)
     variables = model.trainable_variables
-    ends = np.cumsum([int(np.prod(v.shape)) for v in variables])
-    places = {
-        id(v): np.arange(end - int(np.prod(v.shape)), end)
-        for v, end in zip(variables, ends)
-    }
+    sizes = [int(np.prod(v.shape)) for v in variables]
+    parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    places = dict(zip(map(id, variables), parts))
     if layers is None:
-        found = [
-            each
-            for each in _keras.layers_of(model, include_self=False)
-            if any(len(v.shape) > 1 and v.trainable for v in each._trainable_variables)
-            and each.trainable
-        ]
+        layers = _keras.layers_of(model, include_self=False)
+        found = [layer for layer in layers if kernels_owned_by(layer)]
     else:
         found = [find_layer(model, layer, "layers") for layer in layers]
     if not found:

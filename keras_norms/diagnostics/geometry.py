@@ -1,5 +1,6 @@
 """Vectors as points on spheres, and the linear maps that batch normalization makes."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
@@ -8,8 +9,11 @@ import numpy as np
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_inputs, check_model
-from keras_norms.diagnostics.model_loss import names_of
-from keras_norms.diagnostics.recorder import record
+from keras_norms._types import Tensor
+from keras_norms.diagnostics._engine.arrays import affine, float64, moments
+from keras_norms.diagnostics._engine.layers import names_of
+from keras_norms.diagnostics._engine.model_loss import record
+from keras_norms.diagnostics._engine.types import Data
 from keras_norms.layers.kernels import check_layer, kernels_of, overrides_call
 from keras_norms.layers.weight_normalization import NormalizesKernel
 
@@ -28,7 +32,7 @@ class Decomposition(NamedTuple):
     direction: np.ndarray
 
 
-def decompose(v, axes=-1):
+def decompose(v: Tensor, axes: int | Sequence[int] = -1) -> Decomposition:
     """Split vectors `v = gamma * N(v) + beta`, with `N(v) = (v - mean(v)) / std(v)`.
 
     `N(v)` lies on the sphere of radius `sqrt(n)` and is orthogonal to `(1, ..., 1)`, so
@@ -37,14 +41,10 @@ def decompose(v, axes=-1):
 
     Args:
         v: Array of real numbers, or a tensor.
-        axes: Integer or tuple of integers, the axes of a vector.
+        axes: The axes of a vector.
 
     Returns:
         A `Decomposition`.
-
-    Raises:
-        ValueError: If `v` has no elements or other ones than real numbers, or if `axes`
-            are not axes of it.
 
     Reference:
 
@@ -54,25 +54,25 @@ def decompose(v, axes=-1):
     if not arguments.array("v", v).ndim:
         raise arguments.wrong("v", "an array with an axis", v)
     v = float64(v)
-    axes = _axes(axes, v.ndim)
+    along = _axes(axes, v.ndim)
     # Less its first element, a constant vector is exactly zero.
-    first = v[tuple(slice(0, 1) if i in axes else slice(None) for i in range(v.ndim))]
+    first = v[tuple(slice(0, 1) if i in along else slice(None) for i in range(v.ndim))]
     shifted = v - first
-    mean = shifted.mean(axes, keepdims=True)
+    mean = shifted.mean(along, keepdims=True)
     centred = shifted - mean
     # Divided by the largest, so that no square vanishes.
-    size = np.abs(centred).max(axes, keepdims=True)
+    size = np.abs(centred).max(along, keepdims=True)
     centred = centred / np.where(size > 0, size, 1)
-    deviation = centred.std(axes, keepdims=True)
+    deviation = centred.std(along, keepdims=True)
     return Decomposition(
-        gamma=np.squeeze(size * deviation, axes),
-        beta=np.squeeze(first + mean, axes),
+        gamma=np.squeeze(size * deviation, along),
+        beta=np.squeeze(first + mean, along),
         direction=centred / np.where(deviation > 0, deviation, 1),
     )
 
 
 def _axes(axes, ndim):
-    """Axes from the first on, a tuple."""
+    """Check axes and count them from the first on."""
     several = axes if isinstance(axes, (list, tuple)) else [axes]
     found = {
         arguments.integer("axes", axis, at_least=-ndim, at_most=ndim - 1) % ndim
@@ -87,9 +87,9 @@ class EffectiveWeight(NamedTuple):
     """A linear layer and the batch normalization after it, as one linear layer.
 
     Attributes:
-        layer: String, the name of the linear layer.
-        kernel: Float64 array of the shape of its kernel, `W'`.
-        bias: Float64 array `(units,)`, `b'`.
+        layer: The name of the linear layer.
+        kernel: Of the shape of its kernel, `W'`, float64.
+        bias: Of shape `(units,)`, `b'`, float64.
     """
 
     layer: str
@@ -97,8 +97,10 @@ class EffectiveWeight(NamedTuple):
     bias: np.ndarray
 
 
-def effective_weights(model, x, *, training=True):
-    """The linear maps that linear layers and batch normalization after them make.
+def effective_weights(
+    model: keras.Model, x: Data, *, training: bool = True
+) -> dict[str, EffectiveWeight]:
+    """Compute the maps that linear layers and batch normalization after them make.
 
     For each `BatchNormalization` that reads the output of a linear layer, `W` a unit of
     its kernel:
@@ -115,7 +117,7 @@ def effective_weights(model, x, *, training=True):
     Args:
         model: A built `keras.Model` of any kind.
         x: A batch of inputs.
-        training: Boolean. If `False`, `moving_mean` and `moving_variance` take the
+        training: If `False`, `moving_mean` and `moving_variance` take the
             place of the statistics of the batch.
 
     Returns:
@@ -135,27 +137,19 @@ def effective_weights(model, x, *, training=True):
     check_model(model)
     check_inputs(model, x)
     arguments.boolean("training", training)
-    layers = _keras.layers_of(model, include_self=False)
-    linear = {id(layer): layer for layer in layers if _is_linear(layer)}
-    wrappers = {
-        id(each.layer): each for each in layers if isinstance(each, NormalizesKernel)
-    }
-    norms = [
-        each
-        for each in layers
-        if isinstance(each, keras.layers.BatchNormalization)
-        and not overrides_call(each)
-    ]
-    names = dict(zip(map(id, norms), names_of(norms)))
+    linear = list(filter(_is_linear, _keras.layers_of(model)))
+    wrappers = {each.layer: each for each in _keras.layers_of(model, NormalizesKernel)}
+    norms = _keras.layers_of(model, keras.layers.BatchNormalization)
+    norms = [norm for norm in norms if not overrides_call(norm)]
+    names = dict(zip(norms, names_of(norms)))
     makers, found = {}, {}
-    for call in record(model, [*linear.values(), *norms], x, training):
-        if id(call.layer) in linear:
+    for call in record(model, [*linear, *norms], x, training):
+        if call.layer not in names:
             makers[id(call.output)] = call
         elif id(call.input) in makers:
             layer = makers[id(call.input)].layer
-            found[names[id(call.layer)]] = _effective(
-                call, layer, wrappers.get(id(layer)), training
-            )
+            wrapper = wrappers.get(layer)
+            found[names[call.layer]] = _effective(call, layer, wrapper, training)
     if not found:
         raise ValueError(
             "Argument `model` must have a BatchNormalization that reads the output of "
@@ -166,7 +160,7 @@ def effective_weights(model, x, *, training=True):
 
 
 def _effective(call, layer, wrapper, training):
-    """The `EffectiveWeight` of a linear layer, and the call of the norm after it."""
+    """Compute the `EffectiveWeight` of a layer and of the call of the norm after it."""
     norm, (kernel,) = call.layer, kernels_of(layer)
     weight = getattr(layer, kernel.name)
     if wrapper is not None:
@@ -186,7 +180,7 @@ def _effective(call, layer, wrapper, training):
 
 
 def has_kernels(layer):
-    """Whether it is a built layer with kernels whose units are known."""
+    """Whether a layer is built and has kernels whose units are known."""
     try:
         check_layer(layer)
     except ValueError:
@@ -203,25 +197,3 @@ def _is_linear(layer):
         and len(kernels_of(layer)) == 1
         and layer.activation is keras.activations.linear
     )
-
-
-def moments(x, axis):
-    """Mean and variance of each channel, float64."""
-    x = np.moveaxis(float64(x), axis, -1)
-    x = x.reshape(-1, x.shape[-1])
-    return x.mean(0), x.var(0)
-
-
-def affine(norm, channels):
-    """`gamma` and `beta` of a norm, float64; ones or zeros where it has none."""
-    gamma, beta = getattr(norm, "gamma", None), getattr(norm, "beta", None)
-    return (
-        np.ones(channels) if gamma is None else float64(gamma),
-        np.zeros(channels) if beta is None else float64(beta),
-    )
-
-
-def float64(x):
-    """An array of its own, of an array, a tensor or a variable."""
-    on_backend = keras.ops.is_tensor(x) or isinstance(x, keras.Variable)
-    return np.array(keras.ops.convert_to_numpy(x) if on_backend else x, "float64")

@@ -1,12 +1,17 @@
 """How much the gradient of a mini-batch varies from batch to batch."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_norms._checks import arguments
-from keras_norms._checks.models import check_batch, check_compiled_or_loss
-from keras_norms.diagnostics.gradients import Objective
+from keras_norms._checks.models import check_compiled_or_loss, check_pair
+from keras_norms.diagnostics._engine.objective import Objective
+from keras_norms.diagnostics._engine.types import Batch, Loss
+
+PAIRS = "hold pairs `(x, y)`"
 
 
 class GradientNoise(NamedTuple):
@@ -15,14 +20,14 @@ class GradientNoise(NamedTuple):
     The sum of `variance` and `squared_norm` is the mean of `|g_i|^2`.
 
     Attributes:
-        variance: Float, the trace of the covariance of the batch gradients.
-        squared_norm: Float, `|E g|^2`, estimated without bias: it may be negative where
-            there is more noise than gradient.
-        signal_to_noise: Float, `squared_norm / variance`.
-        loss: Float, the mean loss.
-        batches: Integer, how many batches there are.
-        not_finite: Tuple of the indices of batches that were left out, because their
-            loss or gradient is not finite.
+        variance: The trace of the covariance of the batch gradients.
+        squared_norm: `|E g|^2`, estimated without bias: it may be negative where there
+            is more noise than gradient.
+        signal_to_noise: `squared_norm / variance`.
+        loss: The mean loss.
+        batches: How many batches there are.
+        not_finite: The indices of batches that were left out, because their loss or
+            gradient is not finite.
     """
 
     variance: float
@@ -30,11 +35,17 @@ class GradientNoise(NamedTuple):
     signal_to_noise: float
     loss: float
     batches: int
-    not_finite: tuple
+    not_finite: tuple[int, ...]
 
 
-def gradient_noise(model, batches, loss=None, *, training=True):
-    """Mean and variance of the mini-batch gradient at fixed weights.
+def gradient_noise(
+    model: keras.Model,
+    batches: Iterable[Batch],
+    loss: Loss = None,
+    *,
+    training: bool = True,
+) -> GradientNoise:
+    """Measure the mean and variance of the mini-batch gradient at fixed weights.
 
     With `g_i` the gradient of batch `i` of `n` over all trainable weights:
 
@@ -49,36 +60,33 @@ def gradient_noise(model, batches, loss=None, *, training=True):
 
     Args:
         model, loss, training: See `Objective`.
-        batches: Iterable of batches `(x, y)`, at least two, of one size.
+        batches: Batches `(x, y)`, at least two, of one size.
 
     Returns:
         A `GradientNoise`. Its numbers are NaN where fewer than two batches have a
         finite gradient.
-
-    Raises:
-        ValueError: If there are fewer than two batches, or one is not a pair. See also
-            `Objective`.
 
     Reference:
 
     - Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and Beyond,
       TPAMI 2023, Theorem 1 and Figure 10. https://doi.org/10.1109/TPAMI.2023.3319005
     """
-    objective = None
-    losses, not_finite = [], []
-    mean, spread = 0.0, 0.0
-    index = -1
     check_compiled_or_loss(model, loss)
     arguments.boolean("training", training)
     try:
-        iterator = iter(None if isinstance(batches, (str, bytes)) else batches)
+        iterator = None if isinstance(batches, (str, bytes)) else iter(batches)
     except TypeError:
-        raise arguments.wrong("batches", "an iterable of pairs", batches) from None
+        iterator = None
+    if iterator is None:
+        raise arguments.wrong("batches", "an iterable of pairs", batches)
     # Those of a list at once, others when they come.
     for batch in batches if isinstance(batches, (list, tuple)) else ():
-        _check_pair(model, batch)
+        check_pair(model, batch, "batches", PAIRS)
+    objective, index = None, -1
+    losses, not_finite = [], []
+    mean, spread = np.zeros(()), 0.0
     for index, batch in enumerate(iterator):
-        _check_pair(model, batch)
+        check_pair(model, batch, "batches", PAIRS)
         if objective is None:
             objective = Objective(model, *batch, loss, training=training)
         else:
@@ -111,15 +119,6 @@ def gradient_noise(model, batches, loss=None, *, training=True):
         batches=index + 1,
         not_finite=tuple(not_finite),
     )
-
-
-def _check_pair(model, batch):
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(
-            "Argument `batches` must hold pairs `(x, y)`. "
-            f"Received: a batch of class {type(batch).__name__}"
-        )
-    check_batch(model, *batch, names=("batches", "batches"))
 
 
 def _ratio(signal, noise):

@@ -2,19 +2,21 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_norms._checks import arguments
-from keras_norms.diagnostics.gradients import Objective
+from keras_norms.diagnostics._engine.objective import Objective
+from keras_norms.diagnostics._engine.types import Data, Loss
 
 
 class Trace(NamedTuple):
     """What `hessian_trace` returns.
 
     Attributes:
-        trace: Float, the mean over the samples.
-        standard_error: Float, of that mean.
-        samples: Array of shape `(samples,)`, the single estimates.
+        trace: The mean over the samples.
+        standard_error: Of that mean.
+        samples: Of shape `(samples,)`, the single estimates.
     """
 
     trace: float
@@ -23,36 +25,35 @@ class Trace(NamedTuple):
 
 
 def hessian_eigenvalues(
-    model,
-    x,
-    y,
-    loss=None,
+    model: keras.Model,
+    x: Data,
+    y: Data,
+    loss: Loss = None,
     *,
-    count=1,
-    which="LA",
-    tolerance=1e-3,
-    seed=0,
-    training=True,
-):
-    """The top eigenvalues of the Hessian, with SciPy's Lanczos method.
+    count: int = 1,
+    which: str = "LA",
+    tolerance: float = 1e-3,
+    seed: int = 0,
+    training: bool = True,
+) -> np.ndarray:
+    """Compute the top eigenvalues of the Hessian, with SciPy's Lanczos method.
 
     The Hessian is never formed: each iteration is one Hessian-vector product. All of
     them have the same dropout and noise, and nothing of the model changes.
 
     Args:
         model, x, y, loss, training: See `Objective`.
-        count: Integer, how many, less than the number of weights.
+        count: How many, less than the number of weights.
         which: `"LA"` for the largest, `"SA"` for the smallest, `"LM"` for the largest
             in magnitude, as in `scipy.sparse.linalg.eigsh`.
-        tolerance: Non-negative float, relative accuracy of the eigenvalues.
-        seed: Integer, of the vector that the iteration starts from.
+        tolerance: Non-negative, relative accuracy of the eigenvalues.
+        seed: Of the vector that the iteration starts from.
 
     Returns:
         Array of shape `(count,)`, from the largest to the smallest.
 
     Raises:
-        ValueError: If an argument is out of its range, or a product is not finite. See
-            also `Objective`.
+        ValueError: If a product is not finite.
         scipy.sparse.linalg.ArpackNoConvergence: If the method does not converge.
     """
     from scipy.sparse.linalg import LinearOperator, eigsh
@@ -79,23 +80,30 @@ def hessian_eigenvalues(
     return np.sort(eigenvalues)[::-1]
 
 
-def hessian_trace(model, x, y, loss=None, *, samples=10, seed=0, training=True):
-    """Hutchinson's estimate of the Hessian's trace.
+def hessian_trace(
+    model: keras.Model,
+    x: Data,
+    y: Data,
+    loss: Loss = None,
+    *,
+    samples: int = 10,
+    seed: int = 0,
+    training: bool = True,
+) -> Trace:
+    """Estimate the Hessian's trace with Hutchinson's method.
 
-    The mean of `v^T H v` over vectors `v` of random signs. Its expectation is the
-    trace.
+    It is the expectation of `v^T H v` over vectors `v` of random signs.
 
     Args:
         model, x, y, loss, training: See `Objective`.
-        samples: Integer of at least 2, the number of vectors.
-        seed: Integer, of the vectors.
+        samples: The number of vectors, at least 2.
+        seed: Of the vectors.
 
     Returns:
         A `Trace`.
 
     Raises:
-        ValueError: If `samples` is less than 2, or a product is not finite. See also
-            `Objective`.
+        ValueError: If a product is not finite.
     """
     arguments.integer("samples", samples, at_least=2)
     arguments.integer("seed", seed, at_least=0)

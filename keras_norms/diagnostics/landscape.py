@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import keras
 import numpy as np
-from keras import ops
 
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_model
-from keras_norms.diagnostics.gradients import Objective
+from keras_norms.diagnostics._engine.layers import learning_rate_of
+from keras_norms.diagnostics._engine.objective import Objective
+from keras_norms.diagnostics._engine.types import Data, Loss
 
 DIRECTIONS = ("gradient", "random")
 
@@ -17,47 +18,47 @@ class Landscape(NamedTuple):
     """What `landscape` returns. Extremes are over the points that are finite.
 
     Attributes:
-        loss: Float, `L(W)`.
-        gradient_norm: Float, `|g|_2`.
+        loss: `L(W)`.
+        gradient_norm: `|g|_2`.
         loss_range: `(min, max)` of `losses`.
         gradient_distance: `(min, max)` of `distances`.
-        effective_beta: Float, the maximum of `betas`.
-        steps: Array of shape `(points,)`, the step lengths `s`.
-        losses: Array, `L(W - s d)`.
-        distances: Array, `|grad L(W - s d) - g|_2`.
-        betas: Array, `distances / |s d|_2`.
-        not_finite: Tuple of the step lengths at which loss or gradient is not finite,
+        effective_beta: The maximum of `betas`.
+        steps: Of shape `(points,)`, the step lengths `s`.
+        losses: `L(W - s d)`.
+        distances: `|grad L(W - s d) - g|_2`.
+        betas: `distances / |s d|_2`.
+        not_finite: The step lengths at which loss or gradient is not finite,
             with `nan` for each. It holds all of them if `g` is not finite.
-        gradient_evaluations: Integer, at most `points + 1`.
+        gradient_evaluations: At most `points + 1`.
     """
 
     loss: float
     gradient_norm: float
-    loss_range: tuple
-    gradient_distance: tuple
+    loss_range: tuple[float, float]
+    gradient_distance: tuple[float, float]
     effective_beta: float
     steps: np.ndarray
     losses: np.ndarray
     distances: np.ndarray
     betas: np.ndarray
-    not_finite: tuple
+    not_finite: tuple[float, ...]
     gradient_evaluations: int
 
 
 def landscape(
-    model,
-    x,
-    y,
-    loss=None,
+    model: keras.Model,
+    x: Data,
+    y: Data,
+    loss: Loss = None,
     *,
-    learning_rate=None,
-    step_range=(0.5, 4.0),
-    points=8,
-    direction="gradient",
-    seed=0,
-    training=True,
-):
-    """The smoothness of the loss along a line through the weights.
+    learning_rate: float | None = None,
+    step_range: tuple[float, float] = (0.5, 4.0),
+    points: int = 8,
+    direction: str = "gradient",
+    seed: int = 0,
+    training: bool = True,
+) -> Landscape:
+    """Measure the smoothness of the loss along a line through the weights.
 
     With weights `W`, `g = grad L(W)` on this batch and `d` the direction, for each step
     length `s`:
@@ -72,20 +73,16 @@ def landscape(
 
     Args:
         model, x, y, loss, training: See `Objective`.
-        learning_rate: Positive float; the optimizer's present one if `None`.
+        learning_rate: Positive; the optimizer's present one if `None`.
         step_range: `(least, largest)` step length, in units of `learning_rate`. The
             paper has (1/2, 4), and (1/100, 30) for the deep linear network.
-        points: Integer, number of step lengths, evenly spaced.
+        points: Number of step lengths, evenly spaced.
         direction: `"gradient"`: `d = g`. `"random"`: a Gaussian vector of the length of
             `g`.
-        seed: Integer, of the random direction.
+        seed: Of the random direction.
 
     Returns:
         A `Landscape`.
-
-    Raises:
-        ValueError: If an argument is out of its range, or `learning_rate` is `None` and
-            the model has no optimizer. See also `Objective`.
 
     Reference:
 
@@ -102,9 +99,9 @@ def landscape(
     gradient = gradient.astype("float64")
     norm = float(np.linalg.norm(gradient))
     along = gradient if direction == "gradient" else _random_like(gradient, seed)
-    # Without a finite gradient there is nowhere to go.
-    measure = _measure if np.isfinite(norm) else _nothing
-    measured = np.array([measure(objective, gradient, s * along) for s in steps])
+    measured = np.full((points, 3), np.nan)
+    if np.isfinite(norm):  # Otherwise there is nowhere to go.
+        measured[:] = [_measure(objective, gradient, s * along) for s in steps]
     finite = np.all(np.isfinite(measured[:, :2]), 1)
     measured[~finite] = np.nan
     losses, distances, lengths = measured.T
@@ -126,7 +123,7 @@ def landscape(
 
 
 def _measure(objective, gradient, displacement):
-    """Loss and gradient distance at a displacement from the start, and its length."""
+    """Compute loss, gradient distance and length of a displacement from the start."""
     point = objective.start - displacement.astype(objective.start.dtype)
     loss, there = objective.value_and_grad(point)
     # The step that rounding has left of it.
@@ -134,10 +131,6 @@ def _measure(objective, gradient, displacement):
     with np.errstate(invalid="ignore", over="ignore"):
         distance = np.linalg.norm(there.astype("float64") - gradient)
     return loss, distance, np.linalg.norm(step)
-
-
-def _nothing(objective, gradient, displacement):
-    return np.nan, np.nan, np.nan
 
 
 def _random_like(gradient, seed):
@@ -152,22 +145,8 @@ def _range(values):
     return float(np.min(values)), float(np.max(values))
 
 
-def learning_rate_of(model, learning_rate):
-    """The rate given, or the one that the optimizer's next step will use."""
-    if learning_rate is not None:
-        return arguments.number("learning_rate", learning_rate, above=0)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        raise ValueError(
-            "Argument `learning_rate` must be given, for the model has no optimizer. "
-            "Received: learning_rate=None"
-        )
-    rate = ops.convert_to_tensor(optimizer.learning_rate)
-    return float(keras.ops.convert_to_numpy(rate))
-
-
 def step_lengths(learning_rate, step_range, points):
-    """Array of `points` step lengths."""
+    """Return `points` step lengths, evenly spaced."""
     try:
         least, largest = map(arguments.real, step_range)
     except (TypeError, ValueError):  # No two of them.

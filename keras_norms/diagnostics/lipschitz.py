@@ -6,8 +6,10 @@ import keras
 import numpy as np
 
 from keras_norms._checks.models import check_model
-from keras_norms.diagnostics.gradients import Objective
-from keras_norms.diagnostics.model_loss import find_layer
+from keras_norms.diagnostics._engine.arrays import affine
+from keras_norms.diagnostics._engine.layers import find_layer
+from keras_norms.diagnostics._engine.objective import Objective
+from keras_norms.diagnostics._engine.types import Data, LayerOrName, Loss
 
 
 class LipschitzTerms(NamedTuple):
@@ -31,8 +33,10 @@ class LipschitzTerms(NamedTuple):
     measured: np.ndarray
 
 
-def lipschitz_terms(model, layer, x, y, loss=None):
-    """The terms of Theorem 4.1 for a BatchNormalization layer, channel by channel.
+def lipschitz_terms(
+    model: keras.Model, layer: LayerOrName, x: Data, y: Data, loss: Loss = None
+) -> LipschitzTerms:
+    """Measure the terms of Theorem 4.1 for each channel of a BatchNormalization layer.
 
     With `m` the elements of a channel, `y_hat` the normalised input, and `g` the
     gradient of the loss with respect to the layer's output, the gradient with respect
@@ -48,13 +52,10 @@ def lipschitz_terms(model, layer, x, y, loss=None):
 
     Args:
         model, x, y, loss: See `Objective`.
-        layer: A `keras.layers.BatchNormalization` of the model, or its name.
+        layer: A `keras.layers.BatchNormalization` that is not frozen, or its name.
 
     Returns:
         A `LipschitzTerms`.
-
-    Raises:
-        ValueError: If the layer is of another class or frozen. See also `Objective`.
 
     Reference:
 
@@ -85,9 +86,7 @@ def lipschitz_terms(model, layer, x, y, loss=None):
     variance = np.var(inputs, 0)
     sigma = np.sqrt(variance + found.epsilon)
     y_hat = (inputs - np.mean(inputs, 0)) / sigma
-    gamma = np.ones(channels)
-    if found.scale:
-        gamma = keras.ops.convert_to_numpy(found.gamma).astype("float64")
+    gamma, _ = affine(found, channels)
     gradient = np.sum(g**2, 0)
     mean = np.sum(g, 0) ** 2 / m
     correlation = (2 - variance / sigma**2) * np.sum(g * y_hat, 0) ** 2 / m

@@ -1,120 +1,23 @@
 """Callbacks that measure a model while it is trained, and leave it as it is."""
 
-import os
+from collections.abc import Sequence
 
-import keras
 from keras import ops
 
 from keras_norms._checks import arguments
-from keras_norms._checks.models import check_batch, check_layers, check_loss
-from keras_norms.diagnostics.covariate_shift import shift_of, weights_of_layers
-from keras_norms.diagnostics.gradient_noise import gradient_noise
-from keras_norms.diagnostics.gradients import Objective
-from keras_norms.diagnostics.landscape import (
-    DIRECTIONS,
-    landscape,
-    step_lengths,
+from keras_norms._checks.models import check_layers, check_loss, check_pair
+from keras_norms.diagnostics._engine.objective import Objective
+from keras_norms.diagnostics._engine.probe import Probe
+from keras_norms.diagnostics._engine.types import (
+    Batch,
+    BatchOrFunction,
+    Directory,
+    Layers,
+    Loss,
 )
-
-
-class Probe(keras.callbacks.Callback):
-    """Base of callbacks that measure every so many steps.
-
-    A subclass defines `measure`, which returns a dict of numbers, or `before_step` and
-    `after_step`, which record one. Each number goes into the `logs` of the step and of
-    the epoch under `<prefix>_<key>`, so that it is shown and kept in the `History`; to
-    TensorBoard, if there is a `log_dir`; and into `history`.
-
-    It measures on batches that it is given: Keras does not show the batch of a step to
-    callbacks. Put a probe after `AMAT`.
-
-    Args:
-        every: Positive integer: measure before steps 0, `every`, 2 `every` ... of the
-            optimizer. With `steps_per_execution` it is the first execution that reaches
-            such a step.
-        log_dir: Directory where an event file for TensorBoard is written, or `None`.
-            The package `tensorboard` must be installed; TensorFlow need not.
-
-    Attributes:
-        history: Dict of lists of equal length: `"step"`, and one for each number. A
-            band is drawn between a pair of lists that end in `_min` and `_max`.
-    """
-
-    prefix: str | None = None
-
-    def __init__(self, every, log_dir=None):
-        super().__init__()
-        self.every = arguments.integer("every", every, at_least=1)
-        if not isinstance(log_dir, (str, os.PathLike, type(None))):
-            raise arguments.wrong("log_dir", "a path, or None", log_dir)
-        self.log_dir = log_dir
-        self.history = {}
-        self._writer = None
-        self._latest = {}
-        if log_dir is not None:
-            # Here, so that it is not missing only when training begins.
-            from tensorboard.summary import Writer
-
-            self._open_writer = Writer
-
-    def measure(self):
-        """Measure `self.model`. Returns a dict of floats."""
-        raise NotImplementedError
-
-    def on_train_begin(self, logs=None):
-        iterations = getattr(self.model.optimizer, "iterations", 0)
-        self._step = int(ops.convert_to_numpy(iterations))
-        self._next = -(-self._step // self.every) * self.every
-        self._latest = {}
-        if self.log_dir is not None:
-            self._writer = self._open_writer(str(self.log_dir))
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._steps_of_epoch = 0
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self._is_due = self._step >= self._next
-        if self._is_due:
-            # The first touch of `self.model` in a step brings the state from JAX.
-            self.before_step()
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self._is_due:
-            self.after_step()
-            self._next = (self._step // self.every + 1) * self.every
-        self._step += batch + 1 - self._steps_of_epoch
-        self._steps_of_epoch = batch + 1
-        if logs is not None:
-            logs.update(self._latest)
-
-    def on_epoch_end(self, epoch, logs=None):
-        if logs is not None:
-            logs.update(self._latest)
-
-    def on_train_end(self, logs=None):
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def before_step(self):
-        """Called with the weights that a step starts from."""
-        self.record(self.measure())
-
-    def after_step(self):
-        """Called with the weights that the step has made."""
-
-    def record(self, numbers):
-        """Put a dict of numbers where they belong."""
-        self.history.setdefault("step", []).append(self._step)
-        for key, value in numbers.items():
-            self.history.setdefault(key, []).append(float(value))
-        self._latest = {
-            f"{self.prefix}_{key}": float(value) for key, value in numbers.items()
-        }
-        if self._writer is not None:
-            for key, value in self._latest.items():
-                self._writer.add_scalar(key, value, self._step)
-            self._writer.flush()
+from keras_norms.diagnostics.covariate_shift import shift_of, weights_of_layers
+from keras_norms.diagnostics.gradient_noise import PAIRS, gradient_noise
+from keras_norms.diagnostics.landscape import DIRECTIONS, landscape, step_lengths
 
 
 class LandscapeProbe(Probe):
@@ -141,16 +44,16 @@ class LandscapeProbe(Probe):
 
     def __init__(
         self,
-        batch,
-        every=200,
-        log_dir=None,
-        loss=None,
-        learning_rate=None,
-        step_range=(0.5, 4.0),
-        points=8,
-        direction="gradient",
-        seed=0,
-    ):
+        batch: BatchOrFunction,
+        every: int = 200,
+        log_dir: Directory | None = None,
+        loss: Loss = None,
+        learning_rate: float | None = None,
+        step_range: tuple[float, float] = (0.5, 4.0),
+        points: int = 8,
+        direction: str = "gradient",
+        seed: int = 0,
+    ) -> None:
         super().__init__(every, log_dir)
         self._batch = _batches(batch)
         check_loss(loss)
@@ -168,7 +71,7 @@ class LandscapeProbe(Probe):
             "seed": seed,
         }
 
-    def measure(self):
+    def measure(self) -> dict[str, float]:
         found = landscape(self.model, *self._batch(self._step), **self._settings)
         return {
             "loss": found.loss,
@@ -196,17 +99,23 @@ class GradientNoiseProbe(Probe):
 
     prefix = "gradient"
 
-    def __init__(self, batches, every=200, log_dir=None, loss=None):
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        every: int = 200,
+        log_dir: Directory | None = None,
+        loss: Loss = None,
+    ) -> None:
         super().__init__(every, log_dir)
         if not isinstance(batches, (list, tuple)) or len(batches) < 2:
             raise arguments.wrong("batches", "a list of two batches or more", batches)
         for batch in batches:
-            _check_pair("batches", batch, "hold pairs `(x, y)`")
+            check_pair(None, batch, "batches", PAIRS)
         check_loss(loss)
         self._batches = batches
         self._loss = loss
 
-    def measure(self):
+    def measure(self) -> dict[str, float]:
         found = gradient_noise(self.model, self._batches, self._loss)
         return {
             "variance": found.variance,
@@ -233,7 +142,14 @@ class CovariateShiftProbe(Probe):
 
     prefix = "shift"
 
-    def __init__(self, batch, layers=None, every=200, log_dir=None, loss=None):
+    def __init__(
+        self,
+        batch: BatchOrFunction,
+        layers: Layers | None = None,
+        every: int = 200,
+        log_dir: Directory | None = None,
+        loss: Loss = None,
+    ) -> None:
         super().__init__(every, log_dir)
         check_layers(layers)
         check_loss(loss)
@@ -265,17 +181,9 @@ class CovariateShiftProbe(Probe):
 
 
 def _batches(batch):
-    """A function of the step that returns a batch."""
+    """Return a function of the step that returns a batch."""
     if callable(batch):
         return batch
     expected = "be a pair `(x, y)`, or a function of the step that returns one"
-    _check_pair("batch", batch, expected)
+    check_pair(None, batch, "batch", expected)
     return lambda step: batch
-
-
-def _check_pair(name, batch, expected):
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(
-            f"Argument `{name}` must {expected}. Received: {arguments.shown(batch)}"
-        )
-    check_batch(None, *batch, names=(name, name))

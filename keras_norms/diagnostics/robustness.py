@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_norms._checks import arguments
+from keras_norms.diagnostics._engine.types import Data, Loss
 from keras_norms.diagnostics.attack import Attack
 
 
@@ -12,14 +14,14 @@ class Robustness(NamedTuple):
     """What `robustness` returns.
 
     Attributes:
-        clean: Float, the accuracy, from 0 to 1.
-        noise: Float, the accuracy under Gaussian noise.
-        attacked: Float, the accuracy under the attack.
-        noise_difference: Float, `clean - noise`, "Acc-Diff1" of the paper.
-        attack_difference: Float, `clean - attacked`, "Acc-Diff2".
-        without_gradient: Float, the share of samples whose loss has a gradient of
-            exactly zero at `x`, where it is saturated: the attack does not move them.
-        samples: Integer.
+        clean: The accuracy, from 0 to 1.
+        noise: The accuracy under Gaussian noise.
+        attacked: The accuracy under the attack.
+        noise_difference: `clean - noise`, "Acc-Diff1" of the paper.
+        attack_difference: `clean - attacked`, "Acc-Diff2".
+        without_gradient: The share of samples whose loss has a gradient of exactly zero
+            at `x`, where it is saturated: the attack does not move them.
+        samples: How many there are.
     """
 
     clean: float
@@ -32,22 +34,22 @@ class Robustness(NamedTuple):
 
 
 def robustness(
-    model,
-    x,
-    y,
-    loss=None,
+    model: keras.Model,
+    x: np.ndarray,
+    y: np.ndarray,
+    loss: Loss = None,
     *,
-    noise=0.1,
-    epsilon=8 / 255,
-    norm="inf",
-    steps=10,
-    step_size=None,
-    bounds=(0.0, 1.0),
-    batch_size=128,
-    seed=0,
-    verbose="auto",
-):
-    """The accuracy of a classifier: clean, under Gaussian noise, and under attack.
+    noise: float = 0.1,
+    epsilon: float = 8 / 255,
+    norm: str | int = "inf",
+    steps: int = 10,
+    step_size: float | None = None,
+    bounds: tuple[Data, Data] | None = (0.0, 1.0),
+    batch_size: int = 128,
+    seed: int = 0,
+    verbose: str | int = "auto",
+) -> Robustness:
+    """Measure a classifier's accuracy: clean, under Gaussian noise and under attack.
 
     The noisy input is `x + n`, with `n` of mean 0 and standard deviation `noise`,
     clipped to `bounds`. The attack is `bim`. Layers run in inference mode. Nothing of
@@ -60,14 +62,11 @@ def robustness(
     Args:
         model, x, y, loss, epsilon, norm, steps, step_size, bounds, batch_size, verbose:
             See `bim`.
-        noise: Non-negative float, in units of `x`.
-        seed: Integer, of the noise.
+        noise: Non-negative, in units of `x`.
+        seed: Of the noise.
 
     Returns:
         A `Robustness`.
-
-    Raises:
-        ValueError: If `noise` is negative. See also `bim`.
 
     Reference:
 
@@ -85,7 +84,7 @@ def robustness(
         noisy = attack.clip(batch.x + noise * disturbance)
         attacked, without_gradient = attack.run(batch)
         hits += [attack.hits(batch, z) for z in (batch.x, noisy, attacked)]
-        still += np.count_nonzero(without_gradient[: batch.size])
+        still += int(np.sum(without_gradient[: batch.size]))
     clean, noisy, attacked = (hits / attack.samples).tolist()
     return Robustness(
         clean=clean,

@@ -2,14 +2,17 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_model
+from keras_norms.diagnostics._engine.arrays import aligned
+from keras_norms.diagnostics._engine.layers import learning_rate_of
+from keras_norms.diagnostics._engine.objective import Objective
+from keras_norms.diagnostics._engine.types import Data, Loss
 from keras_norms.diagnostics.geometry import has_kernels
-from keras_norms.diagnostics.gradients import Objective
-from keras_norms.diagnostics.landscape import learning_rate_of
 from keras_norms.layers.kernels import kernels_of
 
 
@@ -17,67 +20,54 @@ class WeightGeometry(NamedTuple):
     """What `weight_geometry` returns, an element for each weight. `print` shows it.
 
     Attributes:
-        weights: Tuple of paths, such as `"conv/kernel"`.
-        norms: Array, `|W|`.
-        gradient_norms: Array, `|g|`.
-        cosines: Array, of the angle between `W` and `g`; `nan` where one is zero.
-        unit_cosines: Array, the largest `|cosine|` of one unit and its gradient; `nan`
-            for what is not a kernel.
-        deviations: Array, `|2 g(2 W) - g| / |g|`, 0 where the loss is scale-invariant;
-            `nan` where `g` is zero.
-        unit_deviations: Array, the same with a factor for each unit; `nan` for what is
-            not a kernel.
-        invariance: Tuple of `"units"` where the scale of each unit alone has no effect,
+        weights: Paths, such as `"conv/kernel"`.
+        norms: `|W|`.
+        gradient_norms: `|g|`.
+        cosines: Of the angle between `W` and `g`; `nan` where one is zero.
+        unit_cosines: The largest `|cosine|` of one unit and its gradient; `nan` for
+            what is not a kernel.
+        deviations: `|2 g(2 W) - g| / |g|`, 0 where the loss is scale-invariant; `nan`
+            where `g` is zero.
+        unit_deviations: The same with a factor for each unit; `nan` for what is not a
+            kernel.
+        invariance: `"units"` where the scale of each unit alone has no effect,
             `"whole"` where that of all weights together has none, and `"none"`.
-        effective_learning_rates: Array, `learning_rate / |W|^2`, the rate for `W / |W|`
+        effective_learning_rates: `learning_rate / |W|^2`, the rate for `W / |W|`
             where the loss is scale-invariant.
     """
 
-    weights: tuple
+    weights: tuple[str, ...]
     norms: np.ndarray
     gradient_norms: np.ndarray
     cosines: np.ndarray
     unit_cosines: np.ndarray
     deviations: np.ndarray
     unit_deviations: np.ndarray
-    invariance: tuple
+    invariance: tuple[str, ...]
     effective_learning_rates: np.ndarray
 
     def __str__(self):
         header = ("weight", "invariant", "norm", "gradient", "cosine", "of a unit")
         lines = [(*header, "effective rate")]
-        for row in zip(
-            self.weights,
-            self.invariance,
-            self.norms,
-            self.gradient_norms,
-            self.cosines,
-            self.unit_cosines,
-            self.effective_learning_rates,
-        ):
-            lines.append((*row[:2], *(f"{number:.2e}" for number in row[2:])))
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(w) if i < 2 else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(line, widths))
-            )
-            for line in lines
-        )
+        numbers = (self.norms, self.gradient_norms, self.cosines, self.unit_cosines)
+        columns = np.transpose([*numbers, self.effective_learning_rates])
+        for weight, invariance, row in zip(self.weights, self.invariance, columns):
+            lines.append((weight, invariance, *map("{:.2e}".format, row)))
+        return aligned(lines)
 
 
 def weight_geometry(
-    model,
-    x,
-    y,
-    loss=None,
+    model: keras.Model,
+    x: Data,
+    y: Data,
+    loss: Loss = None,
     *,
-    learning_rate=None,
-    tolerance=0.05,
-    seed=0,
-    training=True,
-):
-    """Which weights the loss does not depend on the scale of, and what follows.
+    learning_rate: float | None = None,
+    tolerance: float = 0.05,
+    seed: int = 0,
+    training: bool = True,
+) -> WeightGeometry:
+    """Tell which weights the loss does not depend on the scale of, and what follows.
 
     If `L(a W) = L(W)` for `a > 0`, the gradient `g` is orthogonal to `W` (Lemma 2), a
     step of gradient descent makes `|W|^2` larger by `learning_rate^2 |g|^2` (Lemma 3),
@@ -99,16 +89,12 @@ def weight_geometry(
 
     Args:
         model, x, y, loss, training: See `Objective`.
-        learning_rate: Positive float; the optimizer's present one if `None`.
-        tolerance: Positive float, the largest deviation of an invariant weight.
-        seed: Integer, of the factors of units.
+        learning_rate: Positive; the optimizer's present one if `None`.
+        tolerance: Positive, the largest deviation of an invariant weight.
+        seed: Of the factors of units.
 
     Returns:
         A `WeightGeometry`.
-
-    Raises:
-        ValueError: If an argument is out of its range, or `learning_rate` is `None` and
-            the model has no optimizer. See also `Objective`.
 
     Reference:
 
@@ -147,15 +133,24 @@ def weight_geometry(
         # A comparison with `nan` is false.
         by_unit, by_whole = unit_deviation <= tolerance, deviation <= tolerance
         invariance.append("units" if by_unit else "whole" if by_whole else "none")
-    columns = np.array(rows, "float64").T
+    norms, slopes, cosines, unit_cosines, deviations, unit_deviations = np.array(rows).T
     with np.errstate(divide="ignore"):
-        rates = rate / np.square(columns[0])
-    paths = tuple(variable.path for variable in model.trainable_variables)
-    return WeightGeometry(paths, *columns, tuple(invariance), rates)
+        rates = rate / np.square(norms)
+    return WeightGeometry(
+        weights=tuple(variable.path for variable in model.trainable_variables),
+        norms=norms,
+        gradient_norms=slopes,
+        cosines=cosines,
+        unit_cosines=unit_cosines,
+        deviations=deviations,
+        unit_deviations=unit_deviations,
+        invariance=tuple(invariance),
+        effective_learning_rates=rates,
+    )
 
 
 def _deviation(objective, weights, place, gradient, factor):
-    """How far `factor * g(factor * W)` is from `g(W)`, relative to it."""
+    """Measure how far `factor * g(factor * W)` is from `g(W)`, relative to it."""
     length = np.linalg.norm(gradient)
     if not length > 0:
         return np.nan
@@ -178,10 +173,9 @@ def _largest(cosines):
 
 
 def _fan_in(model):
-    """Identity of each kernel -> the axes that one of its units sums over."""
-    axes = {}
-    for layer in _keras.layers_of(model, include_self=False):
-        if has_kernels(layer):
-            for kernel in kernels_of(layer):
-                axes[id(getattr(layer, kernel.name))] = kernel.fan_in
-    return axes
+    """Return the axes that a unit of each kernel sums over, by its identity."""
+    return {
+        id(getattr(layer, kernel.name)): kernel.fan_in
+        for layer in filter(has_kernels, _keras.layers_of(model))
+        for kernel in kernels_of(layer)
+    }

@@ -24,8 +24,8 @@ import numpy as np
 from keras_norms._checks import arguments
 
 
-def normalize(y):
-    """`y_hat` and `sigma`."""
+def normalize(y: np.ndarray) -> tuple[np.ndarray, float]:
+    """Compute `y_hat` and `sigma`."""
     y = _array("y", y)
     centred = y - np.mean(y)
     sigma = np.sqrt(np.mean(centred**2))
@@ -35,7 +35,7 @@ def normalize(y):
 
 
 def _array(name, value, ndim=1, m=None):
-    """A vector or a square matrix, of `m` elements an axis, in float64."""
+    """Return a vector or a square matrix, of `m` elements an axis, in float64."""
     found = arguments.array(name, value).astype("float64")
     shape = found.shape[:1] * ndim if m is None else (m,) * ndim
     if found.shape != shape or not found.ndim or not np.all(np.isfinite(found)):
@@ -48,13 +48,13 @@ def _array(name, value, ndim=1, m=None):
 
 
 def _checked(g, gamma, y):
-    """`g`, `gamma`, and the two of `normalize`."""
+    """Check the arguments; return `g`, `gamma`, and the two of `normalize`."""
     y_hat, sigma = normalize(y)
     g = _array("g", g, m=y_hat.size)
     return g, arguments.number("gamma", gamma), y_hat, sigma
 
 
-def jacobian(y, gamma=1.0):
+def jacobian(y: np.ndarray, gamma: float = 1.0) -> np.ndarray:
     """Fact C.2: `dz_b / dy_k`, of shape `(m, m)`.
 
     ```
@@ -67,7 +67,7 @@ def jacobian(y, gamma=1.0):
     return gamma / sigma * (np.eye(m) - 1 / m - np.outer(y_hat, y_hat) / m)
 
 
-def gradient(g, y, gamma=1.0):
+def gradient(g: np.ndarray, y: np.ndarray, gamma: float = 1.0) -> np.ndarray:
     """Fact C.1: the gradient with respect to `y`, from the one with respect to `z`.
 
     ```
@@ -79,7 +79,7 @@ def gradient(g, y, gamma=1.0):
     return gamma / (m * sigma) * (m * g - np.sum(g) - y_hat * (g @ y_hat))
 
 
-def squared_gradient(g, y, gamma=1.0):
+def squared_gradient(g: np.ndarray, y: np.ndarray, gamma: float = 1.0) -> float:
     """Theorem 4.1, which its proof (Eq. 9) shows to be an equality.
 
     ```
@@ -95,7 +95,9 @@ def squared_gradient(g, y, gamma=1.0):
     return gamma**2 / sigma**2 * left
 
 
-def curvature(g, hessian, y, gamma=1.0):
+def curvature(
+    g: np.ndarray, hessian: np.ndarray, y: np.ndarray, gamma: float = 1.0
+) -> float:
     """Theorem 4.2, which its proof (Eq. 50) shows to be an equality.
 
     With `G` the gradient with respect to `y` and `H` the Hessian with respect to `z`:
@@ -118,7 +120,9 @@ def curvature(g, hessian, y, gamma=1.0):
     return scaled - gamma / (m * sigma**2) * (g @ y_hat) * (G @ G)
 
 
-def hessian(g, hessian, y, gamma=1.0):
+def hessian(
+    g: np.ndarray, hessian: np.ndarray, y: np.ndarray, gamma: float = 1.0
+) -> np.ndarray:
     """Eqs. 41-42: the Hessian with respect to `y`, from the one with respect to `z`.
 
     With `P = I - 1 1^T / m - y_hat y_hat^T / m` and `c = g - mean(g)`:
@@ -144,7 +148,9 @@ def hessian(g, hessian, y, gamma=1.0):
     return (flat - gamma / m * bent) / sigma**2
 
 
-def weight_gradient_bound(g, y, largest, gamma=1.0):
+def weight_gradient_bound(
+    g: np.ndarray, y: np.ndarray, largest: float, gamma: float = 1.0
+) -> tuple[float, float]:
     """Theorem 4.4: the largest squared gradient of a unit's weights `w`, `y = X w`.
 
     Over all inputs `X` with spectral norm at most `largest`, at the same `y` and `g`:
@@ -166,7 +172,7 @@ def weight_gradient_bound(g, y, largest, gamma=1.0):
     return largest**2 * (g @ g), largest**2 * passed
 
 
-def initialization_gain(w, optimum):
+def initialization_gain(w: np.ndarray, optimum: np.ndarray) -> tuple[float, float]:
     """Lemma 4.5: how much nearer an optimum is, for scale does not matter.
 
     `optimum` is one of the network without normalisation; with it, each positive
@@ -191,7 +197,7 @@ def initialization_gain(w, optimum):
     return without, without - (squared - optimum @ w) ** 2 / squared
 
 
-def output_sensitivity(x, y):
+def output_sensitivity(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Theorem C.3 (first version): `sum_b (d output_b / dw)^2` for one weight `w`.
 
     `x` is the input that the weight multiplies, `y` the activations, one element per

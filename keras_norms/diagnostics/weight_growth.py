@@ -1,14 +1,21 @@
 """Callbacks that follow the norm of weights, and batch normalization's parameters."""
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 
 from keras_norms import _keras
 from keras_norms._checks.models import check_inputs, check_layers
-from keras_norms.diagnostics.geometry import affine, float64, moments
-from keras_norms.diagnostics.model_loss import names_of
-from keras_norms.diagnostics.probes import Probe
-from keras_norms.diagnostics.recorder import record
+from keras_norms.diagnostics._engine.arrays import affine, float64, moments
+from keras_norms.diagnostics._engine.layers import (
+    kernels_owned_by,
+    matching_layers,
+    names_of,
+)
+from keras_norms.diagnostics._engine.model_loss import record
+from keras_norms.diagnostics._engine.probe import Probe
+from keras_norms.diagnostics._engine.types import Data, Directory, Layers
 from keras_norms.layers.channel_normalization import ChannelNormalization
 
 
@@ -33,7 +40,7 @@ class WeightGrowth(Probe):
     of N batches. Every weight of rank 2 or more counts as a kernel.
 
     Args:
-        layers: List of layers or their names, of which all kernels are followed, those
+        layers: Layers or their names, of which all kernels are followed, those
             of layers inside too. `None`: all kernels of the model.
         every, log_dir: See `LandscapeProbe`; `every` is 1 by default.
 
@@ -55,11 +62,16 @@ class WeightGrowth(Probe):
 
     prefix = "weight"
 
-    def __init__(self, layers=None, every=1, log_dir=None):
+    def __init__(
+        self,
+        layers: Layers | None = None,
+        every: int = 1,
+        log_dir: Directory | None = None,
+    ) -> None:
         super().__init__(every, log_dir)
         check_layers(layers)
         self._layers = layers
-        self._kernels = {}
+        self._kernels: dict[str, keras.Variable] = {}
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
@@ -91,23 +103,21 @@ class WeightGrowth(Probe):
 
 
 def kernels_by_name(model, layers=None):
-    """The kernels of layers, each by the name of its layer, or its path if not unique.
+    """Return the kernels of layers by the name of their layer, or their path.
 
     Args:
         model: A built model.
         layers: See `WeightGrowth`.
-
-    Returns:
-        A dict from names to variables.
     """
-    every = _keras.layers_of(model, include_self=False)
     owners = {
-        id(variable): layer
-        for layer in every
-        for variable in layer._trainable_variables
-        if len(variable.shape) > 1
+        id(kernel): layer
+        for layer in _keras.layers_of(model, include_self=False)
+        for kernel in kernels_owned_by(layer)
     }
-    holders = [model] if layers is None else _find(model, every, layers)
+    holders = [model]
+    if layers is not None:
+        # A name may be that of a wrapper and of what is inside.
+        holders = [each for one in layers for each in matching_layers(model, one)]
     chosen = {}
     for holder in holders:
         found = {id(v): v for v in holder.trainable_variables if id(v) in owners}
@@ -122,21 +132,6 @@ def kernels_by_name(model, layers=None):
         name if names.count(name) == 1 else variable.path: variable
         for name, variable in zip(names, chosen.values())
     }
-
-
-def _find(model, every, layers):
-    """The layers that are meant; a name may be that of a wrapper and what is inside."""
-    found = []
-    for layer in layers:
-        meant = [each for each in every if each is layer or each.name == layer]
-        if not meant:
-            raise ValueError(
-                f"Argument `layers` must hold layers of model '{model.name}', or their "
-                f"names. Received: {layer!r}. The model has "
-                f"{[each.name for each in every]}"
-            )
-        found += meant
-    return found
 
 
 class BatchStatistics(Probe):
@@ -155,7 +150,7 @@ class BatchStatistics(Probe):
         batch: A batch of inputs `x`, for which the layers run in training mode, or a
             function of the step that returns one. `None`: the moving statistics of the
             layer are `mu` and `sigma^2`, which costs nothing.
-        layers: List of layers or their names. `None`: every `BatchNormalization` of the
+        layers: Layers or their names. `None`: every `BatchNormalization` of the
             model; with a batch also `CBN`, `NoisyBN` and `LpNorm` layers.
         every, log_dir: See `LandscapeProbe`.
 
@@ -176,7 +171,13 @@ class BatchStatistics(Probe):
 
     prefix = "statistics"
 
-    def __init__(self, batch=None, layers=None, every=200, log_dir=None):
+    def __init__(
+        self,
+        batch: Data | Callable[[int], Data] = None,
+        layers: Layers | None = None,
+        every: int = 200,
+        log_dir: Directory | None = None,
+    ) -> None:
         super().__init__(every, log_dir)
         check_layers(layers)
         if batch is not None and not callable(batch):
@@ -184,19 +185,20 @@ class BatchStatistics(Probe):
         self._batch = batch if callable(batch) else lambda step: batch
         self._has_batch = batch is not None
         self._layers = layers
-        self.channels = {}
+        self.channels: dict[str, list[np.ndarray]] = {}
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        every = _keras.layers_of(self.model, include_self=False)
         kinds = (keras.layers.BatchNormalization,)
         if self._has_batch:
             kinds = (*kinds, ChannelNormalization)
-        found = (
-            every if self._layers is None else _find(self.model, every, self._layers)
-        )
-        self._norms = [layer for layer in found if isinstance(layer, kinds)]
-        if not self._norms or (self._layers and len(self._norms) < len(found)):
+        found = _keras.layers_of(self.model, kinds, include_self=False)
+        if self._layers is not None:
+            found = [
+                e for one in self._layers for e in matching_layers(self.model, one)
+            ]
+        self._norms = found
+        if not found or not all(isinstance(norm, kinds) for norm in found):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(
                 f"Argument `layers` must name layers of class {names}"
@@ -204,7 +206,7 @@ class BatchStatistics(Probe):
                 f"Received: layers={self._layers} of model '{self.model.name}'"
             )
 
-    def measure(self):
+    def measure(self) -> dict[str, float]:
         model = self.model
         if self._has_batch:
             calls = record(model, self._norms, self._batch(self._step), training=True)

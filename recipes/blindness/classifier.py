@@ -41,7 +41,8 @@ import keras
 import numpy as np
 from keras import layers
 
-from keras_norms.diagnostics.blindness import TERMS, blindness, second_order
+from keras_norms.diagnostics import second_order
+from keras_norms.diagnostics.blindness import TERMS, blindness
 from recipes.engine import command, data, results, training
 from recipes.engine.precision import available, precision
 from recipes.engine.settings import Images, Sweep, setting

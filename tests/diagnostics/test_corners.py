@@ -101,8 +101,6 @@ def test_inputs_may_lack_an_axis_of_one():
     model = sequential(layers.Dense(2), shape=(1,), loss="mse")
     losses = [diagnostics.value_and_grad(model, x, Y).loss for x in (X[:, 0], X[:, :1])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    with pytest.raises(ValueError, match="`x` must have the shape of the inputs"):
-        diagnostics.value_and_grad(model, X, Y)
 
 
 def test_weights_that_are_not_there():

@@ -91,6 +91,5 @@ def test_points_without_a_loss_are_named_and_the_others_kept():
 def test_where_the_gradient_is_zero_there_is_no_beta(linear):
     x = np.zeros_like(linear.x)
     found = diagnostics.landscape(linear.model, x, linear.y, points=2)
-    assert found.gradient_norm == 0
-    assert found.gradient_distance == (0, 0)
+    assert found.gradient_norm == 0 and found.gradient_distance == (0, 0)
     assert np.isnan(found.effective_beta)

@@ -3,8 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from keras import layers
 
 from keras_norms import diagnostics
@@ -32,32 +30,28 @@ def logits(x):
 
 def slope(x, y):
     """The gradient of the cross-entropy of one sample."""
-    h = np.tanh(x @ W1)
-    exponentials = np.exp(h @ W2 - np.max(h @ W2))
+    exponentials = np.exp(logits(x))
     p = exponentials / exponentials.sum()
-    p[y] -= 1
-    return W1 @ ((1 - h**2) * (W2 @ p))
+    return W1 @ ((1 - np.tanh(x @ W1) ** 2) * (W2 @ (p - np.eye(3)[y])))
 
 
 def reference(x, y, epsilon, norm, steps, step_size, low, high):
     """The attack on one sample, in float64."""
-    x = x.astype("float64")
-    z = x.copy()
+    x = z = x.astype("float64")
     for _ in range(steps):
         g = slope(z, y)
-        z = z + step_size * (np.sign(g) if norm == "inf" else g / np.sqrt(g @ g))
-        d = z - x
+        d = z - x + step_size * (np.sign(g) if norm == "inf" else g / np.sqrt(g @ g))
         if norm == "inf":
-            d = np.array([min(max(v, -epsilon), epsilon) for v in d])
+            d = np.minimum(np.maximum(d, -epsilon), epsilon)
         elif np.sqrt(d @ d) > epsilon:
             d = d * epsilon / np.sqrt(d @ d)
-        z = np.array([min(max(v, low), high) for v in x + d])
+        z = np.minimum(np.maximum(x + d, low), high)
     return z
 
 
 @pytest.mark.parametrize("norm", ["inf", 2])
-@pytest.mark.parametrize("step_size", [None, 0.07])
-@pytest.mark.parametrize("bounds", [(0, 1), (-0.05, 1.05), None])
+@pytest.mark.parametrize("step_size", [None, 0.07, 0.5])
+@pytest.mark.parametrize("bounds", [(0, 1), (-0.05, np.linspace(1, 1.2, 5)), None])
 def test_bim(model, norm, step_size, bounds):
     low, high = (-np.inf, np.inf) if bounds is None else bounds
     attack = {"norm": norm, "steps": 5, "step_size": step_size, "bounds": bounds}
@@ -69,32 +63,6 @@ def test_bim(model, norm, step_size, bounds):
     np.testing.assert_allclose(found, expected, atol=rounding)
     found = diagnostics.bim(model, X, Y, epsilon=0, verbose=0, **attack)
     np.testing.assert_array_equal(found, X)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.floats(0.05, 5),
-    st.fixed_dictionaries(
-        {
-            "epsilon": st.floats(1e-4, 2),
-            "norm": st.sampled_from(["inf", 2]),
-            "steps": st.integers(1, 4),
-            "step_size": st.sampled_from([None, 0.5, 1e-3]),
-        }
-    ),
-)
-def test_the_attack_stays_in_the_ball_and_the_range(model, scale, attack):
-    low, high = np.full(5, -scale), np.linspace(0.5, 1, 5) * scale
-    x = (low + X * (high - low)).astype(WIDEST)
-    low, high = low.astype(WIDEST), high.astype(WIDEST)
-    start = np.clip(x, low, high)
-    found = diagnostics.bim(model, start, Y, bounds=(low, high), verbose=0, **attack)
-    rounding = np.finfo(WIDEST).eps * (scale + attack["epsilon"])
-    order = np.inf if attack["norm"] == "inf" else 2
-    lengths = np.linalg.norm(found.astype("float64") - x, order, axis=1)
-    assert np.all(lengths <= attack["epsilon"] + 4 * rounding)
-    assert np.all(found >= low) and np.all(found <= high)
-    assert np.any(found != x)
 
 
 @later_on_jax
@@ -159,7 +127,7 @@ def test_the_scale_of_an_invariant_kernel_changes_nothing():
 
 
 @later_on_jax
-def test_saturated_samples_are_counted():
+def test_samples_without_a_gradient_stay_and_are_counted(capsys):
     model = sequential(layers.Dense(2, "softmax", use_bias=False), shape=(2,))
     model.set_weights([np.eye(2)])
     x = np.array([[0, 200], [0.3, 0.2], [200, 0], [0.1, 0.2]], "float32")
@@ -170,25 +138,21 @@ def test_saturated_samples_are_counted():
     attacked = diagnostics.bim(model, x, labels, loss, **attack)
     np.testing.assert_array_equal(attacked[[0, 2]], x[[0, 2]])
 
-
-@later_on_jax
-def test_a_network_that_is_not_finite_is_never_right(capsys):
-    model = sequential(layers.Dense(3))
-    model.layers[0].kernel.assign(np.full((5, 3), np.nan))
-    found = diagnostics.robustness(model, X, Y, verbose=0)
+    # A network that is not finite is never right.
+    model.set_weights([np.full((2, 2), np.nan)])
+    found = diagnostics.robustness(model, x, labels, loss, **attack)
     assert (found.clean, found.noise, found.attacked) == (0, 0, 0)
     assert not capsys.readouterr().out
-    attacked = diagnostics.bim(model, X, Y, batch_size=5)
-    np.testing.assert_array_equal(attacked, X)
-    assert "3/3" in capsys.readouterr().out
+    shown = {**attack, "verbose": "auto"}
+    attacked = diagnostics.bim(model, x, labels, loss, batch_size=3, **shown)
+    np.testing.assert_array_equal(attacked, x)
+    assert "2/2" in capsys.readouterr().out
 
 
 @later_on_jax
 def test_models_that_cannot_be_attacked():
     embedding = sequential(layers.Embedding(4, 2), layers.Flatten(), layers.Dense(3))
-    for attack in (diagnostics.bim, diagnostics.robustness):
-        with pytest.raises(ValueError, match="loss with a gradient with respect to"):
-            attack(embedding, np.round(2 * X), Y, bounds=(0, 3), verbose=0)
-    one_output = sequential(layers.Dense(1))
+    with pytest.raises(ValueError, match="loss with a gradient with respect to"):
+        diagnostics.bim(embedding, np.round(2 * X), Y, bounds=(0, 3), verbose=0)
     with pytest.raises(ValueError, match="of at least two classes"):
-        diagnostics.robustness(one_output, X, Y, "mse", verbose=0)
+        diagnostics.robustness(sequential(layers.Dense(1)), X, Y, "mse", verbose=0)

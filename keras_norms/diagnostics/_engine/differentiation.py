@@ -33,13 +33,13 @@ def twice_differentiable():
         tf.nn.moments = original
 
 
-def differentiate(function, values, again=False):
-    """`function(values)`, a scalar, and its gradients, zeros where it has none.
+def differentiate(function, values, differentiable=False):
+    """Compute `function(values)`, a scalar, and its gradients, zeros where it has none.
 
     Args:
         function: Of a list of tensors.
         values: That list.
-        again: Whether the gradients are to be differentiated, with respect to `values`.
+        differentiable: Whether the gradients will be differentiated in turn.
     """
     backend = keras.backend.backend()
     if backend == "tensorflow":
@@ -56,7 +56,7 @@ def differentiate(function, values, again=False):
         return jax.value_and_grad(function)(values)
     import torch
 
-    if not again:
+    if not differentiable:
         values = [v.detach().requires_grad_() for v in values]
     with torch.enable_grad():
         result = function(values)
@@ -65,15 +65,15 @@ def differentiate(function, values, again=False):
         gradients = torch.autograd.grad(
             result,
             values,
-            create_graph=again,
+            create_graph=differentiable,
             allow_unused=True,
             materialize_grads=True,
         )
-    return result.detach() if not again else result, list(gradients)
+    return result.detach() if not differentiable else result, list(gradients)
 
 
 def randomness():
-    """The state of PyTorch's generators: Keras takes no seed to its dropout there."""
+    """Read PyTorch's generators, for Keras gives no seed to its dropout there."""
     if keras.backend.backend() != "torch":
         return None
     import torch
@@ -84,23 +84,23 @@ def randomness():
 
 
 @contextlib.contextmanager
-def drawing_from(randomness):
+def drawing_from(state):
     """Draw the random numbers that follow a state of the generators, which stay."""
-    if randomness is None:
+    if state is None:
         yield
         return
     import torch
 
-    state, devices, device_states = randomness
+    of_cpu, devices, of_devices = state
     with torch.random.fork_rng(devices):
-        torch.set_rng_state(state)
-        for device, device_state in zip(devices, device_states):
+        torch.set_rng_state(of_cpu)
+        for device, device_state in zip(devices, of_devices):
             torch.cuda.set_rng_state(device_state, device)
         yield
 
 
 def compiler(model):
-    """What compiles functions as the model's training step is compiled."""
+    """Return what compiles functions as the model's training step is compiled."""
     backend = keras.backend.backend()
     if backend == "torch" or getattr(model, "run_eagerly", False):
         return lambda function: function

@@ -1,17 +1,15 @@
 """Gradients at the input of a layer, of the loss and of terms in a layer's output."""
 
-import contextlib
-
 import numpy as np
 from keras import ops
 
-from keras_norms import _keras
-from keras_norms.diagnostics.differentiation import (
+from keras_norms.diagnostics._engine.differentiation import (
     compiler,
     differentiate,
     drawing_from,
 )
-from keras_norms.diagnostics.gradients import Objective
+from keras_norms.diagnostics._engine.model_loss import intercepting
+from keras_norms.diagnostics._engine.objective import Objective
 
 
 class Slopes(Objective):
@@ -38,7 +36,7 @@ class Slopes(Objective):
         self._slope = compiler(model)(self._slope_of_sum)
 
     def at_input(self, disturbance=0.0, loss=1.0):
-        """`d(loss * L + <disturbance, Y>) / dX`, float64.
+        """Compute `d(loss * L + <disturbance, Y>) / dX`, float64.
 
         It is the gradient of any term whose slope at `Y` is `disturbance`.
         """
@@ -53,12 +51,12 @@ class Slopes(Objective):
         return np.array(ops.convert_to_numpy(gradient)).astype("float64")
 
     def at_output(self):
-        """`dL/dY`, float64."""
+        """Compute `dL/dY`, float64."""
         gradient = self._after.value_and_grad()[1]
         return self._after.unflatten(gradient).astype("float64")
 
     def hessian_at(self, output):
-        """The mean Hessian over samples where each has this output, a vector."""
+        """Compute the mean Hessian over samples which all have one output."""
         features = len(output)
         tile = np.ones((len(self.outputs), 1))
         point = self._after.flatten(tile * output)
@@ -73,23 +71,10 @@ class Slopes(Objective):
 
     def _slope_of_sum(self, values, weight, disturbance, state, x, y):
         def weighted(values):
-            with _outputs_of(self._layer) as seen:
+            seen = []
+            with intercepting(self._layer, on_output=lambda y: seen.append(y) or y):
                 loss = self._program.pure(values, state, x, y)
             term = ops.sum(disturbance * ops.cast(seen[0], disturbance.dtype))
             return weight * ops.cast(loss, weight.dtype) + term
 
         return ops.cast(differentiate(weighted, values)[1][0], self.start.dtype.name)
-
-
-@contextlib.contextmanager
-def _outputs_of(layer):
-    """A list that the layer's outputs are added to."""
-    seen = []
-    call = layer.call
-
-    def recorded(*args, **kwargs):
-        seen.append(call(*args, **kwargs))
-        return seen[-1]
-
-    with _keras.replaced(layer, call=recorded):
-        yield seen

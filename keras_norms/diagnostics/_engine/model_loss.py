@@ -1,17 +1,17 @@
-"""The loss of a model as a pure function of tensors."""
+"""The loss of a model as a pure function of tensors, and what layers read in it."""
 
 import contextlib
 import functools
 import weakref
+from typing import NamedTuple
 
 import keras
 import numpy as np
 from keras import ops, tree
 
 from keras_norms import _keras
-from keras_norms._checks import arguments
-
-SIDES = ("input", "output")
+from keras_norms._types import Tensor
+from keras_norms.diagnostics._engine.differentiation import drawing_from, randomness
 
 
 class ModelLoss:
@@ -29,7 +29,7 @@ class ModelLoss:
         training: Boolean, whether layers run in training mode.
     """
 
-    def __init__(self, model, loss, layer, side, training):
+    def __init__(self, model, loss=None, layer=None, side="input", training=True):
         self._model = weakref.ref(model)
         self._layer = None if layer is None else weakref.ref(layer)
         self._side = side
@@ -39,6 +39,10 @@ class ModelLoss:
     @property
     def model(self):
         return self._model()
+
+    @property
+    def layer(self):
+        return None if self._layer is None else self._layer()
 
     @property
     def parameters(self):
@@ -55,15 +59,28 @@ class ModelLoss:
         fixed = [] if self._layer is None else model.trainable_variables
         return [*fixed, *model.non_trainable_variables, *model.metrics_variables]
 
-    @property
-    def layer(self):
-        return None if self._layer is None else self._layer()
+    def values(self):
+        """Read `parameters` and `state`: two lists of tensors."""
+        if keras.backend.backend() == "jax":
+            self.model.jax_state_sync()  # In `fit`, the trainer holds the state.
+        return [v.value for v in self.parameters], [v.value for v in self.state]
 
     def build(self, x, y):
-        """Make what the compiled loss makes when it sees its first batch."""
+        """Make what the loss makes when it sees its first batch.
+
+        Raises:
+            ValueError: If there are no targets for it.
+        """
         model, loss = self.model, self._loss
         compiled = _keras.compiled_loss(model) if loss is None else loss
-        if compiled is None or compiled.built:
+        if compiled is None:
+            return
+        if y is None:
+            raise ValueError(
+                "Argument `y` must hold the targets that the loss compares with the "
+                "outputs of the model. Received: y=None"
+            )
+        if compiled.built:
             return
         x, y = tree.map_structure(_symbolic, (x, y))
         with _keras.keeping_losses(model):
@@ -75,7 +92,7 @@ class ModelLoss:
                 _keras.compute_output_spec(compute, x, y, predictions, False)
 
     def __call__(self, values, state, x, y):
-        """The loss, a scalar tensor.
+        """Compute the loss, a scalar tensor.
 
         Args:
             values: List of tensors in place of `parameters`, or, with a layer, of one
@@ -94,8 +111,13 @@ class ModelLoss:
                 total = total + ops.cast(ops.sum(term), total.dtype)
             return total
 
+    def outputs(self, values, state, x):
+        """Compute what the model returns."""
+        with self._scope(values, state):
+            return self._forward(x)
+
     def activation(self, state, x):
-        """The tensor that goes into, or comes out of, the layer."""
+        """Compute the tensor that goes into, or comes out of, the layer."""
         seen = []
         with self._scope([], state), self._intercepting(lambda a: seen.append(a) or a):
             self._forward(x)
@@ -125,21 +147,19 @@ class ModelLoss:
     @contextlib.contextmanager
     def _intercepting(self, function):
         """Apply `function` to the layer's input or output on the way."""
-        layer = self.layer
-        call = layer.call
+        layer, side = self.layer, self._side
         calls = []
 
-        def intercepted(*args, **kwargs):
-            calls.append(layer)
-            if self._side == "output":
-                return function(self._one_tensor(call(*args, **kwargs)))
-            if args:
-                return call(function(self._one_tensor(args[0])), *args[1:], **kwargs)
-            first = next(iter(kwargs))
-            value = function(self._one_tensor(kwargs[first]))
-            return call(**{**kwargs, first: value})
+        def of_one_tensor(value):
+            calls.append(value)
+            if not ops.is_tensor(value):
+                raise ValueError(
+                    f"Argument `layer` must have a single tensor as its {side}. "
+                    f"Received: layer '{layer.name}', {side} {value}"
+                )
+            return function(value)
 
-        with _keras.replaced(layer, call=intercepted):
+        with intercepting(layer, **{f"on_{side}": of_one_tensor}):
             yield
         if len(calls) != 1:
             raise ValueError(
@@ -147,17 +167,71 @@ class ModelLoss:
                 f"times. Received: layer '{layer.name}'"
             )
 
-    def _one_tensor(self, value):
-        if not ops.is_tensor(value):
-            raise ValueError(
-                f"Argument `layer` must have a single tensor as its {self._side}. "
-                f"Received: layer '{self.layer.name}', {self._side} {value}"
-            )
+
+def intercepting(layer, on_input=lambda value: value, on_output=lambda value: value):
+    """A scope in which a layer has `on_input` of its first input, and `on_output`."""
+    call = layer.call
+
+    def intercepted(*args, **kwargs):
+        if args:
+            args = (on_input(args[0]), *args[1:])
+        else:
+            first = next(iter(kwargs))
+            kwargs = {**kwargs, first: on_input(kwargs[first])}
+        return on_output(call(*args, **kwargs))
+
+    return _keras.replaced(layer, call=intercepted)
+
+
+class Call(NamedTuple):
+    """One call of a layer, with its first input and its output."""
+
+    layer: keras.layers.Layer
+    input: Tensor
+    output: Tensor
+
+
+def record(model, layers, x, training):
+    """Record the calls of layers when the model is called on a batch, in order.
+
+    Nothing of the model changes. A layer that reads the output of another as it is has
+    the same tensor as its input.
+
+    Args:
+        model: A built `keras.Model`.
+        layers: List of layers in it.
+        x: A batch of inputs.
+        training: Boolean, whether layers run in training mode.
+
+    Returns:
+        List of `Call`.
+    """
+    pure = ModelLoss(model, training=training)
+    x, _ = as_tensors(model, x, None)
+    calls = []
+    with drawing_from(randomness()), contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_recording(layer, calls))
+        pure.outputs(*pure.values(), x)
+    return calls
+
+
+def _recording(layer, calls):
+    inputs = []
+
+    def on_input(value):
+        inputs.append(value)
         return value
+
+    def on_output(value):
+        calls.append(Call(layer, inputs.pop(), value))
+        return value
+
+    return intercepting(layer, on_input, on_output)
 
 
 def as_tensors(model, x, y):
-    """Tensors, as `fit` gives them to the model."""
+    """Convert a batch to tensors, as `fit` gives them to the model."""
     floats = "float64" if model.compute_dtype == "float64" else keras.config.floatx()
 
     def tensor(array):
@@ -172,37 +246,8 @@ def as_tensors(model, x, y):
     return tree.map_structure(tensor, (x, y))
 
 
-def find_layer(model, layer, argument="layer"):
-    """The layer of `model`, nested ones too, by itself, its name or its path."""
-    layers = _keras.layers_of(model, include_self=False)
-    name = layer if isinstance(layer, str) else object()
-    found = [e for e in layers if e is layer or e.name == name or e.path == name]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ValueError(
-            f"Argument `{argument}` must be a layer, or the name of only one. "
-            f"Received: {argument}={layer!r}, the name of {len(found)} layers"
-        )
-    expected = f"be a layer of model '{model.name}', or its name"
-    if argument == "layers":
-        expected = f"hold layers of model '{model.name}', or their names"
-    raise ValueError(
-        f"Argument `{argument}` must {expected}. "
-        f"Received: {argument}={arguments.shown(layer)}. "
-        f"The model has {[each.name for each in layers]}"
-    )
-
-
-def names_of(layers):
-    """The name of each layer, or its path where several have that name."""
-    names = [layer.name for layer in layers]
-    return [
-        name if names.count(name) == 1 else layer.path
-        for name, layer in zip(names, layers)
-    ]
-
-
 def _symbolic(tensor):
+    if tensor is None:  # of an output without a loss
+        return None
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     return keras.KerasTensor(tensor.shape, dtype)

@@ -1,0 +1,109 @@
+"""What callbacks that measure a model share: when, and where the numbers go."""
+
+import os
+
+import keras
+from keras import ops
+
+from keras_norms._checks import arguments
+from keras_norms.diagnostics._engine.types import Directory
+
+
+class Probe(keras.callbacks.Callback):
+    """Base of callbacks that measure every so many steps.
+
+    A subclass defines `measure`, which returns a dict of numbers, or `before_step` and
+    `after_step`, which record one. Each number goes into the `logs` of the step and of
+    the epoch under `<prefix>_<key>`, so that it is shown and kept in the `History`; to
+    TensorBoard, if there is a `log_dir`; and into `history`.
+
+    It measures on batches that it is given: Keras does not show the batch of a step to
+    callbacks. Put a probe after `AMAT`.
+
+    Args:
+        every: Positive: measure before steps 0, `every`, 2 `every` ... of the
+            optimizer. With `steps_per_execution` it is the first execution that reaches
+            such a step.
+        log_dir: Directory where an event file for TensorBoard is written, or `None`.
+            The package `tensorboard` must be installed; TensorFlow need not.
+
+    Attributes:
+        history: Dict of lists of equal length: `"step"`, and one for each number. A
+            band is drawn between a pair of lists that end in `_min` and `_max`.
+    """
+
+    prefix: str | None = None
+
+    def __init__(self, every: int, log_dir: Directory | None = None) -> None:
+        super().__init__()
+        self.every = arguments.integer("every", every, at_least=1)
+        if not isinstance(log_dir, (str, os.PathLike, type(None))):
+            raise arguments.wrong("log_dir", "a path, or None", log_dir)
+        self.log_dir = log_dir
+        self.history: dict[str, list[float]] = {}
+        self._writer = None
+        self._latest: dict[str, float] = {}
+        if log_dir is not None:
+            # Here, so that it is not missing only when training begins.
+            from tensorboard.summary import Writer
+
+            self._open_writer = Writer
+
+    def measure(self) -> dict[str, float]:
+        """Measure `self.model`."""
+        raise NotImplementedError
+
+    def on_train_begin(self, logs=None):
+        iterations = getattr(self.model.optimizer, "iterations", 0)
+        self._step = int(ops.convert_to_numpy(iterations))
+        self._next = -(-self._step // self.every) * self.every
+        self._latest = {}
+        if self.log_dir is not None:
+            self._writer = self._open_writer(str(self.log_dir))
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._steps_of_epoch = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._is_due = self._step >= self._next
+        if self._is_due:
+            # The first touch of `self.model` in a step brings the state from JAX.
+            self.before_step()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._is_due:
+            self.after_step()
+            self._next = (self._step // self.every + 1) * self.every
+        self._step += batch + 1 - self._steps_of_epoch
+        self._steps_of_epoch = batch + 1
+        if logs is not None:
+            logs.update(self._latest)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if logs is not None:
+            logs.update(self._latest)
+
+    def on_train_end(self, logs=None):
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def before_step(self):
+        """Called with the weights that a step starts from."""
+        self.record(self.measure())
+
+    def after_step(self):
+        """Called with the weights that the step has made."""
+
+    def record(self, numbers: dict[str, float]) -> None:
+        """Put a dict of numbers where they belong."""
+        self.history.setdefault("step", []).append(self._step)
+        for key, value in numbers.items():
+            self.history.setdefault(key, []).append(float(value))
+        self._latest = {
+            f"{self.prefix}_{key}": float(value) for key, value in numbers.items()
+        }
+        if self._writer is not None:
+            for key, value in self._latest.items():
+                self._writer.add_scalar(key, value, self._step)
+            self._writer.flush()
