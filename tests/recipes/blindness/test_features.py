@@ -1,5 +1,3 @@
-import json
-
 import keras
 import numpy as np
 import pytest
@@ -7,8 +5,7 @@ import pytest
 from keras_norms import CBN
 from recipes.blindness import features
 from recipes.engine import training
-from recipes.models import norms
-from tests.support import tiny
+from tests.support import small
 from tests.support.backend import thorough_on
 
 pytestmark = thorough_on("jax")
@@ -88,25 +85,15 @@ def test_scores_of_an_affine_classifier(tmp_path):
     assert found["silhouette_of_picture"] == pytest.approx(score, abs=1e-4)
 
 
-def sweep(runs_dir, **others):
-    small = {"train_size": 400, "test_size": 60, "width": 1, "batch_size": 16}
-    small |= {"epochs": 1, "seeds": 1, "workers": 1, "runs_dir": str(runs_dir)}
-    return features.Settings(**small, **others)
+SWEEP = {"train_size": 400, "test_size": 60, "width": 1, "batch_size": 16}
+SWEEP |= {"epochs": 1, "seeds": 1, "workers": 1}
 
 
-@pytest.mark.parametrize(
-    "norm,kind",
-    [
-        ("cbn", "one_label"),
-        pytest.param("none", "mixed", marks=pytest.mark.thorough),
-    ],
-)
-def test_run(norm, kind, tmp_path, monkeypatch):
+def test_run(tmp_path, monkeypatch, small_network):
     measure = features.measure
 
     def build(network, image_shape, num_classes, norm, width):
-        norm = norms.get(norm)
-        return tiny.build(network, image_shape, num_classes, norm, "relu")
+        return small.convolutions(network, image_shape, num_classes, norm, "relu")
 
     def checked(model, *arguments):
         before = model.get_weights()
@@ -117,18 +104,13 @@ def test_run(norm, kind, tmp_path, monkeypatch):
 
     monkeypatch.setattr(features, "build", build)
     monkeypatch.setattr(features, "measure", checked)
-    monkeypatch.setattr(training, "_last", {})
-    directory = features.run(sweep(tmp_path, norms=(norm,), kinds=(kind,)))
-    files = sorted(path.name for path in directory.iterdir())
-    assert files == ["results.json", "table.md", "vgg11.png"]
-    (row,) = json.loads((directory / "results.json").read_text())["rows"]
-    text = (directory / "table.md").read_text()
-    assert (row[kind]["recalibrated"] is None) == (norm == "none")
-    score = row[kind]["silhouette"]["mean"]
-    assert -1 <= score <= 1 and f" {score:.3f} |" in text
-    (run,) = tmp_path.glob(f"features-digits-vgg11-{norm}-{kind}-seed0-*")
-    found = json.loads((run / "results.json").read_text())
-    assert found["test"]["silhouette"] == score
+    own = SWEEP | {"norms": ("cbn",), "kinds": ("one_label",)}
+    results, table = small.run(features, tmp_path, "vgg11", **own)
+    found = results["rows"][0]["one_label"]
+    assert found["recalibrated"] is not None
+    score = found["silhouette"]["mean"]
+    assert -1 <= score <= 1 and f" {score:.3f} |" in table
+    (run,) = tmp_path.glob("features-digits-vgg11-cbn-one_label-seed0-*")
     assert np.load(run / "picture.npz")["points"].shape == (60, 2)
 
 
@@ -137,18 +119,7 @@ def test_runs_that_diverge(tmp_path, monkeypatch):
         return training.Outcome(settings, {"name": "x", "diverged": True}, [])
 
     monkeypatch.setattr(features, "train", lost)
-    directory = features.run(sweep(tmp_path, norms=("none",)))
-    (row,) = json.loads((directory / "results.json").read_text())["rows"]
-    assert row["mixed"]["silhouette"] is None
-    assert "| no normalization |" in (directory / "table.md").read_text()
-    assert (directory / "vgg11.png").exists()
-
-
-def test_bad_arguments():
-    for bad, must in (
-        ({"norm": "ws+gn"}, "`norm` must not normalise kernels"),
-        ({"kind": "sorted"}, "`kind` must be of one_label, mixed"),
-        ({"network": "vgg12"}, "`model` must be one of"),
-    ):
-        with pytest.raises(ValueError, match=must):
-            features.Training(**bad)
+    own = SWEEP | {"norms": ("none",)}
+    results, table = small.run(features, tmp_path, "vgg11", **own)
+    assert results["rows"][0]["mixed"]["silhouette"] is None
+    assert "| no normalization |" in table

@@ -39,46 +39,39 @@ class Average:
         return self.value
 
 
-def layer_and_step(kind, name, value):
-    """A layer that has one weight, and its training step with the loss sum(y^3)."""
+@pytest.mark.parametrize("kind", [MeanRemoval, L2Norm])
+def test_parts(kind):
+    """Outputs and gradients of the loss sum(y^3), and inference."""
+    weight, average = np.linspace(0.5, 2, 5), Average(1 - OMEGA * RATE)
     layer = kind(rho=RHO, omega=OMEGA, epsilon=EPSILON)
     layer.set_learning_rate(RATE)
     layer.build((None, 3, 2, 5))
-    assert [w.name for w in layer.trainable_variables] == [name]
-    layer.trainable_variables[0].assign(value)
-    return layer, training_step(layer, lambda y: keras.ops.sum(y * y * y))
+    (variable,) = layer.trainable_variables
+    assert variable.name == ("beta" if kind is MeanRemoval else "gamma")
+    variable.assign(weight)
+    step = training_step(layer, lambda y: keras.ops.sum(y * y * y))
 
+    def expected(x, statistic):
+        if kind is MeanRemoval:
+            return x - statistic + weight
+        return weight * x / (RHO * np.sqrt(statistic + EPSILON))
 
-def test_mean_removal():
-    beta, average = np.linspace(-1, 1, 5), Average(1 - OMEGA * RATE)
-    layer, step = layer_and_step(MeanRemoval, "beta", beta)
     for x in batches():
-        y, dx, dbeta = step(x.astype("float32"))
-        expected = x - average(mean(x)) + beta
-        np.testing.assert_allclose(y, expected, **CLOSE)
-        g = 3 * expected**2
-        np.testing.assert_allclose(dx, g - mean(g), **CLOSE)
-        np.testing.assert_allclose(dbeta, g.sum((0, 1, 2)), **CLOSE)
+        y, dx, dweight = step(x.astype("float32"))
+        batch = mean(x) if kind is MeanRemoval else mean(x**2)
+        new = expected(x, average(batch))
+        np.testing.assert_allclose(y, new, **CLOSE)
+        g = 3 * new**2
+        if kind is MeanRemoval:
+            dy_dweight, dx_expected = 1, g - mean(g)
+        else:  # the ratio of the moving and the batch's root is a constant
+            dy_dweight = new / weight
+            a = dy_dweight * weight / x
+            dx_expected = a * g - a * mean(g * x) / (batch + EPSILON) * x
+        np.testing.assert_allclose(dx, dx_expected, **CLOSE)
+        np.testing.assert_allclose(dweight, (g * dy_dweight).sum((0, 1, 2)), **CLOSE)
     y = numpy(layer(x.astype("float32"), training=False))
-    np.testing.assert_allclose(y, x - average.value + beta, **CLOSE)
-
-
-def test_l2_norm():
-    gamma, average = np.linspace(0.5, 2, 5), Average(1 - OMEGA * RATE)
-    layer, step = layer_and_step(L2Norm, "gamma", gamma)
-    for x in batches():
-        y, dx, dgamma = step(x.astype("float32"))
-        square = mean(x**2)
-        root = RHO * np.sqrt(average(square) + EPSILON)
-        np.testing.assert_allclose(y, gamma * x / root, **CLOSE)
-        # The ratio of both roots is a constant for the gradient.
-        g, a = 3 * y**2, gamma / root
-        k = a * mean(g * x) / (square + EPSILON)
-        np.testing.assert_allclose(dx, a * g - k * x, **CLOSE)
-        np.testing.assert_allclose(dgamma, (g * x / root).sum((0, 1, 2)), **CLOSE)
-    y = numpy(layer(x.astype("float32"), training=False))
-    root = RHO * np.sqrt(average.value + EPSILON)
-    np.testing.assert_allclose(y, gamma * x / root, **CLOSE)
+    np.testing.assert_allclose(y, expected(x, average.value), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", [MeanRemoval, L2Norm])

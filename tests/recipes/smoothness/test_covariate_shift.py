@@ -11,8 +11,8 @@ pytestmark = thorough_on("jax")
 def test_deep_linear_network(tmp_path):
     layers = ["layer1", "layer4"]
     settings, directory, rows = reference.run(covariate_shift, tmp_path, layers=layers)
-    files = sorted(path.name for path in directory.iterdir())
-    assert files == ["results.json", "shift.png", "table.md", "training.png"]
+    pictures = sorted(path.name for path in directory.glob("*.png"))
+    assert pictures == ["shift.png", "training.png"]
     cells = [(row["layer"], row["norm"]) for row in rows]
     assert cells == [(layer, norm) for layer in layers for norm in ("none", "bn")]
     assert rows[1]["distance"]["mean"] == 0 < rows[3]["distance"]["mean"]
