@@ -1,18 +1,16 @@
 """The epoch of a population, compiled for TPUs by the real compiler, without a TPU."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.support.backend import jax_only
+from tests.support.processes import run
 
 pytestmark = [pytest.mark.thorough, jax_only]
 
 SCRIPT = """
-import json
-import jax, numpy as np
+import json, jax, numpy as np
 from benchmarks import tpu_compiler
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recipes.engine import classifier, data, population, together
@@ -57,11 +55,7 @@ print(json.dumps(costs))
 
 def test_trials_on_a_slice_exchange_nothing():
     pytest.importorskip("libtpu")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    costs = json.loads(done.stdout.splitlines()[-1])
+    costs = json.loads(run("-c", SCRIPT).splitlines()[-1])
     assert costs["chips"] == 4
     for name in ("train", "evaluate"):
         assert costs[name]["collectives"] == []

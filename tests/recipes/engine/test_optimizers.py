@@ -29,23 +29,6 @@ def test_coupled_weight_decay(momentum):
     assert copy.weight_decay is None  # which would be decoupled
 
 
-def test_one_compiled_step_has_any_decay_and_the_loss_is_free_of_it():
-    x = np.ones((4, 3), "float32")
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
-    model.compile(optimizers.SGD(0.5, 0.0, 0.0), "mse")
-    y = numpy(model(x)) + 1
-    model.optimizer.learning_rate = 0.0
-    assert model.fit(x, y, verbose=0).history["loss"] == pytest.approx([1.0], 1e-5)
-    before = model.get_weights()[0]
-    model.optimizer.learning_rate = 0.5
-    model.optimizer.coupled_weight_decay.assign(0.1)
-    history = model.fit(x, y, verbose=0).history
-    assert history["loss"] == pytest.approx([1.0], 1e-5)
-    # The gradient of a weight is the mean of -2 x over 2 outputs.
-    expected = before - 0.5 * (-1 + 0.1 * before)
-    np.testing.assert_allclose(model.get_weights()[0], expected, rtol=1e-5)
-
-
 def test_schedules():
     for make, total, expected in (
         (optimizers.piecewise_schedule, 7, np.repeat([0.1, 0.01, 0.001], [3, 2, 2])),

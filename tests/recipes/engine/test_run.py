@@ -10,6 +10,7 @@ import pytest
 from recipes.engine import run
 from tests.programs import damaged
 from tests.programs.damaged import CONFIG, record
+from tests.support import processes
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -67,10 +68,8 @@ def test_metrics_and_a_checkpoint(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 @pytest.mark.parametrize("every", [21, pytest.param(3, marks=pytest.mark.thorough)])
 def test_ended_at_any_moment_and_again(every):
-    command = [sys.executable, "-m", "tests.programs.forked", f"--every={every}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    printed = processes.run("-m", "tests.programs.forked", f"--every={every}")
+    counts = [int(line.split()[1]) for line in printed.splitlines()]
     assert counts[0] >= 42 // every and counts[1] == counts[2] >= 180 // every
 
 

@@ -59,18 +59,6 @@ def test_flags():
             command.parse(Cooking, [bad])
 
 
-def test_help_has_the_flags_of_the_recipe_but_not_of_one_of_a_sweep():
-    sweep, one = flags.FlagValues(), flags.FlagValues()
-    Menu.define_flags(sweep)
-    names = {"hours", "cover", "herbs", "places", "cook", "salts", "seeds", "workers"}
-    assert set(sweep.flag_values_dict()) == names | {"runs_dir"}
-    assert sweep["hours"].help == "1; of stew 4." and sweep["hours"].default == 2
-    assert sweep["salts"].default_as_str == "'0.5,1'"
-    Cooking.define_flags(one)
-    text = one.module_help(__name__)
-    assert "--[no]cover" in text and "--dish: <soup|stew>" in text
-
-
 def test_usual_values_are_in_the_place_of_none():
     assert Cooking().hours == 1 and Cooking(dish="stew").hours == 4
     assert Cooking(dish="stew", hours=2).hours == Menu().hours == 2

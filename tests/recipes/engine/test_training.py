@@ -157,8 +157,3 @@ def test_jobs_of_one_program_meet_in_one_process(monkeypatch):
     with pytest.raises(ValueError, match="'x'"):
         list(workers.each(int, ["1", "x"], lambda job: job, 2))
     assert [pool.jobs[-1] for pool in pools[2:]] == ["shutdown", "shutdown"]
-    # An idle process takes jobs of a program of another.
-    waiting = {"a": [1, 2], "b": [3]}
-    assert workers._next(waiting, [None, None], 0) == "a"
-    assert workers._next(waiting, ["a", None], 1) == "b"
-    assert workers._next({"a": [1, 2]}, ["a", "b"], 1) == "a"

@@ -85,25 +85,24 @@ def test_parts_save_and_load(kind, tmp_path):
     np.testing.assert_array_equal(numpy(again(x)), numpy(model(x)))
 
 
-@pytest.mark.parametrize("name", ["bn_before", "bn_rho", "bn_rho_amat"])
-def test_coupled_norms_are_bn_with_rho(name):
-    norm = norms.get(name, RHO, OMEGA)
-    layer, x = norm.layer(5, name="x"), batches(1)[0].astype("float32")
-    layer.build(x.shape)
-    layer.beta.assign(np.full(5, 3.0))
-    y = numpy(layer(x, training=True))
-    expected = (x - mean(x)) / np.sqrt(x.var((0, 1, 2)) + EPSILON) / RHO + 3
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-    assert norm.placement == ("before" if name == "bn_before" else "after")
-
-
 @pytest.mark.parametrize(
-    "name,eta", [("cbn", None), ("cbn_batch", 0.0), ("cbn_fixed", 0.9)]
+    "name, eta, placement",
+    [
+        ("cbn", None, "before"),
+        ("cbn_batch", 0.0, "before"),
+        ("cbn_fixed", 0.9, "before"),
+        ("bn_before", 0.0, "before"),
+        ("bn_rho", 0.0, "after"),
+        ("bn_rho_amat", None, "after"),
+    ],
 )
-def test_which_average_a_norm_uses(name, eta, recwarn):
+def test_which_average_a_norm_uses(name, eta, placement, recwarn):
     norm = norms.get(name, RHO, OMEGA)
-    layer = norm.layer(5, name="x")
-    assert norm.amat == (eta is None)
+    layer, coupled = norm.layer(5, name="x"), name.startswith("bn")
+    layer.build((None, 3, 2, 5))
+    beta = np.linspace(-3, 3, 5) * coupled  # there it is added last
+    layer.beta.assign(beta)
+    assert norm.amat == (eta is None) and norm.placement == placement
     if norm.amat:  # what the callback does
         layer.set_learning_rate(RATE)
         eta = 1 - OMEGA * RATE
@@ -111,8 +110,10 @@ def test_which_average_a_norm_uses(name, eta, recwarn):
     for x in batches():
         y = numpy(layer(x.astype("float32"), training=True))
         shifted = x - center(mean(x))
-        root = np.sqrt(square(mean(shifted**2)) + EPSILON)
-        np.testing.assert_allclose(y, shifted / root / RHO, rtol=1e-4, atol=1e-5)
+        deviation = x - mean(x) if coupled else shifted
+        root = np.sqrt(square(mean(deviation**2)) + EPSILON)
+        expected = shifted / root / RHO + beta
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
     assert not [w for w in recwarn if "AMAT" in str(w.message)]
 
 
