@@ -8,9 +8,7 @@ import absl.flags
 import pytest
 
 from recipes.engine import command
-from tests.support.backend import BACKEND, thorough_on
-
-pytestmark = thorough_on("jax")
+from tests.support.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXTS = sorted(

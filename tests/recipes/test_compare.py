@@ -7,9 +7,6 @@ import pytest
 from recipes import compare
 from recipes.engine import classifier, results, training
 from tests.support import small
-from tests.support.backend import thorough_on
-
-pytestmark = thorough_on("jax")
 
 
 def settings(tmp_path, **changes):

@@ -9,14 +9,10 @@ from recipes import train
 from recipes.engine import data, optimizers, recorder, run
 from tests.support import processes, small
 from tests.support.backend import BACKEND, numpy, thorough_on
+from tests.support.small import dense_networks as dense_networks
 
 # Six epochs, three of them at the first learning rate, two at the next.
 TINY = {"model": "resnet8", "train_size": 96, "batch_size": 32, "epochs": 6}
-
-
-@pytest.fixture(autouse=True)
-def dense_network(monkeypatch):
-    small.use(monkeypatch, small.dense)
 
 
 def run_tiny(tmp_path, **changes):
@@ -37,9 +33,7 @@ def contents(outcome):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        small.use(patch, small.dense)
-        return tmp_path, run_tiny(tmp_path)
+    return tmp_path, run_tiny(tmp_path)
 
 
 def test_run_and_its_files(finished):

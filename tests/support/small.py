@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from keras import Model, layers
 
 from recipes import models
@@ -42,6 +43,14 @@ def use(monkeypatch, build=convolutions):
     """Lets recipes train such networks for the time of a test."""
     monkeypatch.setattr(models, "build", build)
     monkeypatch.setattr(training, "_last", {})  # no network of another test
+
+
+@pytest.fixture(autouse=True, scope="module")
+def dense_networks():
+    """For a module that imports it: recipes train `dense` networks."""
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, dense)
+        yield
 
 
 def run(recipe, runs_dir, *pictures, **settings):

@@ -7,6 +7,7 @@ from recipes.engine import classifier, together
 from tests.support import small
 from tests.support import synthetic_search as synthetic
 from tests.support.backend import BACKEND, jax_only
+from tests.support.small import dense_networks as dense_networks
 from tuner import population
 from tuner.search import Settings, search
 
@@ -15,13 +16,6 @@ TINY = {"model": "resnet8", "train_size": 60, "batch_size": 16, "epochs": 4}
 CALM = ("rho=1..4", "omega=0..30", "learning_rate=0.01..0.1")
 HALVED = {"halving": 2, "population": 4}
 USUAL = TINY | {"tune": CALM, "algorithm": "random", "trials": 5, "name": "a"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_networks():
-    with pytest.MonkeyPatch.context() as patch:
-        small.use(patch, small.dense)
-        yield
 
 
 def run(runs_dir, **arguments):

@@ -6,8 +6,8 @@ import pytest
 
 from recipes import train
 from recipes.engine import classifier, command, data, workers
-from tests.support import small
 from tests.support.backend import BACKEND, thorough_on
+from tests.support.small import dense_networks as dense_networks
 from tuner import report
 from tuner.search import Settings, search
 
@@ -17,13 +17,6 @@ TINY = {"model": "resnet8", "train_size": 60, "batch_size": 16, "epochs": 2}
 USUAL = {"tune": ("rho", "omega"), "algorithm": "random", "trials": 3, "name": "a"}
 USUAL |= {**TINY, "workers": 1}
 OTHER_STRATEGY = "tpu" if BACKEND == "jax" else "data_parallel"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_networks():
-    with pytest.MonkeyPatch.context() as patch:
-        small.use(patch, small.dense)
-        yield
 
 
 def run(tmp_path, **arguments):

@@ -11,9 +11,7 @@ from recipes.models.alexnet import alexnet
 from recipes.models.head import dense_head
 from recipes.models.lenet import lenet
 from recipes.models.vgg import vgg, vgg16
-from tests.support.backend import thorough_on
 
-pytestmark = thorough_on("jax")
 PLAIN = norms.get("none")
 
 

@@ -9,9 +9,7 @@ from recipes.blindness import flow
 from recipes.blindness._flow_pairs import Batches, Pair
 from recipes.engine import training
 from tests.support import small
-from tests.support.backend import thorough_on
 
-pytestmark = thorough_on("jax")
 TINY = {"size": 4, "scales": 1, "couplings": 1, "width": 4}
 TINY |= {"train_size": 64, "batch_size": 32}
 
@@ -36,22 +34,18 @@ def test_pixels_are_those_of_the_data_set(pair):
     np.testing.assert_array_equal(small_pair.x_test[:, 1, 2, 0], np.rint(blocks))
 
 
-def test_noise(pair):
+def test_noise_and_interpolation(pair):
     x = pair.dequantised(pair.x_test)
     assert x.dtype == "float32" and x.min() >= 0 and x.max() <= 1
     np.testing.assert_array_equal(np.floor(x * 17 - 1e-5).clip(0), pair.x_test)
+    first, second = (pair.x_test[pair.y_test == label][:5] for label in (0, 1))
+    expected = [second, 0.25 * first + 0.75 * second, first]
+    np.testing.assert_allclose(pair.interpolated([0, 0.25, 1], count=5), expected)
     few = Pair("digits", "3+8", 8, train_size=64)
     batches, later = Batches(few, 32, seed=1), Batches(few, 32, seed=1, first_epoch=1)
     assert (batches[0][0] != batches[2][0]).any()
     np.testing.assert_array_equal(batches[2][0], later[0][0])
     np.testing.assert_array_equal(batches[3][1], later[1][1])
-
-
-def test_interpolated(pair):
-    x = pair.interpolated([0, 0.25, 1], count=5)
-    first, second = (pair.x_test[pair.y_test == label][:5] for label in (0, 1))
-    expected = [second, 0.25 * first + 0.75 * second, first]
-    np.testing.assert_allclose(x, expected)
 
 
 def test_bits_of_a_uniform_density(pair):
@@ -83,10 +77,7 @@ def test_run(tmp_path, monkeypatch):
     measured, measure = [], flow.measure
 
     def recorded(model, problem, settings, run):
-        before = model.get_weights()
         found = measure(model, problem, settings, run)
-        for weight, same in zip(model.get_weights(), before, strict=True):
-            np.testing.assert_array_equal(weight, same)
         measured.append((found, run.metrics))
         return found
 

@@ -5,9 +5,8 @@ import pytest
 from recipes.blindness import synthetic
 from recipes.engine.precision import available, precision
 from tests.support import small
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 LIMITS = {"float32": 1e-5, "float64": 1e-12}
 
 

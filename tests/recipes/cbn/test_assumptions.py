@@ -8,9 +8,8 @@ from recipes.cbn import assumptions
 from recipes.engine import data
 from recipes.models import norms
 from tests.support import small
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 SETTINGS = {"model": "resnet8_0.25", "train_size": 64, "batch_size": 32, "epochs": 1}
 
 

@@ -5,9 +5,6 @@ import pytest
 from recipes.cbn import gradient_variance
 from recipes.engine import data
 from tests.support import small
-from tests.support.backend import thorough_on
-
-pytestmark = thorough_on("jax")
 
 
 def test_measure_of_a_linear_model(monkeypatch):

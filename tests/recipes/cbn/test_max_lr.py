@@ -5,9 +5,6 @@ import pytest
 from recipes.cbn import max_lr
 from recipes.engine import training
 from tests.support import small
-from tests.support.backend import thorough_on
-
-pytestmark = thorough_on("jax")
 
 
 def test_gradient_norm_and_steps_of_a_linear_model():

@@ -2,9 +2,6 @@ from recipes.cbn import rho
 from recipes.engine import classifier
 from recipes.engine.training import Outcome
 from tests.support import small
-from tests.support.backend import thorough_on
-
-pytestmark = thorough_on("jax")
 
 
 def test_run(tmp_path, monkeypatch):

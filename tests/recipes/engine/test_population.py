@@ -60,13 +60,6 @@ def assert_same(a, b):
         np.testing.assert_allclose(x, y, **SAME)
 
 
-def assert_scores(found, scores, places):
-    """They are those of trials after epochs of `together`."""
-    for key, values in found.items():
-        expected = [scores[epoch][key][k] for k, epoch in places]
-        np.testing.assert_allclose(values, expected, **SAME)
-
-
 @pytest.fixture(scope="module")
 def together():
     """Trials, of which the last one diverges, and the scores after each epoch."""
@@ -174,35 +167,6 @@ def test_seeds_and_epochs_have_other_batches():
     assert (orders[0] != orders[1]).any() and (orders[0] != orders[2]).any()
     key = jax.random.key(0)
     files_of.assert_every_crop_and_flip(lambda x: trial.crop_and_flip(x, key))
-
-
-@pytest.mark.thorough
-def test_replaced_restored_and_kept_trials_go_on_as_if_nothing_was(together):
-    expected, scores = together
-    trials = make([LOST, TRIALS[1], TRIALS[0]])
-    trials.train(), trials.evaluate()
-    arrays = trials.arrays()
-    trials.replace(0, TRIALS[2])
-    assert trials.trials == [TRIALS[2], TRIALS[1], TRIALS[0]]
-    np.testing.assert_array_equal(trials.epochs, [0, 1, 1])
-    assert not trials.diverged.any()
-    first = [trials.train() | trials.evaluate() for _ in range(2)]
-    for epoch, found in enumerate(first):
-        assert_scores(found, scores, [(2, epoch), (1, epoch + 1), (0, epoch + 1)])
-
-    assert population.trials_of(trials.arrays([1])) == [TRIALS[1]]
-    trials.restore(arrays, [1, 2])
-    np.testing.assert_array_equal(trials.epochs, [2, 1, 1])
-    again = trials.train() | trials.evaluate()
-    for key, values in again.items():  # the same program: bit by bit
-        np.testing.assert_array_equal(values[1:], first[0][key][1:])
-    assert_scores(again, scores, [(2, 2), (1, 1), (0, 1)])
-
-    trials.keep([2, 0])
-    assert trials.trials == [TRIALS[0], TRIALS[2]]
-    found = trials.train() | trials.evaluate()
-    assert_scores(found, scores, [(0, 2), (2, 3)])
-    assert_same(weights(trials, 1), weights(expected, 2))
 
 
 DEVICES = """

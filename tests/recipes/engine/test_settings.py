@@ -5,7 +5,6 @@ import pickle
 import pytest
 from absl import flags
 
-from recipes.cbn import gradient_variance
 from recipes.engine import classifier, command, settings
 from recipes.engine.settings import setting
 from tests.support.backend import BACKEND
@@ -144,13 +143,3 @@ def test_runs_of_a_sweep():
     assert {(run.dish, run.hours) for run in only} == {("soup", 9)} and len(only) == 4
     with pytest.raises(ValueError, match="`salt` must be at most 2"):
         Menu(salts=(3.0,)).runs()
-
-
-def test_networks_that_are_compiled_once():
-    assert Cooking(seed=1, salt=1.0, cook="x").program() == Cooking().program()
-    assert Cooking(cover=True).program() != Cooking().program()
-    first = classifier.Training(seed=1, rho=2.0, omega=3.0, momentum=0.0, epochs=7)
-    assert first.program() == classifier.Training(weight_decay=0.0).program()
-    assert first.program() != classifier.Training(norm="bn").program()
-    measured = gradient_variance.Measured
-    assert measured(batches=2).program() == measured().program()

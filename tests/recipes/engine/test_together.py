@@ -8,17 +8,11 @@ from recipes import compare, train
 from recipes.engine import classifier, data, population, together
 from tests.support import small
 from tests.support.backend import jax_only
+from tests.support.small import dense_networks as dense_networks
 
 pytestmark = jax_only
 
 TINY = {"model": "resnet8", "train_size": 48, "batch_size": 16, "epochs": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_networks():
-    with pytest.MonkeyPatch.context() as patch:
-        small.use(patch, small.dense)
-        yield
 
 
 def places(tmp_path):

@@ -8,9 +8,8 @@ from keras_norms import CBN
 from recipes.models import norms
 from recipes.models.cbn_parts import L2Norm, MeanRemoval
 from tests.support.autodiff import training_step
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 OMEGA, RATE, EPSILON, RHO = 10.0, 0.03, 1e-5, 2.0
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 

@@ -4,9 +4,7 @@ import pytest
 from recipes.models import norms
 from recipes.models.dln import SumOfSquares, dln, regression
 from tests.support import smoothness_reference as reference
-from tests.support.backend import numpy, thorough_on
-
-pytestmark = thorough_on("jax")
+from tests.support.backend import numpy
 
 
 def test_a_product_of_matrices_and_its_linear_data():

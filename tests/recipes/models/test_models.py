@@ -5,9 +5,8 @@ import pytest
 from keras_norms import CBN, CWN, WN, WS
 from recipes import models
 from recipes.models import norms
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 L = keras.layers
 CONVOLUTIONS = (L.Conv2D, L.DepthwiseConv2D)
 LINEAR = (*CONVOLUTIONS, L.Dense)
@@ -120,7 +119,6 @@ def test_kernels_of_all_convolutions_are_normalised(norm, wrapper):
 def test_bad_arguments():
     for name, message in (
         ("resnet21", "resnet20.*model='resnet21'"),
-        ("alexnet", "vgg16.*model='alexnet'"),
         ("resnet50_0.5", "may have a width.*model='resnet50_0.5'"),
         ("resnet50", r"32x32.*input_shape=\(8, 8, 1\)"),
         *((f"vgg16_{width}", "vgg16_0.25.*mod") for width in ("", "0", "-1", "0.5_2")),
@@ -175,9 +173,7 @@ def test_imagenet_networks_with_bn(name):
         normalised = convolutions
     assert all(isinstance(layer, CONVOLUTIONS) for layer in normalised)
     assert all(conv.use_bias == (conv not in normalised) for conv in convolutions)
-    assert isinstance(model.layers[0], L.InputLayer)
     assert not of(model, (L.Rescaling, L.Normalization))
-    assert model.output_shape == (None, 1000)
     assert model.layers[-1].activation is keras.activations.linear
 
 

@@ -7,9 +7,8 @@ from recipes.engine.precision import available, precision
 from recipes.models import flow_steps as steps
 from recipes.models.realnvp import RealNVP
 from tests.support.autodiff import training_step
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 LIMITS = {"float32": 1e-4, "float64": 1e-10}
 SMALL = {"scales": 2, "couplings": 1, "width": 4, "blocks": 1}
 SHAPE = (4, 2, 2)

@@ -3,9 +3,7 @@ import pytest
 
 from recipes.smoothness import covariate_shift
 from tests.support import smoothness_reference as reference
-from tests.support.backend import BACKEND, thorough_on
-
-pytestmark = thorough_on("jax")
+from tests.support.backend import BACKEND
 
 
 def test_deep_linear_network(tmp_path):

@@ -3,9 +3,7 @@ import pytest
 
 from recipes.smoothness import _training, landscape
 from tests.support import smoothness_reference as reference
-from tests.support.backend import thorough_on
 
-pytestmark = thorough_on("jax")
 PICTURES = ["landscape.png", "predictiveness.png", "training.png"]
 
 

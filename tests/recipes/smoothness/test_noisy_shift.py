@@ -7,9 +7,7 @@ from recipes.engine import training
 from recipes.smoothness import noisy_shift
 from tests.support import small
 from tests.support import smoothness_reference as reference
-from tests.support.backend import numpy, thorough_on
-
-pytestmark = thorough_on("jax")
+from tests.support.backend import numpy
 
 
 def build(norm):

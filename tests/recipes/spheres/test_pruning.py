@@ -10,9 +10,8 @@ from keras_norms import CBN
 from recipes.spheres import _pruning_results, pruning
 from recipes.spheres.pruning import Settings
 from tests.support import small
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 IMAGES = np.random.default_rng(1).normal(size=(32, 6, 6, 1)).astype("float32")
 
 

@@ -8,9 +8,7 @@ from recipes.engine.classifier import Training
 from recipes.spheres import weight_growth
 from recipes.spheres.weight_growth import Settings
 from tests.support import small
-from tests.support.backend import numpy, thorough_on
-
-pytestmark = thorough_on("jax")
+from tests.support.backend import numpy
 
 
 def test_weight_growth(tmp_path, monkeypatch, small_network):
