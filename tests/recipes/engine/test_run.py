@@ -113,11 +113,11 @@ def test_one_process_at_a_time(tmp_path, monkeypatch):
         holder.kill()
         holder.communicate()
     # What killed processes left of its files is removed.
-    for name in (".checkpoint-123.npz", ".metrics-8.jsonl", "notes-1.json"):
+    for name in (".checkpoint-123.npz", ".metrics-8.jsonl", ".other-1.npz"):
         (tmp_path / "run" / name).write_text("")
     record(tmp_path / "run")
     found = {path.name for path in (tmp_path / "run").iterdir()} - {".lock"}
-    expected = {"config.json", "metrics.jsonl", "results.json", "notes-1.json"}
+    expected = {"config.json", "metrics.jsonl", "results.json", ".other-1.npz"}
     assert found == expected
 
 
@@ -126,3 +126,7 @@ def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
     for path in (tmp_path / "runs", pathlib.Path("/proc/runs")):  # for root, too
         with pytest.raises(OSError, match="cannot be written: .*the same command goes"):
             run.Run(path / "a", CONFIG).__enter__()
+    with run.Run(tmp_path / "run", CONFIG) as one:
+        (one.directory / "metrics.jsonl").mkdir()
+        with pytest.raises(OSError, match="metrics.jsonl cannot be written: Is a dir"):
+            one.log(epoch=4)
