@@ -35,10 +35,10 @@ def record(directory, complete=True, size=9):
         one.keep(epoch)
         while epoch < 3:
             epoch, state = epoch + 1, state * 1.1 + epoch
-            one.log(epoch=epoch, mean=float(state.mean()))
+            one.log(epoch=epoch, test_accuracy=0.9 + epoch / 64)
             one.save(epoch=epoch, state=state)
         if complete:
-            one.finish({"mean": float(state.mean()), "name": "a"})
+            one.finish({"test_accuracy": 0.9 + 3 / 64, "name": "a"})
     return one
 
 
