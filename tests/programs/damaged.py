@@ -23,12 +23,20 @@ from tests.support import synthetic_search as synthetic
 CONFIG = {"norm": "cbn", "seed": 0}
 
 
-def record(directory, complete=True, config=CONFIG):
-    """A run of three epochs, in which nothing is trained."""
-    with run.Run(directory, config) as one:
-        for epoch in (1, 2, 3):
+def record(directory, complete=True, size=9):
+    """A run of three epochs, of which each multiplies an array; it may go on."""
+    one = run.Run(directory, CONFIG)
+    if one.results is not None:
+        return one
+    with one:
+        epoch, state = 0, np.linspace(0, 1, size)
+        if (arrays := one.load()) is not None:
+            epoch, state = int(arrays["epoch"]), arrays["state"]
+        one.keep(epoch)
+        while epoch < 3:
+            epoch, state = epoch + 1, state * 1.1 + epoch
             one.log(epoch=epoch, test_accuracy=0.9 + epoch / 64)
-            one.save(epoch=epoch, state=np.arange(9.0) * epoch)
+            one.save(epoch=epoch, state=state)
         if complete:
             one.finish({"test_accuracy": 0.9 + 3 / 64, "name": "a"})
     return one
@@ -64,39 +72,36 @@ def model_state(path):
         return golden.outputs(keras.models.load_model(path), file["x"])["inference"]
 
 
-def damages(content, step=1, bits=range(8)):
-    """Yields what becomes of every `step`-th byte: each bit flipped, and cut there."""
-    for place in range(0, len(content), step):
-        for bit in bits:
-            flipped = content[place] ^ 1 << (bit + place) % 8
-            yield content[:place] + bytes([flipped]) + content[place + 1 :]
-        yield content[:place]
-
-
 def count(path, read, step=1, bits=range(8), named=True):
     """Damages a file; returns a Counter of `KINDS` of what `read` does with it.
 
-    Wrong is another value from an archive, or an error that does not name the file.
+    Of every `step`-th byte each of `bits` is flipped, and the file is cut there. Wrong
+    is another value from an archive, or an error that does not name the file.
     """
-    content = path.read_bytes()
-    expected = read()
+    content, expected = path.read_bytes(), read()
     found = collections.Counter()
-    for damaged in damages(content, step, bits):
-        path.write_bytes(damaged)
-        try:
-            same = np.all(read() == expected)
-        except ValueError as error:
-            clear = str(path.parent) in str(error) and "delete" in str(error)
-            clear = clear and error.__cause__ is None
-            found["errors" if clear or not named else "wrong"] += 1
-        except Exception:
-            found["wrong" if named else "errors"] += 1
-        else:
-            changed = "wrong" if path.suffix == ".npz" else "changed"
-            found["without effect" if same else changed] += 1
-        path.write_bytes(content)
+    for place in range(0, len(content), step):
+        flipped = [content[place] ^ 1 << (bit + place) % 8 for bit in bits]
+        for byte in (*([b] for b in flipped), None):
+            rest = b"" if byte is None else bytes(byte) + content[place + 1 :]
+            path.write_bytes(content[:place] + rest)
+            found[_kind(path, read, expected, named)] += 1
+    path.write_bytes(content)
     assert np.all(read() == expected)
     return found
+
+
+def _kind(path, read, expected, named):
+    try:
+        same = np.all(read() == expected)
+    except ValueError as error:
+        clear = str(path.parent) in str(error) and "delete" in str(error)
+        clear = clear and error.__cause__ is None
+        return "errors" if clear or not named else "wrong"
+    except Exception:
+        return "wrong" if named else "errors"
+    changed = "wrong" if path.suffix == ".npz" else "changed"
+    return "without effect" if same else changed
 
 
 KINDS = ("errors", "without effect", "changed", "wrong")

@@ -25,32 +25,21 @@ import tempfile
 
 import numpy as np
 
-from recipes.engine import files, run
+from recipes.engine import files
+from tests.programs.damaged import record
 
-CONFIG = {"epochs": 3, "seed": 0}
 EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir")
 
 
 def train(directory):
     """What a recipe does, but for the network."""
-    one = run.Run(directory / "run", CONFIG)
+    one = record(directory / "run", complete=False, size=1000)
     if one.results is None:
         with one:
-            _train(one, directory / "models" / "state.npy")
-
-
-def _train(one, model):
-    epoch, state = 0, np.linspace(0, 1, 1000)
-    if (arrays := one.load()) is not None:
-        epoch, state = int(arrays["epoch"]), arrays["state"]
-    one.keep(epoch)
-    while epoch < CONFIG["epochs"]:
-        epoch, state = epoch + 1, state * 1.1 + epoch
-        one.log(epoch=epoch, mean=float(state.mean()))
-        one.save(epoch=epoch, state=state)
-    files.sweep(model)
-    files.write(model, lambda file: np.save(file, state))
-    one.finish({"mean": float(state.mean()), "epochs": len(one.metrics)})
+            model, state = directory / "models" / "state.npy", one.load()["state"]
+            files.sweep(model)
+            files.write(model, lambda file: np.save(file, state))
+            one.finish({"mean": float(state.mean()), "epochs": len(one.metrics)})
 
 
 def apart(function, directory):
@@ -83,7 +72,7 @@ def killed(k, directory):
     train(directory)
 
 
-def limited(size, directory, action):
+def limited(size, action, directory):
     signal.signal(signal.SIGXFSZ, action)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     train(directory)
@@ -102,40 +91,35 @@ def content(directory):
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
-class Ends:
-    """How often a run ended in each way, and which ends left another outcome."""
-
-    def __init__(self, expected):
-        self.expected, self.wrong = expected, []
-        self.counts = {"killed": 0, "cut": 0, "failed": 0}
-
-    def survives(self, kind, place, directory, function, end):
-        """Ends a run and goes on with it; returns whether it ended."""
-        status = apart(functools.partial(function, place), directory)
-        if status == 0:
-            return False
-        self.counts[kind] += 1
-        (directory / "filling").unlink(missing_ok=True)
-        again = apart(train, directory)
-        if status != end or again != 0 or content(directory) != self.expected:
-            self.wrong.append((kind, place, status, again))
-        for name in ("run", "models"):
-            shutil.rmtree(directory / name, ignore_errors=True)
-        return True
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1, help="Of so many moments one.")
     parser.add_argument("--disk", type=pathlib.Path, help="Empty, on a small disk.")
     arguments = parser.parse_args()
-    every, k = arguments.every, 1
+    every, disk, k = arguments.every, arguments.disk, 1
+    counts = {"killed": [], "cut": [], "failed": []}
     with tempfile.TemporaryDirectory() as root:
         root = pathlib.Path(root)
         assert apart(train, root / "whole") == 0
-        ends = Ends(content(root / "whole"))
-        assert len(ends.expected) == 4  # config, metrics, results, model
-        while ends.survives("killed", k, root / "killed", killed, -signal.SIGKILL):
+        expected = content(root / "whole")
+        assert len(expected) == 4  # config, metrics, results, model
+
+        def survives(kind, directory, function, place, *rest, end):
+            """Ends a run and goes on with it; returns whether it ended."""
+            status = apart(functools.partial(function, place, *rest), directory)
+            if status == 0:
+                return False
+            (directory / "filling").unlink(missing_ok=True)
+            again = apart(train, directory)
+            same = status == end and again == 0 and content(directory) == expected
+            if not same:
+                print("not the same:", kind, place, status, again)
+            counts[kind].append(same)
+            for name in ("run", "models"):
+                shutil.rmtree(directory / name, ignore_errors=True)
+            return True
+
+        while survives("killed", root / "killed", killed, k, end=-signal.SIGKILL):
             k += every
         # The largest file, a checkpoint, has 9 kB.
         for size in range(0, 9000, 40 * every):
@@ -143,15 +127,12 @@ def main():
                 ("cut", signal.SIG_DFL, -signal.SIGXFSZ),
                 ("failed", signal.SIG_IGN, 3),
             ):
-                limit = functools.partial(limited, action=action)
-                ends.survives(kind, size, root / f"{kind}{size}", limit, end)
-        for left in range(0, 40_000, 1024 * every) if arguments.disk else ():
-            ends.survives("failed", left, arguments.disk, filled, 3)
-    for kind, count in ends.counts.items():
-        print(f"{kind}: {count} times")
-    for what in ends.wrong:
-        print("not the same:", *what)
-    sys.exit(bool(ends.wrong))
+                survives(kind, root / f"{kind}{size}", limited, size, action, end=end)
+        for left in range(0, 40_000, 1024 * every) if disk else ():
+            survives("failed", disk, filled, left, end=3)
+    for kind, found in counts.items():
+        print(f"{kind}: {len(found)} times")
+    sys.exit(not all(map(all, counts.values())))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ checkpoint may be left.
 
 import argparse
 import json
-import os
 import pathlib
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -52,29 +50,26 @@ def command(recipe, directory):
     return words
 
 
-def lines(directory):
-    """How many epochs all runs have recorded."""
-    paths = directory.rglob("metrics.jsonl")
-    return sum(path.read_bytes().count(b"\n") for path in paths)
-
-
-def results(directory):
-    """When the results of complete runs were written."""
-    return {path: path.stat().st_mtime_ns for path in directory.rglob("results.json")}
-
-
 def killed_once(words, directory, most):
     """Starts a command and kills it; returns whether it was not complete before."""
-    written, before, deadline = results(directory), lines(directory), None
+
+    def lines():
+        paths = directory.rglob("metrics.jsonl")
+        return sum(path.read_bytes().count(b"\n") for path in paths)
+
+    def written():
+        return {p: p.stat().st_mtime_ns for p in directory.rglob("results.json")}
+
+    complete, before, deadline = written(), lines(), None
     with open(directory / "stderr", "ab") as errors:
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors)
     while process.poll() is None:
-        if deadline is None and lines(directory) != before:
+        if deadline is None and lines() != before:
             deadline = time.monotonic() + random.uniform(0, most)
         if deadline is not None and time.monotonic() >= deadline:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
-            if not written.items() <= results(directory).items():
+            if not complete.items() <= written().items():
                 raise RuntimeError("What was complete was written again")
             return True
         time.sleep(0.002)
@@ -89,8 +84,8 @@ def outcome(directory):
     for path in directory.rglob("*"):
         name = str(path.relative_to(directory))
         if path.suffix in (".json", ".jsonl"):
-            whole = path.suffix == ".json"
-            texts = [path.read_text()] if whole else path.read_text().splitlines()
+            text = path.read_text()
+            texts = [text] if path.suffix == ".json" else text.splitlines()
             found[name] = [_without_times(json.loads(text)) for text in texts]
         elif path.suffix == ".keras":
             weights = keras.models.load_model(path).get_weights()
@@ -105,8 +100,7 @@ def _without_times(value):
         return [_without_times(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {k: v for k, v in value.items() if not re.match(TIMES, k)}
-    return {key: _without_times(item) for key, item in kept.items()}
+    return {k: _without_times(v) for k, v in value.items() if not re.match(TIMES, k)}
 
 
 def killed(recipe, root, expected, times, most):

@@ -4,10 +4,11 @@ import importlib
 import pathlib
 import re
 
-from recipes.engine import command
-from tests.support.backend import BACKEND, thorough_on
+import absl.flags
+import pytest
 
-pytestmark = thorough_on("jax")
+from recipes.engine import command
+from tests.support.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXTS = sorted(
@@ -54,3 +55,30 @@ def test_every_recipe_is_documented_in_the_readme():
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         assert f"python -m {module}" in readme
         assert f"python -m {module}" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "recipe, flags, message",
+    [
+        ("train", "--norm=cbm", "cbm"),
+        ("train", "--activation=sine", "`activation` must .*activation='sine'"),
+        ("train", "--model=resnet9", "`model` must .*model='resnet9'"),
+        ("train", "--stage_rho=stage1", "`stage_rho` must .*stage_rho='stage1'"),
+        ("train", "--image_size=64", "`image_size` must .*image_size=64"),
+        ("train", "--dtype=float16", "float16"),
+        ("train", "--dataset=imagenet2012 --validation_size=9", "`validation_size` mu"),
+        ("cbn.ablation", "--activations=relu --rho_after=1,2", "must have one number"),
+        ("cbn.ablation", "--rho_after=0", "`rho_after` must be positive"),
+        ("cbn.gradient_variance", "--batches=1", "`batches` must be at least 2"),
+        ("smoothness.landscape", "--network=dln --dataset=digits", "must be None with"),
+        ("smoothness.landscape", "--depth=3", "`depth` must be None with network='vg"),
+        ("smoothness.landscape", "--steps=10 --every=3", "a multiple of `every`"),
+        ("blindness.features", "--norms=ws+gn", "`norm` must not normalise kernels"),
+        ("blindness.features", "--networks=vgg12", "`model` must be one of"),
+        ("spheres.weight_growth", "--weight_decays=-1", "`weight_decay.* at least 0"),
+    ],
+)
+def test_bad_flags(recipe, flags, message):
+    recipe = importlib.import_module(f"recipes.{recipe}")
+    with pytest.raises((ValueError, absl.flags.Error), match=message):
+        command.parse(recipe.Settings, flags.split()).runs()  # a sweep's are checked

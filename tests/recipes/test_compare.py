@@ -1,6 +1,5 @@
 import json
 import pathlib
-import re
 
 import keras
 import pytest
@@ -8,24 +7,20 @@ import pytest
 from recipes import compare
 from recipes.engine import classifier, results, training
 from tests.support import small
-from tests.support.backend import thorough_on
-
-pytestmark = thorough_on("jax")
 
 
 def settings(tmp_path, **changes):
-    own = {"train_size": 64, "batch_size": 32, "epochs": 2, "models": ("resnet8",)}
-    own |= {"runs_dir": f"{tmp_path}/runs", "saved_models_dir": f"{tmp_path}/models"}
-    return compare.Settings(**own | {"seeds": 1, "workers": 1} | changes)
+    places = {"runs_dir": f"{tmp_path}/runs", "saved_models_dir": f"{tmp_path}/models"}
+    own = {"models": ("resnet8",), "seeds": 1, "workers": 1}
+    sizes = {"train_size": 64, "batch_size": 32, "epochs": 2}
+    return compare.Settings(**sizes | own | places | changes)
 
 
 def test_compare(tmp_path, monkeypatch):
-    small.use(monkeypatch)
+    small.use(monkeypatch, small.dense)
     own = {"activations": ("relu",), "norms": ("cbn",), "target_accuracy": 0.0}
     directory = compare.run(settings(tmp_path, **own))
-    assert directory.parent == tmp_path / "runs"
     assert directory.name.startswith("compare-digits-activationsrelu-")
-    assert "train_size64" in directory.name
     files = sorted(path.name for path in directory.iterdir())
     assert files == ["curves.png", "details.md", "results.json", "table.md"]
     (row,) = json.loads((directory / "results.json").read_text())["rows"]
@@ -36,8 +31,7 @@ def test_compare(tmp_path, monkeypatch):
     assert pathlib.Path(run["saved_model"]).exists()
     table = (directory / "table.md").read_text()
     assert table.count("| CBN ") == 2 and "One run each." in table and "±" not in table
-    details = (directory / "details.md").read_text()
-    assert len(re.findall(r"\| resnet8 +\| +relu \|", details)) == 1
+    assert (directory / "details.md").read_text().count("| resnet8 ") == 1
 
     # Nothing is trained again, whatever the number of workers.
     monkeypatch.setattr(keras.Model, "fit", None)
@@ -78,4 +72,3 @@ def test_a_run_that_diverges_is_reported(tmp_path, monkeypatch):
     assert (lost["diverged"], good["diverged"]) == (1, 0)
     assert lost["test_accuracy"] is None and good["test_accuracy"]["mean"] == 0.2
     assert "– (1 of 1 diverged)" in (directory / "table.md").read_text()
-    assert (directory / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -1,65 +1,47 @@
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
-from absl import flags
 
 from recipes import train
-from recipes.engine import command, data, optimizers, recorder, run
-from tests.support import small
+from recipes.engine import data, optimizers, recorder, run
+from tests.support import processes, small
 from tests.support.backend import BACKEND, numpy, thorough_on
+from tests.support.small import dense_networks as dense_networks
 
-ROOT = pathlib.Path(__file__).parents[2]
 # Six epochs, three of them at the first learning rate, two at the next.
 TINY = {"model": "resnet8", "train_size": 96, "batch_size": 32, "epochs": 6}
 
 
-@pytest.fixture(autouse=True)
-def small_network(monkeypatch):
-    small.use(monkeypatch)
-
-
 def run_tiny(tmp_path, **changes):
     places = {"runs_dir": f"{tmp_path}/runs", "saved_models_dir": f"{tmp_path}/models"}
-    return train.train(train.Settings(**TINY | places | changes)).results
+    return train.train(train.Settings(**TINY | places | changes))
 
 
-def metrics(tmp_path, name):
-    text = (tmp_path / "runs" / name / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    return [{k: v for k, v in line.items() if k[:7] != "seconds"} for line in lines]
-
-
-def outcome(tmp_path, results):
+def contents(outcome):
     """All that must not depend on where a training was interrupted."""
-    model = keras.models.load_model(results["saved_model"])
+    model = keras.models.load_model(outcome.results["saved_model"])
     return (
         [array.tobytes() for array in model.get_weights()],
-        metrics(tmp_path, results["name"]),
-        {k: v for k, v in results.items() if k[:5] not in ("secon", "saved")},
+        small.without_times(outcome.metrics),
+        {k: v for k, v in outcome.results.items() if k[:5] not in ("secon", "saved")},
     )
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        small.use(patch)
-        return tmp_path, run_tiny(tmp_path)
+    return tmp_path, run_tiny(tmp_path)
 
 
 def test_run_and_its_files(finished):
-    tmp_path, results = finished
+    tmp_path, (_, results, lines) = finished
     backend = "" if BACKEND == "tensorflow" else f"-backend{BACKEND}"
     name = f"digits-resnet8-cbn-sigmoid-seed0{backend}-batch_size32-epochs6"
     name += "-train_size96"
     assert results["name"] == name
-    lines = metrics(tmp_path, name)
     assert [line["epoch"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[-1]["train_loss"] < lines[0]["train_loss"]
     best = max(lines, key=lambda line: line["test_accuracy"])
@@ -87,7 +69,6 @@ class Killed(BaseException):
         # The metrics have an epoch that the checkpoint does not have.
         pytest.param(4, True, marks=thorough_on("jax")),
         pytest.param(3, False, marks=pytest.mark.thorough),
-        pytest.param(8, True, marks=pytest.mark.thorough),
         (9, True),
     ],
 )
@@ -95,7 +76,6 @@ def test_a_training_that_ends_at_a_write_goes_on_as_if_it_had_not(
     finished, tmp_path, monkeypatch, fatal, before
 ):
     """Weights, metrics and results are the same to the last bit."""
-    expected, results = finished
     monkeypatch.setattr(recorder, "CHECKPOINT_SECONDS", 0)
     replace, count = os.replace, []
 
@@ -110,14 +90,14 @@ def test_a_training_that_ends_at_a_write_goes_on_as_if_it_had_not(
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(os, "replace", die)
         run_tiny(tmp_path)
-    if fatal >= 8:  # all epochs are behind, and only the outcome is missing
+    if fatal == 9:  # all epochs are behind, and only the results are missing
         monkeypatch.setattr(keras.Model, "fit", None)
-    assert outcome(tmp_path, run_tiny(tmp_path)) == outcome(expected, results)
+    assert contents(run_tiny(tmp_path)) == contents(finished[1])
 
 
 @pytest.mark.thorough
 def test_saved_model_needs_keras_norms_only(finished, tmp_path):
-    _, results = finished
+    results = finished[1].results
     images = data.load("digits", train_size=TINY["train_size"])
     np.savez(tmp_path / "test.npz", x=images.x_test, y=images.y_test)
     code = (
@@ -128,7 +108,7 @@ def test_saved_model_needs_keras_norms_only(finished, tmp_path):
         "assert not [name for name in sys.modules if name.startswith('recipes')]\n"
         "print(np.mean(model.predict(test['x'], verbose=0).argmax(-1) == test['y']))"
     )
-    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    printed = processes.run("-c", code)
     np.testing.assert_allclose(float(printed), results["best_test_accuracy"], atol=1e-6)
 
 
@@ -136,30 +116,9 @@ def test_a_saved_model_has_its_own_rho_omega_and_rate(tmp_path):
     """Also where it is the second of two that are compiled once."""
     for rho, omega in ((1.0, 10.0), (2.0, 3.0)):
         own = {"rho": rho, "omega": omega, "learning_rate": 0.2, "epochs": 1}
-        model = keras.models.load_model(run_tiny(tmp_path, **own)["saved_model"])
+        results = run_tiny(tmp_path, **own).results
+        model = keras.models.load_model(results["saved_model"])
         (layer,) = optimizers.followers(model)
         assert layer.omega == omega
         found = [float(numpy(v)) for v in (layer.rho, layer.learning_rate)]
         np.testing.assert_allclose(found, [rho, 0.002], rtol=1e-6)  # of the last steps
-
-
-@pytest.mark.parametrize(
-    "flag,expected",
-    [
-        ("--epochs=0", "`epochs` must be at least 1. Received: epochs=0"),
-        ("--norm=xn", r"\|cbn\|"),
-        ("--model=resnet9", "model='resnet9'"),
-        ("--optimiser=sgd", "optimiser"),
-    ],
-)
-def test_bad_flags(flag, expected):
-    with pytest.raises((ValueError, flags.Error), match=expected):
-        command.parse(train.Settings, [flag])
-
-
-@pytest.mark.thorough
-def test_a_bad_flag_ends_the_command():
-    arguments = [sys.executable, "-m", "recipes.train", "--epochs=0"]
-    process = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode != 0 and "Traceback" not in process.stderr
-    assert "Argument `epochs` must be at least 1" in process.stderr

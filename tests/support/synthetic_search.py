@@ -1,10 +1,12 @@
 """Searches of a function in the place of trainings."""
 
+import contextlib
 import math
 
 import keras_tuner
+import pytest
 
-from recipes.engine import classifier
+from recipes.engine import classifier, files
 from tuner import oracles, spaces, trials
 
 SETTINGS = classifier.Saved(epochs=9, saved_models_dir=None)
@@ -18,6 +20,22 @@ def accuracy(values):
 
 class Killed(BaseException):
     """Ends a search at once, as SIGKILL does."""
+
+
+@contextlib.contextmanager
+def ends_at_write(fatal, error, forever=False):
+    """What runs in this context must end with `error`, at the `fatal`-th write."""
+    write, written = files.write, []
+
+    def count_down(path, save):
+        written.append(path)
+        if len(written) == fatal or forever and len(written) > fatal:
+            raise error
+        write(path, save)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(files, "write", count_down)
+        yield
 
 
 class Tuner(trials.Tuner):

@@ -17,7 +17,7 @@ search_here = search.search
 def search_small(settings):
     """What a worker calls, which imports this module."""
     with pytest.MonkeyPatch.context() as patch:
-        small.use(patch)
+        small.use(patch, small.dense)
         return search_here(settings)
 
 
@@ -39,9 +39,9 @@ def test_a_worker_has_the_trials_and_scores_of_a_search_alone(tmp_path, monkeypa
     assert not thread.is_alive()
     assert chief.end_order == alone.oracle.end_order and not chief.ongoing_trials
     for key, trial in alone.oracle.trials.items():
-        found = chief.trials[key]
-        assert found.hyperparameters.values == trial.hyperparameters.values
-        assert found.score == pytest.approx(trial.score, 1e-6)
+        values = chief.trials[key].hyperparameters.values
+        assert values == trial.hyperparameters.values
+        assert chief.trials[key].score == pytest.approx(trial.score, 1e-6)
 
 
 @pytest.mark.thorough
@@ -54,9 +54,6 @@ def test_a_chief_and_two_workers(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "a" / "tuner_results.json").read_text())
     assert found["finished"] == 3
     assert len(list(tmp_path.glob("a/runs/*/results.json"))) == 3
-    oracle = json.loads((tmp_path / "a" / "oracle.json").read_text())
-    assert sorted(oracle["end_order"]) == sorted(oracle["start_order"])
-    assert oracle["ongoing_trials"] == {}
 
 
 @pytest.mark.thorough

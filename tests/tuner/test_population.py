@@ -3,10 +3,11 @@ import json
 import numpy as np
 import pytest
 
-from recipes.engine import classifier, files, together
+from recipes.engine import classifier, together
 from tests.support import small
 from tests.support import synthetic_search as synthetic
 from tests.support.backend import BACKEND, jax_only
+from tests.support.small import dense_networks as dense_networks
 from tuner import population
 from tuner.search import Settings, search
 
@@ -17,13 +18,6 @@ HALVED = {"halving": 2, "population": 4}
 USUAL = TINY | {"tune": CALM, "algorithm": "random", "trials": 5, "name": "a"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_networks():
-    with pytest.MonkeyPatch.context() as patch:
-        small.use(patch)
-        yield
-
-
 def run(runs_dir, **arguments):
     """Searches; returns tuner_results.json, and the epochs of each run by its name."""
     usual = USUAL | {"population": 3, "halving": 1}
@@ -31,9 +25,7 @@ def run(runs_dir, **arguments):
     lines = {}
     for path in runs_dir.glob("a/runs/*/metrics.jsonl"):
         found = [json.loads(line) for line in path.read_text().splitlines()]
-        lines[path.parent.name] = [
-            {k: v for k, v in line.items() if k[:7] != "seconds"} for line in found
-        ]
+        lines[path.parent.name] = small.without_times(found)
     return json.loads((runs_dir / "a" / "tuner_results.json").read_text()), lines
 
 
@@ -76,30 +68,11 @@ def test_halving_ends_the_worse_ones_and_their_places_are_filled(alone, tmp_path
     assert found["best"]["epochs"] == 4
 
 
-def trained_again(found, row, directory):
-    """The results of a trial's run, trained by `together`."""
-    values = found["settings"] | row["values"] | {"runs_dir": str(directory)}
-    (outcome,) = together.train([classifier.Saved(**values, saved_models_dir=None)])
-    return outcome.results
-
-
-@jax_only
-@pytest.mark.thorough
-def test_a_trial_is_a_run_of_recipes_together(alone, tmp_path):
-    expected, lines = alone
-    row = expected["trials"][1]
-    result = trained_again(expected, row, tmp_path)
-    assert result["test_accuracy"] == pytest.approx(row["accuracies"][0], abs=1e-6)
-    loss = lines[result["name"]][-1]["train_loss"]
-    assert result["train_loss"] == pytest.approx(loss, 1e-4)
-
-
 @jax_only
 @pytest.mark.parametrize(
     "fatal, arguments",
     [
         (8, {"population": 1, "trials": 2}),
-        pytest.param(21, HALVED, marks=pytest.mark.thorough),
         pytest.param(34, HALVED, marks=pytest.mark.thorough),
         pytest.param(
             21, HALVED | {"algorithm": "bayesian"}, marks=pytest.mark.thorough
@@ -113,16 +86,7 @@ def test_killed_and_again(fatal, arguments, alone, tmp_path, monkeypatch):
     else:
         expected = run(tmp_path / "whole", **arguments)[0]["trials"]
     monkeypatch.setattr(together, "CHECKPOINT_SECONDS", 0)
-    write, written = files.write, []
-
-    def count_down(path, save):
-        written.append(path)
-        if len(written) == fatal:
-            raise synthetic.Killed
-        write(path, save)
-
-    with monkeypatch.context() as patch, pytest.raises(synthetic.Killed):
-        patch.setattr(files, "write", count_down)
+    with synthetic.ends_at_write(fatal, synthetic.Killed()):
         run(tmp_path, **arguments)
     paths = list(tmp_path.glob("a/runs/*/results.json"))
     finished = {path: path.stat().st_mtime_ns for path in paths}
@@ -137,13 +101,6 @@ def test_killed_and_again(fatal, arguments, alone, tmp_path, monkeypatch):
 
 @jax_only
 @pytest.mark.thorough
-def test_a_diverged_trial_has_failed_and_does_not_touch_the_others(tmp_path):
-    found, _ = run(tmp_path, tune=("learning_rate=0.01..1e30",))
-    assert found["failed"] >= 1 and found["failed"] + found["finished"] == 5
-
-
-@jax_only
-@pytest.mark.thorough
 def test_hyperband_goes_on_with_the_weights_of_a_trial(tmp_path):
     more = {"algorithm": "hyperband", "trials": None}
     found, lines = run(tmp_path, epochs=3, population=4, **more)
@@ -152,61 +109,57 @@ def test_hyperband_goes_on_with_the_weights_of_a_trial(tmp_path):
     assert [line["epoch"] for line in max(lines.values(), key=len)] == [1, 2, 3]
     # A run that was stopped and went on is that of an uninterrupted training.
     best = found["best"]
-    result = trained_again(found, best, tmp_path / "again")
-    assert result["test_accuracy"] == pytest.approx(best["accuracies"][0], abs=1e-6)
+    values = found["settings"] | best["values"] | {"runs_dir": str(tmp_path / "again")}
+    (again,) = together.train([classifier.Saved(**values, saved_models_dir=None)])
+    accuracy = again.results["test_accuracy"]
+    assert accuracy == pytest.approx(best["accuracies"][0], abs=1e-6)
 
 
 @jax_only
 @pytest.mark.thorough
-def test_rho_per_stage(tmp_path):
-    found, lines = run(tmp_path, rho_per="stage", tune=("rho",), trials=2)
-    assert found["hyperparameters"] == ["rho_logits"]
-    values = [row["values"]["rho_logits"] for row in found["trials"]]
-    losses = [scores[-1]["train_loss"] for scores in lines.values()]
-    assert len(set(values)) == len(set(losses)) == 2
-    best = found["best"]["values"]["rho_logits"]
-    assert f"--stage_rho=logits={best:g}" in found["command"]
+def test_rho_per_stage_and_a_diverged_trial(tmp_path):
+    """The others go on."""
+    tune = "rho", "learning_rate=0.01..1e30"
+    found, lines = run(tmp_path, rho_per="stage", tune=tune)
+    assert found["failed"] >= 1 and found["failed"] + found["finished"] == 5
+    assert found["hyperparameters"] == ["rho_logits", "learning_rate"]
+    assert len({row["values"]["rho_logits"] for row in found["trials"]}) == 5
+    if found["best"]:
+        best = found["best"]["values"]["rho_logits"]
+        assert f"--stage_rho=logits={best:g}" in found["command"]
 
 
-@pytest.mark.parametrize(
-    "epochs, halving, count, expected",
-    [
+def test_rungs_and_who_stays():
+    for *settings, expected in (
         (15, 2, 16, [2, 4, 8]),
         (120, 2, 16, [8, 15, 30, 60]),
         (120, 4, 16, [8, 30]),
         (120, 2, 3, [60]),
         (1, 2, 16, []),
         (15, 1, 16, []),
-    ],
-)
-def test_rungs(epochs, halving, count, expected):
-    assert population.rung_epochs(epochs, halving, count) == expected
-
-
-@pytest.mark.parametrize("halving, expected", [(2, [1, 2, 4]), (3, [1, 2])])
-def test_who_stays(halving, expected):
+    ):
+        assert population.rung_epochs(*settings) == expected
     scores = [0.1, 0.5, 0.5, 0.3, 0.5]
-    kept = [place for place in range(5) if population.stays(place, scores, halving)]
-    assert kept == expected
+    for halving, expected in ((2, [1, 2, 4]), (3, [1, 2])):
+        kept = [i for i in range(5) if population.stays(i, scores, halving)]
+        assert kept == expected
     assert population.stays(0, [0.0], halving)
 
 
-@jax_only
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
+BAD = {
+    "jax": [
         ({"tune": ("rho", "momentum")}, "rho, omega and learning_rate.*with momentum"),
         ({"population": 1, "seeds": 2}, "room for the 2 seeds"),
         ({"strategy": "data_parallel"}, "give no `strategy`"),
-    ],
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    BAD.get(BACKEND, [({}, "KERAS_BACKEND=jax.*Received: backend")]),
 )
 def test_bad_arguments(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(tmp_path, **arguments)
-
-
-@pytest.mark.skipif(BACKEND == "jax", reason="of the other backends")
-def test_other_backends_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="KERAS_BACKEND=jax.*Received: backend"):
-        run(tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("a/runs/*"))

@@ -105,9 +105,8 @@ def test_keras_tuner_searches_with_it(tmp_path):
         model.compile(keras.optimizers.SGD(0.1), "mse")
         return model
 
-    tuner = keras_tuner.RandomSearch(
-        build, "val_loss", max_trials=2, directory=tmp_path, seed=1
-    )
+    own = {"max_trials": 2, "directory": tmp_path, "seed": 1}
+    tuner = keras_tuner.RandomSearch(build, "val_loss", **own)
     x, y = np.random.default_rng(0).normal(size=(2, 32, 4))
     data = {"validation_data": (x, y[:, :3]), "callbacks": [AMAT()], "verbose": 0}
     tuner.search(x, y[:, :3], **data)
@@ -115,8 +114,6 @@ def test_keras_tuner_searches_with_it(tmp_path):
     layer = tuner.get_best_models()[0].layers[0]
     assert float(layer.rho.value) == pytest.approx(best["rho"], rel=1e-6)
     assert layer.omega == best["omega"]
-    rhos = [t.hyperparameters.values["rho"] for t in tuner.oracle.trials.values()]
-    assert len(set(rhos)) == 2
 
 
 def test_parse():

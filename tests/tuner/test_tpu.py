@@ -1,12 +1,11 @@
 """The epoch of a population, compiled for TPUs by the real compiler, without a TPU."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.support.backend import jax_only
+from tests.support.processes import run
 
 pytestmark = [pytest.mark.thorough, jax_only]
 
@@ -58,11 +57,7 @@ print(json.dumps(costs))
 
 def test_trials_on_a_slice_exchange_nothing():
     pytest.importorskip("libtpu")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    costs = json.loads(done.stdout.splitlines()[-1])
+    costs = json.loads(run("-c", SCRIPT).splitlines()[-1])
     assert costs["chips"] == 4
     for name in ("train", "evaluate"):
         assert costs[name]["collectives"] == []

@@ -11,19 +11,15 @@ from recipes.models.alexnet import alexnet
 from recipes.models.head import dense_head
 from recipes.models.lenet import lenet
 from recipes.models.vgg import vgg, vgg16
-from tests.support.backend import thorough_on
 
-pytestmark = thorough_on("jax")
 PLAIN = norms.get("none")
 
 
 def dense_and_norm(model):
     """The top of a network: Dense layers by size, the norm, from the top down."""
-    top = [layer for layer in reversed(model.layers)]
     kinds = (keras.layers.Dense, keras.layers.BatchNormalization)
-    return [
-        getattr(layer, "units", "norm") for layer in top if isinstance(layer, kinds)
-    ]
+    top = [layer for layer in reversed(model.layers) if isinstance(layer, kinds)]
+    return [getattr(layer, "units", "norm") for layer in top]
 
 
 def filters(model):
@@ -42,10 +38,8 @@ def test_networks_of_the_paper(network, place):
         model = alexnet((8, 8, 1), 10, norm, place, width=1 / 64)
         hidden = [20] * 5 + [64, 64]
         assert filters(model) == [2, 4, 6, 6, 4]
-    assert (
-        dense_and_norm(model)
-        == [10, *hidden[: place - 1], "norm"] + hidden[place - 1 :]
-    )
+    expected = [10, *hidden[: place - 1], "norm", *hidden[place - 1 :]]
+    assert dense_and_norm(model) == expected
     assert model(np.zeros((2, 8, 8, 1))).shape == (2, 10)
 
 
@@ -62,7 +56,7 @@ def test_other_sizes_of_the_networks():
 
 @pytest.mark.thorough
 def test_run(tmp_path, monkeypatch):
-    """What is measured is as the theorems say; a complete run is not run again."""
+    """What is measured is as the theorems say."""
     measured, measure = [], classifier.measure
 
     def recorded(*arguments):
@@ -70,16 +64,9 @@ def test_run(tmp_path, monkeypatch):
         return measured[-1]
 
     monkeypatch.setattr(classifier, "measure", recorded)
-    settings = classifier.Settings(
-        train_size=64,
-        batch_size=32,
-        epochs=1,
-        batches=1,
-        networks=("lenet2",),
-        workers=1,
-        runs_dir=str(tmp_path),
-    )
-    directory = classifier.run(settings)
+    own = {"train_size": 64, "batch_size": 32, "epochs": 1, "batches": 1}
+    own |= {"networks": ("lenet2",), "workers": 1}
+    directory = classifier.run(classifier.Settings(**own, runs_dir=str(tmp_path)))
     limits = {"float32": 1e-4, "float64": 1e-10}
     for dtype, found in zip(available(), measured, strict=True):
         for end in ("", ", one label"):
@@ -90,13 +77,10 @@ def test_run(tmp_path, monkeypatch):
         np.testing.assert_allclose(squares, 1, rtol=1e-4)
         assert 0 < len(found["linear"]) <= 20
     (line,) = json.loads((directory / "results.json").read_text())["networks"]
-    assert line["network"] == "lenet2"
     text = (directory / "table.md").read_text()
     for dtype in available():
         values = line[dtype]["linear"]
         assert f" {values['mean']:.2f} ± {values['std']:.2f} | 0.68 ± 0.29 |" in text
-    assert classifier.run(settings) == directory
-    assert len(measured) == len(available())
 
 
 def test_a_network_that_diverges():

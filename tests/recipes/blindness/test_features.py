@@ -1,5 +1,3 @@
-import json
-
 import keras
 import numpy as np
 import pytest
@@ -7,11 +5,7 @@ import pytest
 from keras_norms import CBN
 from recipes.blindness import features
 from recipes.engine import training
-from recipes.models import norms
-from tests.support import tiny
-from tests.support.backend import thorough_on
-
-pytestmark = thorough_on("jax")
+from tests.support import small
 
 
 def test_batches_of_one_label():
@@ -30,11 +24,6 @@ def test_batches_of_one_label():
         assert (y[images] == np.concatenate([y for _, y in found])).all()
         orders.append(images.tolist())
     assert orders[0] != orders[1]
-    # A function of the seed and the number alone, also from a later epoch on.
-    later = features.OneLabel(x, y, batch_size=3, seed=1, first_epoch=1)
-    assert later[0][0].ravel().tolist() == orders[1][:3]
-    other = features.OneLabel(x, y, batch_size=3, seed=2)
-    assert other[0][0].ravel().tolist() != orders[0][:3]
     with pytest.raises(ValueError, match="at most 2, the training images"):
         features.OneLabel(x[:5], np.array([0, 0, 0, 1, 1]), 3, seed=0)
 
@@ -88,47 +77,22 @@ def test_scores_of_an_affine_classifier(tmp_path):
     assert found["silhouette_of_picture"] == pytest.approx(score, abs=1e-4)
 
 
-def sweep(runs_dir, **others):
-    small = {"train_size": 400, "test_size": 60, "width": 1, "batch_size": 16}
-    small |= {"epochs": 1, "seeds": 1, "workers": 1, "runs_dir": str(runs_dir)}
-    return features.Settings(**small, **others)
+SWEEP = {"train_size": 400, "test_size": 60, "width": 1, "batch_size": 16}
+SWEEP |= {"epochs": 1, "seeds": 1, "workers": 1}
 
 
-@pytest.mark.parametrize(
-    "norm,kind",
-    [
-        ("cbn", "one_label"),
-        pytest.param("none", "mixed", marks=pytest.mark.thorough),
-    ],
-)
-def test_run(norm, kind, tmp_path, monkeypatch):
-    measure = features.measure
-
+def test_run(tmp_path, monkeypatch, small_network):
     def build(network, image_shape, num_classes, norm, width):
-        norm = norms.get(norm)
-        return tiny.build(network, image_shape, num_classes, norm, "relu")
-
-    def checked(model, *arguments):
-        before = model.get_weights()
-        found = measure(model, *arguments)
-        for weight, same in zip(model.get_weights(), before, strict=True):
-            np.testing.assert_array_equal(weight, same)
-        return found
+        return small.convolutions(network, image_shape, num_classes, norm, "relu")
 
     monkeypatch.setattr(features, "build", build)
-    monkeypatch.setattr(features, "measure", checked)
-    monkeypatch.setattr(training, "_last", {})
-    directory = features.run(sweep(tmp_path, norms=(norm,), kinds=(kind,)))
-    files = sorted(path.name for path in directory.iterdir())
-    assert files == ["results.json", "table.md", "vgg11.png"]
-    (row,) = json.loads((directory / "results.json").read_text())["rows"]
-    text = (directory / "table.md").read_text()
-    assert (row[kind]["recalibrated"] is None) == (norm == "none")
-    score = row[kind]["silhouette"]["mean"]
-    assert -1 <= score <= 1 and f" {score:.3f} |" in text
-    (run,) = tmp_path.glob(f"features-digits-vgg11-{norm}-{kind}-seed0-*")
-    found = json.loads((run / "results.json").read_text())
-    assert found["test"]["silhouette"] == score
+    own = SWEEP | {"norms": ("cbn",), "kinds": ("one_label",)}
+    results, table = small.run(features, tmp_path, "vgg11", **own)
+    found = results["rows"][0]["one_label"]
+    assert found["recalibrated"] is not None
+    score = found["silhouette"]["mean"]
+    assert -1 <= score <= 1 and f" {score:.3f} |" in table
+    (run,) = tmp_path.glob("features-digits-vgg11-cbn-one_label-seed0-*")
     assert np.load(run / "picture.npz")["points"].shape == (60, 2)
 
 
@@ -137,18 +101,7 @@ def test_runs_that_diverge(tmp_path, monkeypatch):
         return training.Outcome(settings, {"name": "x", "diverged": True}, [])
 
     monkeypatch.setattr(features, "train", lost)
-    directory = features.run(sweep(tmp_path, norms=("none",)))
-    (row,) = json.loads((directory / "results.json").read_text())["rows"]
-    assert row["mixed"]["silhouette"] is None
-    assert "| no normalization |" in (directory / "table.md").read_text()
-    assert (directory / "vgg11.png").exists()
-
-
-def test_bad_arguments():
-    for bad, must in (
-        ({"norm": "ws+gn"}, "`norm` must not normalise kernels"),
-        ({"kind": "sorted"}, "`kind` must be of one_label, mixed"),
-        ({"network": "vgg12"}, "`model` must be one of"),
-    ):
-        with pytest.raises(ValueError, match=must):
-            features.Training(**bad)
+    own = SWEEP | {"norms": ("none",)}
+    results, table = small.run(features, tmp_path, "vgg11", **own)
+    assert results["rows"][0]["mixed"]["silhouette"] is None
+    assert "| no normalization |" in table

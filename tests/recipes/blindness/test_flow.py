@@ -1,4 +1,3 @@
-import json
 from types import SimpleNamespace
 
 import keras
@@ -9,9 +8,8 @@ from sklearn.datasets import load_digits
 from recipes.blindness import flow
 from recipes.blindness._flow_pairs import Batches, Pair
 from recipes.engine import training
-from tests.support.backend import thorough_on
+from tests.support import small
 
-pytestmark = thorough_on("jax")
 TINY = {"size": 4, "scales": 1, "couplings": 1, "width": 4}
 TINY |= {"train_size": 64, "batch_size": 32}
 
@@ -30,30 +28,24 @@ def test_pixels_are_those_of_the_data_set(pair):
         expected = digits.images[digits.target == digit]
         found, expected = found.reshape(-1, 64), expected.reshape(-1, 64)
         assert sorted(map(tuple, found)) == sorted(map(tuple, expected))
-    small = Pair("digits", "3+8", 4)
-    assert small.image_shape == (4, 4, 1)
+    small_pair = Pair("digits", "3+8", 4)
+    assert small_pair.image_shape == (4, 4, 1)
     blocks = pair.x_test[:, 2:4, 4:6, 0].mean((1, 2))
-    np.testing.assert_array_equal(small.x_test[:, 1, 2, 0], np.rint(blocks))
+    np.testing.assert_array_equal(small_pair.x_test[:, 1, 2, 0], np.rint(blocks))
 
 
-def test_noise(pair):
+def test_noise_and_interpolation(pair):
     x = pair.dequantised(pair.x_test)
     assert x.dtype == "float32" and x.min() >= 0 and x.max() <= 1
     np.testing.assert_array_equal(np.floor(x * 17 - 1e-5).clip(0), pair.x_test)
+    first, second = (pair.x_test[pair.y_test == label][:5] for label in (0, 1))
+    expected = [second, 0.25 * first + 0.75 * second, first]
+    np.testing.assert_allclose(pair.interpolated([0, 0.25, 1], count=5), expected)
     few = Pair("digits", "3+8", 8, train_size=64)
     batches, later = Batches(few, 32, seed=1), Batches(few, 32, seed=1, first_epoch=1)
     assert (batches[0][0] != batches[2][0]).any()
     np.testing.assert_array_equal(batches[2][0], later[0][0])
     np.testing.assert_array_equal(batches[3][1], later[1][1])
-
-
-def test_interpolated(pair):
-    x = pair.interpolated([0, 0.25, 1], count=5)
-    assert x.shape == (3, 5, 8, 8, 1)
-    first, second = (pair.x_test[pair.y_test == label][:5] for label in (0, 1))
-    np.testing.assert_array_equal(x[0], second)
-    np.testing.assert_array_equal(x[2], first)
-    np.testing.assert_allclose(x[1], 0.25 * first + 0.75 * second)
 
 
 def test_bits_of_a_uniform_density(pair):
@@ -84,23 +76,19 @@ def test_bits_of_a_uniform_density(pair):
 def test_run(tmp_path, monkeypatch):
     measured, measure = [], flow.measure
 
-    def recorded(model, *arguments):
-        before = model.get_weights()
-        measured.append(measure(model, *arguments))
-        for weight, same in zip(model.get_weights(), before, strict=True):
-            np.testing.assert_array_equal(weight, same)
-        return measured[-1]
+    def recorded(model, problem, settings, run):
+        found = measure(model, problem, settings, run)
+        measured.append((found, run.metrics))
+        return found
 
     monkeypatch.setattr(flow, "measure", recorded)
     own = {"norms": ("bn",), "classes": ("3+8",), "architectures": ("narrow",)}
     own |= {"epochs": 3, "learning_rate": 1e-2, "seeds": 2, "pairs": 10, "workers": 1}
-    sweep = flow.Settings(**TINY, **own, runs_dir=str(tmp_path))
-    directory = flow.run(sweep)
-    runs = sorted(tmp_path.glob("flow-digits-3+8-bn-seed*-architecturenarrow-*"))
-    for run, found in zip(runs, measured, strict=True):
-        lines = (run / "metrics.jsonl").read_text().splitlines()
+    pictures = "interpolation", "training"
+    results, table = small.run(flow, tmp_path, *pictures, **TINY, **own)
+    for found, lines in measured:
         nats = {
-            part: [json.loads(line)[f"{part}_log_likelihood"] for line in lines]
+            part: [line[f"{part}_log_likelihood"] for line in lines]
             for part in ("train", "test")
         }
         assert len(lines) == 3 and all(each[-1] > each[0] for each in nats.values())
@@ -111,15 +99,11 @@ def test_run(tmp_path, monkeypatch):
         assert found["gap"] == pytest.approx(found["real"] - mean[5], abs=1e-3)
         ratio = found["bits_per_dim"] / found["train_bits_per_dim"]
         assert ratio == pytest.approx(last / nats["train"][-1], rel=1e-4)
-    (row,) = json.loads((directory / "results.json").read_text())["rows"]
-    gaps, aurocs = ([found[key] for found in measured] for key in ("gap", "auroc"))
-    assert row["classes"] == "3+8"
+    (row,) = results["rows"]
+    gaps, aurocs = ([found[key] for found, _ in measured] for key in ("gap", "auroc"))
     assert row["gap"]["mean"] == pytest.approx(np.mean(gaps))
     assert row["auroc"]["std"] == pytest.approx(np.std(aurocs, ddof=1))
-    text = f" {row['gap']['mean']:.1f} ± {row['gap']['std']:.1f} |"
-    assert text in (directory / "table.md").read_text()
-    pictures = {path.name for path in directory.glob("*.png")}
-    assert pictures == {"interpolation.png", "training.png"}
+    assert f" {row['gap']['mean']:.1f} ± {row['gap']['std']:.1f} |" in table
 
 
 def test_settings():
@@ -142,10 +126,12 @@ def test_diverged_runs_are_counted():
 
 
 def test_bad_arguments():
-    for classes in ("3+3", "3", "3+11", "3+x"):
-        with pytest.raises(ValueError, match="`classes` must be two different labels"):
-            Pair("digits", classes, 8)
-    with pytest.raises(ValueError, match="`size` must divide"):
-        Pair("digits", "3+8", 3)
-    with pytest.raises(ValueError, match="`train_size` must be between 1 and"):
-        Pair("digits", "3+8", 8, train_size=1000)
+    for bad, message in (
+        (("3+3", 8), "`classes` must be two different labels"),
+        (("3+x", 8), "`classes` must be two different labels"),
+        (("3+11", 8), "`classes` must be two different labels"),
+        (("3+8", 3), "`size` must divide"),
+        (("3+8", 8, 1000), "`train_size` must be between 1 and"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Pair("digits", *bad)

@@ -1,14 +1,12 @@
-import json
-
 import keras
 import numpy as np
 import pytest
 
 from recipes.blindness import synthetic
 from recipes.engine.precision import available, precision
-from tests.support.backend import numpy, thorough_on
+from tests.support import small
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 LIMITS = {"float32": 1e-5, "float64": 1e-12}
 
 
@@ -44,19 +42,14 @@ def test_third_order_against_the_jacobian():
     quartic = jacobian @ (4 * y[:, None] ** 3 * coefficients[:, 4])
     expected = np.linalg.norm(cubic, axis=0) / np.linalg.norm(cubic + quartic, axis=0)
     np.testing.assert_allclose(found[3], expected, rtol=1e-3)
-
-
-def test_epsilon_lets_the_second_order_pass():
+    # With epsilon, the second order passes.
     found = synthetic.deltas(draws=20, samples=30, epsilon=0.1)
     assert found[1].mean() < 1e-5 < 1e-3 < found[2].mean()
 
 
 def test_run(tmp_path):
-    settings = synthetic.Settings(draws=5, samples=20, seeds=2, runs_dir=str(tmp_path))
-    directory = synthetic.run(settings)
-    found = json.loads((directory / "results.json").read_text())
+    found, table = small.run(synthetic, tmp_path, draws=5, samples=20, seeds=2)
     assert list(found) == list(available())
-    table = (directory / "table.md").read_text()
     assert "| paper " in table and f"{synthetic.PAPER[1]} |" in table
     mean, std = (found["float32"][3][key] for key in ("mean", "std"))
     assert f"{mean:.2e} ± {std:.2e} |\n" in table

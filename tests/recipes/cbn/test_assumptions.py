@@ -1,5 +1,3 @@
-import json
-
 import keras
 import numpy as np
 import pytest
@@ -8,18 +6,11 @@ from keras_norms import CBN
 from recipes import models
 from recipes.cbn import assumptions
 from recipes.engine import data
-from recipes.engine.training import Outcome
 from recipes.models import norms
-from tests.support.backend import numpy, thorough_on
+from tests.support import small
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 SETTINGS = {"model": "resnet8_0.25", "train_size": 64, "batch_size": 32, "epochs": 1}
-
-
-def test_dead_channels_are_not_finite():
-    x, zeros = np.zeros((4, 2)), np.zeros(2)
-    found = assumptions.assumption_values(x, np.ones(2), zeros, 1.0, zeros)
-    assert not np.isfinite(found).any()
 
 
 def test_measure():
@@ -53,35 +44,20 @@ def test_measure():
     np.testing.assert_allclose(values["eta stage 1"], eta, rtol=1e-3)
     np.testing.assert_allclose(values["tau stage 1"], gamma / (2 * sigma), rtol=1e-3)
 
-
-def test_run(tmp_path, monkeypatch):
-    values = [-0.5, None, 0.5, 1.5, 2.5]
-    line = {
-        f"{name} {s}": values for name in ("eta", "tau") for s in assumptions.LAYERS
-    }
-
-    def trained(settings):
-        return Outcome(settings, {"name": "x", "diverged": False}, [line])
-
-    monkeypatch.setattr(assumptions, "train", trained)
-    own = {"activations": ("relu",), "runs_dir": str(tmp_path), "workers": 1}
-    directory = assumptions.run(assumptions.Settings(**SETTINGS, **own))
-    files = sorted(path.name for path in directory.iterdir())
-    assert files == ["eta.png", "results.json", "table.md", "tau.png"]
-    rows = json.loads((directory / "results.json").read_text())["rows"]
-    assert len(rows) == 2 * 3
-    for row in rows:
-        within = {"eta": 2 / 5, "tau": 1 / 5}[row["value"]]
-        assert row["all"] == row["first"] == row["last"] == within
-        assert row["not_finite"] == 1 / 5
-    assert (directory / "table.md").read_text().count("| relu ") == 6
+    # Channels that are dead have no finite values.
+    x, zeros = np.zeros((4, 2)), np.zeros(2)
+    found = assumptions.assumption_values(x, np.ones(2), zeros, 1.0, zeros)
+    assert not np.isfinite(found).any()
 
 
-@pytest.mark.thorough
-def test_a_training_is_measured(tmp_path):
-    settings = assumptions.Settings(**SETTINGS, runs_dir=str(tmp_path)).one(seed=0)
-    (line,) = assumptions.train(settings).metrics
-    assert np.isfinite(line["tau stage 3"]).all() and len(line["tau stage 3"]) == 8
+def test_run(tmp_path):
+    own = SETTINGS | {"activations": ("relu",), "workers": 1}
+    results, table = small.run(assumptions, tmp_path, "eta", "tau", **own)
+    assert len(results["rows"]) == 2 * 3
+    for row in results["rows"]:
+        # After one epoch, the first one is all.
+        assert 0 <= row["first"] == row["last"] == row["all"] <= 1
+    assert table.count("| relu ") == 6
 
 
 def test_shares_of_pooled_values():

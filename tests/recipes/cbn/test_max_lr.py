@@ -1,15 +1,10 @@
-import json
-
 import keras
 import numpy as np
 import pytest
 
 from recipes.cbn import max_lr
 from recipes.engine import training
-from tests.support import tiny
-from tests.support.backend import thorough_on
-
-pytestmark = thorough_on("jax")
+from tests.support import small
 
 
 def test_gradient_norm_and_steps_of_a_linear_model():
@@ -38,28 +33,22 @@ def test_gradient_norm_and_steps_of_a_linear_model():
     assert max_lr.measure(model, problem, None)["gradient_norm"] == 0
 
 
-def test_run(tmp_path, tiny_network):
+def test_run(tmp_path, small_network):
     own = {"activations": ("relu",), "norms": ("none",), "workers": 1}
-    own |= {"learning_rates": (0.1, 1e30), "runs_dir": str(tmp_path)}
-    directory = max_lr.run(max_lr.Settings(**tiny.SETTINGS, **own))
-    files = sorted(path.name for path in directory.iterdir())
-    assert files == ["accuracy.png", "gradient_norm.png", "results.json", "table.md"]
-    results = json.loads((directory / "results.json").read_text())
+    own |= {"learning_rates": (0.1, 1e30)} | small.SETTINGS
+    results, table = small.run(max_lr, tmp_path, "accuracy", "gradient_norm", **own)
     _, lost = results["rows"]
     assert lost["learning_rate"] == 1e30 and lost["runs"][0]["diverged"]
     assert not lost["trains"] and results["max_learning_rate"].keys() == {"relu"}
-    table = (directory / "table.md").read_text()
     assert table.count("| relu ") == 1 and "diverged ✗" in table
 
 
-def test_trains():
+def test_which_rate_is_the_largest_that_trains():
     curve = {"train_loss": 9.0, "train_accuracy": 0.1, "guessing": 0.1}
     good = curve | {"train_loss": 2.1, "train_accuracy": 0.2}
     assert max_lr.trains([curve, good]) and not max_lr.trains([good, curve])
     assert not max_lr.trains([good, good | {"train_loss": None}])
 
-
-def test_largest():
     trains = {("none", 0.1): False, ("cbn", 0.01): True, ("cbn", 0.1): True}
     trains |= {("none", 1.0): False, ("cbn", 1.0): False}
     rows = [

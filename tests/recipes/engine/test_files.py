@@ -6,9 +6,15 @@ import pytest
 from recipes.engine import files
 
 
-def test_write_is_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "deep" / "file.txt"
+def test_write_is_whole_and_on_the_disk_or_not_at_all(tmp_path, monkeypatch):
+    path, calls = tmp_path / "deep" / "file.txt", []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *a, name=name, real=real: calls.append(name) or real(*a)
+        )
     files.write(path, lambda temporary: temporary.write_text("old"))
+    assert calls == ["fsync", "replace"]
 
     def fail(temporary):
         temporary.write_text("half")
@@ -18,17 +24,6 @@ def test_write_is_whole_or_not_at_all(tmp_path):
         files.write(path, fail)
     assert path.read_text() == "old"
     assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
-
-
-def test_what_is_renamed_is_on_the_disk_before(tmp_path, monkeypatch):
-    calls = []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda *a, name=name, real=real: calls.append(name) or real(*a)
-        )
-    files.write(tmp_path / "a.txt", lambda temporary: temporary.write_text("new"))
-    assert calls == ["fsync", "replace"]
 
 
 def test_json_has_no_nan_and_damage_is_named(tmp_path):

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from recipes import models, train
+from recipes import train
 from recipes.engine import classifier, data, imagenet
 from tests.support import images, small
 from tests.support.backend import thorough_on
@@ -62,15 +62,8 @@ def read(dataset):
     return [(x.numpy(), y.numpy()) for x, y in dataset]
 
 
-def assert_same(batches, others):
-    for pair, other in zip(batches, others, strict=True):
-        for a, b in zip(pair, other, strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
 def test_batches_are_a_function_of_seed_and_epoch(data_dir):
     source = stream(data_dir)
-    assert isinstance(source, imagenet.Stream)
     assert source.image_shape == (SIZE, SIZE, 3) and source.num_classes == 1000
     assert source.steps == TRAIN // 4
     batches = read(source.batches())
@@ -83,14 +76,24 @@ def test_batches_are_a_function_of_seed_and_epoch(data_dir):
     assert [len(set(epoch)) for epoch in epochs] == [12] * 3  # each image once
     assert (epochs[0] != epochs[1]).any() and (epochs[1] != epochs[2]).any()
 
-    assert_same(read(stream(data_dir).batches()), batches)
-    assert_same(read(stream(data_dir).batches(first_epoch=2)), batches[6:])
+    for first_epoch in (0, 2):
+        again = read(stream(data_dir).batches(first_epoch))
+        for pair, other in zip(again, batches[3 * first_epoch :], strict=True):
+            for a, b in zip(pair, other, strict=True):
+                np.testing.assert_array_equal(a, b)
     other = read(stream(data_dir, seed=2).batches())
     assert any((a[1] != b[1]).any() for a, b in zip(batches, other, strict=True))
 
     tests = read(source.test)
     assert [len(y) for _, y in tests] == [4, 3]
     assert sorted(np.concatenate([y for _, y in tests])) == list(range(TEST))
+
+    # Without augmentation, images are the same in all epochs.
+    source = stream(data_dir, augment=False, train_size=5, batch_size=5)
+    first, *others = [dict(zip(y, x, strict=True)) for x, y in read(source.batches())]
+    assert len(others) == 2
+    for label in first:
+        np.testing.assert_array_equal(first[label], others[0][label])
 
 
 def numbered(width=60, height=40):
@@ -114,23 +117,21 @@ def edges(image):
 
 def test_random_crops_are_within_area_and_ratio_and_half_of_them_mirrored():
     image = numbered()
-    widths, heights, mirrored, tops = [], [], [], []
+    crops, mirrored = [], 0
     for number in range(150):
         crop = imagenet.random_crop(image, 32, (5, number)).numpy()
         (left, right), (top, bottom) = edges(crop)
-        mirrored.append(right < left)
+        mirrored += right < left
         left, right = sorted((left, right))
         # An edge is known to about a pixel: JPEG, and rounding of the crop.
         assert left > -1 and right < 61 and top > -1 and bottom < 41
-        widths.append(right - left), heights.append(bottom - top), tops.append(top)
-    widths, heights = np.array(widths), np.array(heights)
-    area = widths * heights / (60 * 40)
-    assert area.min() > 0.06 and area.min() < 0.15 and area.max() > 0.75
-    ratio = widths / heights
-    assert ratio.min() > 0.68 and ratio.max() < 1.45
-    assert ratio.min() < 0.85 and ratio.max() > 1.2
+        crops.append((right - left, bottom - top, top))
+    widths, heights, tops = np.transpose(crops)
+    area, ratio = widths * heights / (60 * 40), widths / heights
+    assert 0.06 < area.min() < 0.15 and area.max() > 0.75
+    assert 0.68 < ratio.min() < 0.85 and 1.2 < ratio.max() < 1.45
     assert np.ptp(tops) > 10
-    assert 45 < sum(mirrored) < 105  # 5 deviations from 75
+    assert 45 < mirrored < 105  # 5 deviations from 75
 
 
 def test_middle_crop_and_standardised_colours():
@@ -158,24 +159,14 @@ def test_every_kind_of_image_is_decoded_as_pil_does(kind):
         assert part.shape == (SIZE, SIZE, 3) and np.ptp([part.min(), part.max()]) < 256
 
 
-def test_without_augmentation_images_are_the_same_in_all_epochs(data_dir):
-    source = stream(data_dir, augment=False, train_size=5, batch_size=5)
-    found = [dict(zip(y, x, strict=True)) for x, y in read(source.batches())]
-    assert len(found) == 3
-    for label in found[0]:
-        np.testing.assert_array_equal(found[0][label], found[1][label])
-
-
 def test_train(data_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "build", small.build)
+    small.use(monkeypatch, small.dense)
     values = {"dataset": "imagenet2012", "norm": "bn", "image_size": SIZE}
     values |= {"batch_size": 4, "epochs": 2, "learning_rate": 1e-3}
     places = {"data_dir": data_dir, "runs_dir": str(tmp_path / "runs")}
     places["saved_models_dir"] = str(tmp_path / "models")
     results = train.train(classifier.Saved(**values, **places)).results
-    assert results["epochs"] == 2 and not results["diverged"]
-    name = "imagenet2012-resnet20-bn-sigmoid-seed0-"
-    assert results["name"].startswith(name) and "image_size16" in results["name"]
+    assert results["epochs"] == 2 and "image_size16" in results["name"]
     model = keras.models.load_model(results["saved_model"])
     x, y = map(np.concatenate, zip(*read(stream(data_dir).test), strict=True))
     hits = model.predict(x, verbose=0).argmax(-1) == y
@@ -185,10 +176,9 @@ def test_train(data_dir, tmp_path, monkeypatch):
 def test_fit_reads_on_in_the_next_epoch(data_dir):
     """Labels are the loss here, so that their sum is seen."""
     source = stream(data_dir)
-    sums = [sum(y) for _, y in read(source.batches())]
-    dense = keras.layers.Dense(1, kernel_initializer="zeros")
-    inputs = keras.layers.Input(source.image_shape)
-    model = keras.Sequential([inputs, keras.layers.Flatten(), dense])
+    expected = np.reshape([y.mean() for _, y in read(source.batches())], (3, 3)).mean(1)
+    model = keras.Sequential([keras.layers.Input(source.image_shape)])
+    model.add(keras.layers.Flatten())
 
     def loss(y, output):
         return keras.ops.cast(y, "float32") + 0 * output[:, 0]
@@ -196,7 +186,6 @@ def test_fit_reads_on_in_the_next_epoch(data_dir):
     model.compile(keras.optimizers.SGD(0.0), loss)
     epochs = {"steps_per_epoch": 3, "epochs": 3, "shuffle": False, "verbose": 0}
     history = model.fit(source.batches(), **epochs)
-    expected = np.reshape(sums, (3, 3)).mean(1) / 4
     np.testing.assert_allclose(history.history["loss"], expected, rtol=1e-5)
 
 

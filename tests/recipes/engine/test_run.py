@@ -10,6 +10,7 @@ import pytest
 from recipes.engine import run
 from tests.programs import damaged
 from tests.programs.damaged import CONFIG, record
+from tests.support import processes
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -37,29 +38,26 @@ def test_the_same_settings_open_the_same_run_and_others_are_refused(tmp_path):
         run.Run(path, CONFIG)
 
 
-def test_a_line_cut_by_the_end_of_the_process_is_dropped(tmp_path):
+def test_metrics_and_a_checkpoint(tmp_path):
     with run.Run(tmp_path / "a", CONFIG) as one:
+        assert one.load() is None
         for epoch in (1, 2, 3):
             one.log(epoch=epoch)
+        one.save(epoch=2, state=np.arange(3.0))
+        # A line that is cut by the end of the process is dropped.
         with open(one.directory / "metrics.jsonl", "a") as file:
             file.write('{"epoch"')
         assert [line["epoch"] for line in one.metrics] == [1, 2, 3]
     with run.Run(tmp_path / "a", CONFIG) as one:
+        loaded = one.load()
+        assert loaded["epoch"] == 2
+        np.testing.assert_array_equal(loaded["state"], [0, 1, 2])
         one.log(epoch=4)
         one.keep(2)
         one.log(epoch=3, loss=float("nan"))
         assert one.metrics == [{"epoch": 1}, {"epoch": 2}, {"epoch": 3, "loss": None}]
         with pytest.raises(ValueError, match="metrics.jsonl is damaged.*checkpoint 4"):
             one.keep(4)
-
-
-def test_checkpoint(tmp_path):
-    with run.Run(tmp_path / "a", CONFIG) as one:
-        assert one.load() is None
-        one.save(epoch=2, state=np.arange(3.0))
-        loaded = one.load()
-        assert loaded["epoch"] == 2
-        np.testing.assert_array_equal(loaded["state"], [0, 1, 2])
         np.savez(one.directory / "checkpoint.npz", members=2, epoch=1)
         with pytest.raises(ValueError, match="checkpoint.npz is damaged.*not all of"):
             one.load()
@@ -70,31 +68,20 @@ def test_checkpoint(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 @pytest.mark.parametrize("every", [21, pytest.param(3, marks=pytest.mark.thorough)])
 def test_ended_at_any_moment_and_again(every):
-    command = [sys.executable, "-m", "tests.programs.forked", f"--every={every}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    printed = processes.run("-m", "tests.programs.forked", f"--every={every}")
+    counts = [int(line.split()[1]) for line in printed.splitlines()]
     assert counts[0] >= 42 // every and counts[1] == counts[2] >= 180 // every
 
 
-@pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", ["config.json", "results.json", "checkpoint.npz"])
-def test_a_file_cut_short_is_an_error_that_names_it(name, step, tmp_path):
+def test_a_damaged_file_is_an_error_that_names_it(name, count, tmp_path):
+    """Or of a text, which is still JSON, another text."""
     record(tmp_path / "run", complete=name != "checkpoint.npz")
     path = tmp_path / "run" / name
-    content = path.read_bytes()
-    for length in range(0, len(content) - 2, 1 + step * len(content) // 120):
-        path.write_bytes(content[:length])
-        with pytest.raises(ValueError, match=f"{name} is damaged.*delete the dir"):
-            damaged.run_state(tmp_path / "run")
-
-
-@pytest.mark.parametrize("step", [40, pytest.param(4, marks=pytest.mark.thorough)])
-def test_a_damaged_checkpoint_is_a_clear_error_or_the_same(step, tmp_path):
-    record(tmp_path / "run", complete=False)
-    path = tmp_path / "run" / "checkpoint.npz"
-    found = damaged.count(path, lambda: damaged.run_state(tmp_path / "run"), step, [0])
-    assert not found["wrong"] and found["errors"] > 0.7 * found.total()
+    step, read = 1 + path.stat().st_size // count, damaged.run_state
+    found = damaged.count(path, lambda: read(tmp_path / "run"), step, [0])
+    assert not found["wrong"] and found["errors"] > 0.5 * found.total()
 
 
 HOLDER = """
@@ -125,19 +112,13 @@ def test_one_process_at_a_time(tmp_path, monkeypatch):
     finally:
         holder.kill()
         holder.communicate()
+    # What killed processes left of its files is removed.
+    for name in (".checkpoint-123.npz", ".metrics-8.jsonl", ".other-1.npz"):
+        (tmp_path / "run" / name).write_text("")
     record(tmp_path / "run")
-    found = {path.name for path in (tmp_path / "run").iterdir()}
-    assert found - {".lock"} == {"config.json", "metrics.jsonl", "results.json"}
-
-
-def test_what_killed_processes_left_is_removed(tmp_path):
-    one = record(tmp_path / "run", complete=False)
-    left = [".checkpoint-123.npz", ".results-7.json", ".metrics-8.jsonl"]
-    for name in (*left, "notes-1.json", ".other-1.npz"):
-        (one.directory / name).write_text("")
-    with run.Run(tmp_path / "run", CONFIG):
-        names = {path.name for path in one.directory.iterdir()}
-    assert not names & {*left} and {"notes-1.json", ".other-1.npz"} <= names
+    found = {path.name for path in (tmp_path / "run").iterdir()} - {".lock"}
+    expected = {"config.json", "metrics.jsonl", "results.json", ".other-1.npz"}
+    assert found == expected
 
 
 def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
@@ -145,9 +126,7 @@ def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
     for path in (tmp_path / "runs", pathlib.Path("/proc/runs")):  # for root, too
         with pytest.raises(OSError, match="cannot be written: .*the same command goes"):
             run.Run(path / "a", CONFIG).__enter__()
-    if not os.path.exists("/dev/full"):
-        pytest.skip("there is no /dev/full")
     with run.Run(tmp_path / "run", CONFIG) as one:
-        (one.directory / "metrics.jsonl").symlink_to("/dev/full")
-        with pytest.raises(OSError, match="metrics.jsonl cannot be written: No space"):
+        (one.directory / "metrics.jsonl").mkdir()
+        with pytest.raises(OSError, match="metrics.jsonl cannot be written: Is a dir"):
             one.log(epoch=4)

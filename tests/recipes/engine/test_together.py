@@ -7,16 +7,12 @@ import pytest
 from recipes import compare, train
 from recipes.engine import classifier, data, population, together
 from tests.support import small
-from tests.support.backend import BACKEND, jax_only
+from tests.support.backend import jax_only
+from tests.support.small import dense_networks as dense_networks
+
+pytestmark = jax_only
 
 TINY = {"model": "resnet8", "train_size": 48, "batch_size": 16, "epochs": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_networks():
-    with pytest.MonkeyPatch.context() as patch:
-        small.use(patch)
-        yield
 
 
 def places(tmp_path):
@@ -35,17 +31,12 @@ def several(tmp_path):
     return [one(tmp_path, 0), one(tmp_path, 1), lost]
 
 
-def scores(lines):
-    return [[v for k, v in line.items() if k[:7] != "seconds"] for line in lines]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("finished")
     return tmp_path, together.train(several(tmp_path))
 
 
-@jax_only
 def test_runs_are_recorded_as_those_of_train(finished, tmp_path):
     directory, outcomes = finished
     alone = train.train(one(tmp_path))
@@ -53,18 +44,11 @@ def test_runs_are_recorded_as_those_of_train(finished, tmp_path):
     added = {"trials_at_once", "images_per_second"}
     assert first.results.keys() - alone.results.keys() == added
     assert not alone.results.keys() - first.results.keys()
-    assert first.results["name"] == first.settings.label()
     name = alone.results["name"].replace("-seed0-", "-seed0-populationTrue-")
     assert first.results["name"] == name
     for a, b in zip(first.metrics, alone.metrics, strict=True):
         assert a.keys() == b.keys()
-    files = [
-        {path.name for path in (root / "runs" / each.results["name"]).iterdir()}
-        for root, each in ((directory, first), (tmp_path, alone))
-    ]
-    assert files[0] == files[1] >= {"config.json", "metrics.jsonl", "results.json"}
     assert first.results["trials_at_once"] == 3
-    assert first.results["images_per_second"] > 0
     assert first.metrics[-1]["test_accuracy"] == first.results["test_accuracy"]
     images = data.load("digits", train_size=48)
     for result in (outcome.results for outcome in outcomes[:2]):
@@ -80,9 +64,12 @@ def test_runs_are_recorded_as_those_of_train(finished, tmp_path):
     assert outcomes[2].metrics[0]["train_loss"] is None
 
 
-@jax_only
 def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkeypatch):
     """With a checkpoint, and one of the runs complete."""
+
+    def scores(outcome):
+        return small.without_times(outcome.metrics)
+
     monkeypatch.setattr(together, "CHECKPOINT_SECONDS", 0)
     finish, done = together.finish, []
 
@@ -100,12 +87,11 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkey
     monkeypatch.setattr(population.Population, "train", None)
     found = together.train(asked)
     for outcome, reference in zip(found, finished[1], strict=True):
-        assert scores(outcome.metrics) == scores(reference.metrics)
+        assert scores(outcome) == scores(reference)
     assert not list(tmp_path.glob("runs/*/checkpoint.npz"))
     assert together.train(asked) == found
 
 
-@jax_only
 @pytest.mark.thorough
 def test_compare_in_chunks(tmp_path):
     sweep = {"models": ("resnet8",), "norms": ("cbn",), "activations": ("tanh",)}
@@ -115,17 +101,9 @@ def test_compare_in_chunks(tmp_path):
     assert row["seeds"] == 2 and row["trials_at_once"] == 1
 
 
-@jax_only
 def test_runs_must_be_those_of_one_network(tmp_path):
     with pytest.raises(ValueError, match="differ in seed, rho.*that differ in norm"):
         together.train([one(tmp_path), one(tmp_path, norm="bn")])
     streamed = one(tmp_path, dataset="imagenet2012", train_size=None)
     with pytest.raises(ValueError, match="imagenet2012.*cannot be arrays"):
         together.train([streamed])
-
-
-@pytest.mark.skipif(BACKEND == "jax", reason="of the other backends")
-def test_other_backends_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="KERAS_BACKEND=jax.*Received: backend"):
-        together.train([one(tmp_path)])
-    assert not list(tmp_path.iterdir())

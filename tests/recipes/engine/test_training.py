@@ -7,21 +7,14 @@ import keras
 import numpy as np
 import pytest
 
-from recipes import models
 from recipes.engine import classifier, optimizers, results, training, workers
-from tests.support import tiny
+from tests.support import small
 
-
-@pytest.fixture(autouse=True)
-def small_network(monkeypatch):
-    monkeypatch.setattr(models, "build", tiny.build)
-    training._last.clear()
-    yield
-    training._last.clear()
+pytestmark = pytest.mark.usefixtures("small_network")
 
 
 def settings(tmp_path, **changes):
-    usual = {**tiny.SETTINGS, "activation": "tanh", "epochs": 3}
+    usual = {**small.SETTINGS, "activation": "tanh", "epochs": 3}
     return classifier.Training(**usual | changes, runs_dir=str(tmp_path))
 
 
@@ -30,11 +23,6 @@ def count(model, problem, settings):
 
 
 train = functools.partial(classifier.train, kind="some", after=count)
-
-
-def without_times(outcome):
-    metrics = outcome.metrics
-    return [{k: v for k, v in line.items() if k[:7] != "seconds"} for line in metrics]
 
 
 def test_hooks_and_callbacks_add_to_the_lines_and_to_the_results(tmp_path):
@@ -85,18 +73,13 @@ def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
     alone = train(dataclasses.replace(second, runs_dir=str(tmp_path / "alone")))
     again = training._last["model"]
     assert again is not model
-    assert without_times(shared) == without_times(alone)
+    assert small.without_times(shared.metrics) == small.without_times(alone.metrics)
     for mine, other in zip(model.variables, again.variables, strict=True):
         np.testing.assert_array_equal(*map(training.numpy_copy, (mine, other)))
-
-
-def test_a_network_with_another_optimizer_is_another_one(tmp_path):
-    asked, made = settings(tmp_path), []
+    # With another optimizer it is another network.
     other = type("Other", (optimizers.SGD,), {})
-    for optimizer in (optimizers.SGD, optimizers.SGD, other):
-        problem = classifier.problem(asked, optimizer=optimizer)
-        made.append(training.compiled(asked, problem)[0])
-    assert made[0] is made[1] is not made[2]
+    problem = classifier.problem(second, optimizer=other)
+    assert training.compiled(second, problem)[0] is not again
 
 
 # Two steps an epoch; a tenth from the fourth step on, a hundredth from the sixth. The
@@ -141,14 +124,6 @@ def test_many_of_which_one_diverges(tmp_path):
     assert "of 3 seeds" in results.note(3)
 
 
-@pytest.mark.thorough
-def test_processes_find_what_was_trained(tmp_path):
-    runs = [settings(tmp_path, epochs=1, norm=norm) for norm in ("bn", "none")]
-    expected = training.train_all(train, runs, 1)
-    assert training.train_all(train, runs, 2) == expected
-    assert list(expected) == runs
-
-
 class Pool(contextlib.nullcontext):
     """A process that there would be."""
 
@@ -182,8 +157,3 @@ def test_jobs_of_one_program_meet_in_one_process(monkeypatch):
     with pytest.raises(ValueError, match="'x'"):
         list(workers.each(int, ["1", "x"], lambda job: job, 2))
     assert [pool.jobs[-1] for pool in pools[2:]] == ["shutdown", "shutdown"]
-    # An idle process takes jobs of a program of another.
-    waiting = {"a": [1, 2], "b": [3]}
-    assert workers._next(waiting, [None, None], 0) == "a"
-    assert workers._next(waiting, ["a", None], 1) == "b"
-    assert workers._next({"a": [1, 2]}, ["a", "b"], 1) == "a"

@@ -8,9 +8,8 @@ from keras_norms import CBN
 from recipes.models import norms
 from recipes.models.cbn_parts import L2Norm, MeanRemoval
 from tests.support.autodiff import training_step
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 OMEGA, RATE, EPSILON, RHO = 10.0, 0.03, 1e-5, 2.0
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -39,46 +38,39 @@ class Average:
         return self.value
 
 
-def layer_and_step(kind, name, value):
-    """A layer that has one weight, and its training step with the loss sum(y^3)."""
+@pytest.mark.parametrize("kind", [MeanRemoval, L2Norm])
+def test_parts(kind):
+    """Outputs and gradients of the loss sum(y^3), and inference."""
+    weight, average = np.linspace(0.5, 2, 5), Average(1 - OMEGA * RATE)
     layer = kind(rho=RHO, omega=OMEGA, epsilon=EPSILON)
     layer.set_learning_rate(RATE)
     layer.build((None, 3, 2, 5))
-    assert [w.name for w in layer.trainable_variables] == [name]
-    layer.trainable_variables[0].assign(value)
-    return layer, training_step(layer, lambda y: keras.ops.sum(y * y * y))
+    (variable,) = layer.trainable_variables
+    assert variable.name == ("beta" if kind is MeanRemoval else "gamma")
+    variable.assign(weight)
+    step = training_step(layer, lambda y: keras.ops.sum(y * y * y))
 
+    def expected(x, statistic):
+        if kind is MeanRemoval:
+            return x - statistic + weight
+        return weight * x / (RHO * np.sqrt(statistic + EPSILON))
 
-def test_mean_removal():
-    beta, average = np.linspace(-1, 1, 5), Average(1 - OMEGA * RATE)
-    layer, step = layer_and_step(MeanRemoval, "beta", beta)
     for x in batches():
-        y, dx, dbeta = step(x.astype("float32"))
-        expected = x - average(mean(x)) + beta
-        np.testing.assert_allclose(y, expected, **CLOSE)
-        g = 3 * expected**2
-        np.testing.assert_allclose(dx, g - mean(g), **CLOSE)
-        np.testing.assert_allclose(dbeta, g.sum((0, 1, 2)), **CLOSE)
+        y, dx, dweight = step(x.astype("float32"))
+        batch = mean(x) if kind is MeanRemoval else mean(x**2)
+        new = expected(x, average(batch))
+        np.testing.assert_allclose(y, new, **CLOSE)
+        g = 3 * new**2
+        if kind is MeanRemoval:
+            dy_dweight, dx_expected = 1, g - mean(g)
+        else:  # the ratio of the moving and the batch's root is a constant
+            dy_dweight = new / weight
+            a = dy_dweight * weight / x
+            dx_expected = a * g - a * mean(g * x) / (batch + EPSILON) * x
+        np.testing.assert_allclose(dx, dx_expected, **CLOSE)
+        np.testing.assert_allclose(dweight, (g * dy_dweight).sum((0, 1, 2)), **CLOSE)
     y = numpy(layer(x.astype("float32"), training=False))
-    np.testing.assert_allclose(y, x - average.value + beta, **CLOSE)
-
-
-def test_l2_norm():
-    gamma, average = np.linspace(0.5, 2, 5), Average(1 - OMEGA * RATE)
-    layer, step = layer_and_step(L2Norm, "gamma", gamma)
-    for x in batches():
-        y, dx, dgamma = step(x.astype("float32"))
-        square = mean(x**2)
-        root = RHO * np.sqrt(average(square) + EPSILON)
-        np.testing.assert_allclose(y, gamma * x / root, **CLOSE)
-        # The ratio of both roots is a constant for the gradient.
-        g, a = 3 * y**2, gamma / root
-        k = a * mean(g * x) / (square + EPSILON)
-        np.testing.assert_allclose(dx, a * g - k * x, **CLOSE)
-        np.testing.assert_allclose(dgamma, (g * x / root).sum((0, 1, 2)), **CLOSE)
-    y = numpy(layer(x.astype("float32"), training=False))
-    root = RHO * np.sqrt(average.value + EPSILON)
-    np.testing.assert_allclose(y, gamma * x / root, **CLOSE)
+    np.testing.assert_allclose(y, expected(x, average.value), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", [MeanRemoval, L2Norm])
@@ -92,25 +84,24 @@ def test_parts_save_and_load(kind, tmp_path):
     np.testing.assert_array_equal(numpy(again(x)), numpy(model(x)))
 
 
-@pytest.mark.parametrize("name", ["bn_before", "bn_rho", "bn_rho_amat"])
-def test_coupled_norms_are_bn_with_rho(name):
-    norm = norms.get(name, RHO, OMEGA)
-    layer, x = norm.layer(5, name="x"), batches(1)[0].astype("float32")
-    layer.build(x.shape)
-    layer.beta.assign(np.full(5, 3.0))
-    y = numpy(layer(x, training=True))
-    expected = (x - mean(x)) / np.sqrt(x.var((0, 1, 2)) + EPSILON) / RHO + 3
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-    assert norm.placement == ("before" if name == "bn_before" else "after")
-
-
 @pytest.mark.parametrize(
-    "name,eta", [("cbn", None), ("cbn_batch", 0.0), ("cbn_fixed", 0.9)]
+    "name, eta, placement",
+    [
+        ("cbn", None, "before"),
+        ("cbn_batch", 0.0, "before"),
+        ("cbn_fixed", 0.9, "before"),
+        ("bn_before", 0.0, "before"),
+        ("bn_rho", 0.0, "after"),
+        ("bn_rho_amat", None, "after"),
+    ],
 )
-def test_which_average_a_norm_uses(name, eta, recwarn):
+def test_which_average_a_norm_uses(name, eta, placement, recwarn):
     norm = norms.get(name, RHO, OMEGA)
-    layer = norm.layer(5, name="x")
-    assert norm.amat == (eta is None)
+    layer, coupled = norm.layer(5, name="x"), name.startswith("bn")
+    layer.build((None, 3, 2, 5))
+    beta = np.linspace(-3, 3, 5) * coupled  # there it is added last
+    layer.beta.assign(beta)
+    assert norm.amat == (eta is None) and norm.placement == placement
     if norm.amat:  # what the callback does
         layer.set_learning_rate(RATE)
         eta = 1 - OMEGA * RATE
@@ -118,8 +109,10 @@ def test_which_average_a_norm_uses(name, eta, recwarn):
     for x in batches():
         y = numpy(layer(x.astype("float32"), training=True))
         shifted = x - center(mean(x))
-        root = np.sqrt(square(mean(shifted**2)) + EPSILON)
-        np.testing.assert_allclose(y, shifted / root / RHO, rtol=1e-4, atol=1e-5)
+        deviation = x - mean(x) if coupled else shifted
+        root = np.sqrt(square(mean(deviation**2)) + EPSILON)
+        expected = shifted / root / RHO + beta
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
     assert not [w for w in recwarn if "AMAT" in str(w.message)]
 
 

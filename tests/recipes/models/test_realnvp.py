@@ -7,9 +7,8 @@ from recipes.engine.precision import available, precision
 from recipes.models import flow_steps as steps
 from recipes.models.realnvp import RealNVP
 from tests.support.autodiff import training_step
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 LIMITS = {"float32": 1e-4, "float64": 1e-10}
 SMALL = {"scales": 2, "couplings": 1, "width": 4, "blocks": 1}
 SHAPE = (4, 2, 2)
@@ -29,22 +28,21 @@ def dense_log_det(function, x):
     return np.linalg.slogdet(rows.reshape(own.shape).astype("float64"))[1]
 
 
-def disturb(model, seed=0, deviation=0.2):
+def disturb(model):
     """Gives weights, which start as an identity, and statistics other values."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for variable in model.variables:
         noise = rng.normal(size=variable.shape)
         if "variance" in variable.path or "moving_square" in variable.path:
             variable.assign(np.exp(0.5 * noise))
         elif variable.trainable or variable.path.endswith("moving_mean"):
-            variable.assign(numpy(variable) + deviation * noise)
+            variable.assign(numpy(variable) + 0.2 * noise)
 
 
 def coupling(mask):
     inputs = keras.Input((None, None, 2))
-    x = keras.layers.Conv2D(4, 3, padding="same", activation="tanh")(inputs)
-    network = keras.Model(inputs, keras.layers.Conv2D(4, 1)(x))
-    return steps.Coupling(network, mask)
+    network = keras.layers.Conv2D(4, 3, padding="same", activation="tanh")(inputs)
+    return steps.Coupling(keras.Model(inputs, network), mask)
 
 
 STEPS = {
@@ -144,21 +142,6 @@ def test_flow(norm, dtype):
     np.testing.assert_allclose(found, log_normal + expected, rtol=limit)
     np.testing.assert_allclose(back, x, atol=limit)
     np.testing.assert_allclose(again, z, rtol=10 * limit, atol=10 * limit)
-
-
-def test_likelihood_is_a_density():
-    """Its integral over images is the share of z that become images."""
-    keras.utils.set_random_seed(0)
-    model = RealNVP((2, 1, 1), "bn", True, **SMALL | {"scales": 1})
-    disturb(model, seed=1, deviation=0.4)
-    grid = (np.arange(100) + 0.5) / 100
-    x = np.stack(np.meshgrid(grid, grid), -1).reshape(-1, 2, 1, 1).astype("float32")
-    integral = np.exp(numpy(model(x)).astype("float64")).mean()
-    z = np.random.default_rng(0).normal(size=(20_000, 2)).astype("float32")
-    inside = numpy(model.inverse(z)).reshape(-1, 2)
-    share = ((inside > 0) & (inside < 1)).all(1).mean()
-    assert 0.1 < share < 1
-    assert integral == pytest.approx(share, abs=0.015)  # 4 deviations of `share`
 
 
 def test_places_of_norms():

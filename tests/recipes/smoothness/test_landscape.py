@@ -1,14 +1,9 @@
 import numpy as np
 import pytest
 
-from recipes import models
-from recipes.smoothness import landscape
+from recipes.smoothness import _training, landscape
 from tests.support import smoothness_reference as reference
-from tests.support import tiny
-from tests.support.backend import thorough_on
-from tests.support.smoothness_reference import IMAGES, RATE
 
-pytestmark = thorough_on("jax")
 PICTURES = ["landscape.png", "predictiveness.png", "training.png"]
 
 
@@ -24,8 +19,8 @@ def test_deep_linear_network(tmp_path):
     lines, others = (
         landscape.train(settings.one(norm="none", seed=seed)).metrics for seed in (0, 1)
     )
-    losses = [max(line["loss_max"] for line in run) for run in (lines, others)]
-    expected = {"mean": np.mean(losses), "std": np.std(losses, ddof=1)}
+    largest = [max(line["loss_max"] for line in run) for run in (lines, others)]
+    expected = {"mean": np.mean(largest), "std": np.std(largest, ddof=1)}
     assert row["largest_loss_max"] == pytest.approx(expected)
     kernels, x, y = reference.start()
     for line, step in zip(lines, (0, 2), strict=True):
@@ -33,7 +28,7 @@ def test_deep_linear_network(tmp_path):
         loss, gradient = reference.loss_and_gradients(weights, x, y)
         assert line["step"] == step
         assert line["loss"] == pytest.approx(loss, rel=1e-4)
-        steps = RATE * np.linspace(0.01, 30, 8)
+        steps = reference.RATE * np.linspace(0.01, 30, 8)
         points = [[w - s * g for w, g in zip(weights, gradient)] for s in steps]
         found = [reference.loss_and_gradients(point, x, y) for point in points]
         losses = [loss for loss, _ in found]
@@ -48,23 +43,32 @@ def test_deep_linear_network(tmp_path):
         assert line["effective_beta"] == pytest.approx(max(betas), rel=5e-2)
 
 
-def test_classifier(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "build", tiny.build)
-    norms = ["none", "lp1"]
-    settings, _, rows = reference.run(landscape, tmp_path, IMAGES, norms=norms)
-    assert [row["norm"] for row in rows] == norms
-    for row in rows:
-        assert row["diverged"] == row["not_finite"]["mean"] == 0
-        assert 0 <= row["test_accuracy"]["mean"] <= 1
-        assert row["effective_beta"]["mean"] > 0
-    lines = landscape.train(settings.one(norm="lp1", seed=0)).metrics
+def test_classifier(tmp_path, small_network):
+    """Also of half the width, and with a run that diverges."""
+    changes = {"norms": ["lp1"], "width": 0.5}
+    settings, _, (row,) = reference.run(
+        landscape, tmp_path, reference.IMAGES, **changes
+    )
+    assert row["diverged"] == row["not_finite"]["mean"] == 0
+    assert 0 <= row["test_accuracy"]["mean"] <= 1
+    assert row["effective_beta"]["mean"] > 0
+    one = settings.one(norm="lp1", seed=0)
     lengths = [0.1 * s for s in np.linspace(0.5, 4, 8)]
+    lines = landscape.train(one).metrics
     np.testing.assert_allclose(lines[1]["step_lengths"], lengths)
+    problem = _training.problem(one)
+    model = problem.network()
+    assert [model.get_layer(name).filters for name in ("stem", "conv")] == [2, 2]
+    # Digits of 8x8 are enlarged, and batches go on where the steps are.
+    assert model.input_shape == (None, 32, 32, 1)
+    for x, y in zip(problem.batches(1)[1], problem.batches(0)[3], strict=True):
+        np.testing.assert_array_equal(x, y)
 
-    # A run that diverges ends, and has no scores.
-    far = {"norms": ["lp1"], "learning_rate": 1e20, "steps": 6}
-    settings, directory, rows = reference.run(landscape, tmp_path, IMAGES, **far)
-    found = landscape.train(settings.one(norm="lp1", seed=0))
+    changes = {"norms": ["none"], "learning_rate": 1e30, "steps": 6}
+    settings, directory, (row,) = reference.run(
+        landscape, tmp_path, reference.IMAGES, **changes
+    )
+    found = landscape.train(settings.one(norm="none", seed=0))
     assert found.results["diverged"] and len(found.metrics) < 3
-    assert [(row["diverged"], row["train_loss"]) for row in rows] == [(1, None)]
+    assert (row["diverged"], row["train_loss"]) == (1, None)
     assert sorted(path.name for path in directory.glob("*.png")) == PICTURES

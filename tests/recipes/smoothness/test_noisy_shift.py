@@ -3,20 +3,16 @@ import numpy as np
 import pytest
 
 from keras_norms import recalibrate
-from recipes import models
 from recipes.engine import training
-from recipes.models import norms
 from recipes.smoothness import noisy_shift
+from tests.support import small
 from tests.support import smoothness_reference as reference
-from tests.support import tiny
-from tests.support.backend import numpy, thorough_on
-
-pytestmark = thorough_on("jax")
+from tests.support.backend import numpy
 
 
 def build(norm):
     keras.utils.set_random_seed(0)
-    return tiny.build(None, (6, 6, 1), 3, norms.get(norm), "relu")
+    return small.convolutions(None, (6, 6, 1), 3, norm, "relu")
 
 
 def test_changes():
@@ -75,16 +71,6 @@ def test_deep_linear_network(tmp_path):
         assert line["layer3_variance_change"] == pytest.approx(expected, rel=2e-2)
 
 
-@pytest.mark.thorough
-def test_classifier(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "build", tiny.build)
-    asked = reference.IMAGES | {"layers": ["conv"], "norms": ["noisy_bn"]}
-    _, directory, (row,) = reference.run(noisy_shift, tmp_path, asked)
-    for key in ("test_accuracy", "recalibrated_test_accuracy"):
-        assert 0 <= row[key]["mean"] <= 1
-    assert (directory / "table.md").read_text().count("\n| conv ") == 1
-
-
 def test_recalibrated_is_inference_with_statistics_without_noise():
     noisy, plain = build("noisy_bn"), build("bn")
     rng = np.random.default_rng(0)
@@ -111,7 +97,13 @@ def test_recalibrated_is_inference_with_statistics_without_noise():
     assert noisy_shift.recalibrated(noisy, problem, none, None) == {}
 
 
-def test_step_of_target():
+@pytest.mark.thorough
+def test_classifier(tmp_path, small_network):
+    asked = reference.IMAGES | {"layers": ["conv"], "norms": ["noisy_bn"]}
+    _, directory, (row,) = reference.run(noisy_shift, tmp_path, asked)
+    for key in ("test_accuracy", "recalibrated_test_accuracy"):
+        assert 0 <= row[key]["mean"] <= 1
+    assert (directory / "table.md").read_text().count("\n| conv ") == 1
     lines = [{"step": 0, "train_accuracy": None}, {"step": 5, "train_accuracy": 0.95}]
     assert noisy_shift.first_step(lines) == 5
     assert noisy_shift.first_step(lines[:1]) is None

@@ -9,12 +9,9 @@ from keras import layers
 from keras_norms import CBN
 from recipes.spheres import _pruning_results, pruning
 from recipes.spheres.pruning import Settings
-from tests.support import tiny
-from tests.support.backend import numpy, thorough_on
+from tests.support import small
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
-CONFIG = tiny.SETTINGS | {"measure_size": 32, "statistics_size": 48, "test_size": 50}
-CONFIG |= {"levels": (0.4,), "shares": (0.5,)}
 IMAGES = np.random.default_rng(1).normal(size=(32, 6, 6, 1)).astype("float32")
 
 
@@ -92,10 +89,8 @@ def test_premise():
     rows = numpy(keras.Model(model.inputs[0], norm.output)(IMAGES)).reshape(-1, 5)
     alike = np.abs(np.corrcoef(rows.T)) - np.eye(5)
     places = np.stack([numpy(norm.gamma), numpy(norm.beta)], 1)
-    nearest = []
-    for i in range(5):
-        distances = [np.hypot(*(places[i] - place)) for place in places]
-        nearest.append(alike[i, np.argsort(distances)[1]])
+    distances = np.linalg.norm(places[:, None] - places, axis=-1)
+    nearest = alike[np.arange(5), np.argsort(distances)[:, 1]]
     found = pruning.premise(model, IMAGES)
     assert found["nearest"] == pytest.approx(np.mean(nearest), rel=1e-3)
     assert found["all"] == pytest.approx(alike.sum() / 20, rel=1e-3)
@@ -115,16 +110,13 @@ def test_share_at():
     assert share(lines, 0.95, "accuracy", "macs") == 0
 
 
-@pytest.fixture
-def settings(tmp_path):
-    """Callable of changes, returns tiny settings."""
-    places = {"runs_dir": str(tmp_path), "saved_models_dir": str(tmp_path / "saved")}
-    return lambda **changes: Settings(**CONFIG | places | changes)
-
-
 @pytest.mark.thorough
-def test_pruning(settings, tmp_path, monkeypatch):
-    asked = settings(until=1, gamma_l1=1e-3)
+def test_pruning(tmp_path, monkeypatch, small_network):
+    own = {"measure_size": 32, "statistics_size": 48, "test_size": 50, "shares": (0.5,)}
+    own |= {"levels": (0.4,), "until": 1, "gamma_l1": 1e-3}
+    saved = {"saved_models_dir": str(tmp_path / "saved")}
+    places = {"runs_dir": str(tmp_path / "runs")} | saved
+    asked = Settings(**small.SETTINGS, **own, **places)
     directory = pruning.run(asked)
     outcome = json.loads((directory / "results.json").read_text())
     found = [(line["method"], line["level"]) for line in outcome["points"]]
@@ -141,18 +133,14 @@ def test_pruning(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(pruning, "point", None)
     (directory / "results.json").unlink()
     assert pruning.run(asked) == directory
-    again = json.loads((directory / "results.json").read_text())
-    assert again["points"] == outcome["points"]
 
     # It was trained for one epoch, at the rates of a training of all epochs.
-    (path,) = tmp_path.glob("pruning_train-*/metrics.jsonl")
+    (path,) = tmp_path.glob("runs/pruning_train-*/metrics.jsonl")
     assert len(path.read_text().splitlines()) == 1
-    problems = [pruning.problem(each) for each in (settings(), asked)]
-    assert [each.epochs for each in problems] == [2, 1]
-    assert len({tuple(each.schedule.boundaries) for each in problems}) == 1
-    # Other points need no other network, and one that cannot be read is named.
-    other = settings(until=1, gamma_l1=1e-3, shares=(0.3,))
-    assert asked.label().endswith("until1") and other.training() == asked.training()
+    problem, all_epochs = map(pruning.problem, (asked, Settings(**small.SETTINGS)))
+    assert (problem.epochs, all_epochs.epochs) == (1, 2)
+    assert problem.schedule.boundaries == all_epochs.schedule.boundaries
+    # A network that cannot be read is named.
     (path,) = (tmp_path / "saved").iterdir()
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=f"{path.name} is damaged.*cannot be loaded"):

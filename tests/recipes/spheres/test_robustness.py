@@ -1,18 +1,14 @@
-import json
-
 import keras
 import numpy as np
 import pytest
 
 from keras_norms import diagnostics
-from recipes.engine import data, training
-from recipes.models import norms
+from recipes.engine import data
 from recipes.spheres import robustness
 from recipes.spheres.robustness import Settings
-from tests.support import tiny
-from tests.support.backend import numpy, thorough_on
+from tests.support import small
+from tests.support.backend import numpy
 
-pytestmark = thorough_on("jax")
 ATTACK = {"noise": 0.1, "epsilon": 0.1, "epsilon_2": 0.5, "steps": 2, "test_size": 40}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -23,31 +19,18 @@ def cells(text):
     return [[cell.strip() for cell in line] for line in lines if len(line) > 1]
 
 
-def test_robustness(tmp_path, monkeypatch):
-    measure = robustness.measure
-
-    def attacked(model, *arguments):
-        state = [*model.variables, *model.optimizer.variables]
-        before = [training.numpy_copy(variable) for variable in state]
-        found = measure(model, *arguments)
-        for variable, value in zip(state, before, strict=True):
-            np.testing.assert_array_equal(numpy(variable), value)
-        return found
-
-    monkeypatch.setattr(robustness, "measure", attacked)
-    asked = ATTACK | {"norms": ("bn",), "weight_decays": (0, 0.05), "workers": 1}
-    settings = Settings(**tiny.SETTINGS, **asked, runs_dir=str(tmp_path))
-    directory = robustness.run(settings)
-    rows = json.loads((directory / "results.json").read_text())["rows"]
+def test_robustness(tmp_path, small_network):
+    own = ATTACK | {"norms": ("bn",), "weight_decays": (0, 0.05), "workers": 1}
+    found, table = small.run(robustness, tmp_path, "epsilon", **own, **small.SETTINGS)
+    rows = found["rows"]
     for row, decay in zip(rows, (0, 0.05), strict=True):
         assert (row["norm"], row["weight_decay"], row["diverged"]) == ("bn", decay, 0)
         (found,) = row["runs"]
         assert [m["samples"] for m in found["inf"]] == [40] * 3
         assert len({m["clean"] for m in [*found["inf"], found["2"]]}) == 1
         assert row["inf"]["clean"] == {"mean": found["inf"][1]["clean"], "std": None}
-    _, _, plain, decayed = cells((directory / "table.md").read_text())
+    _, _, plain, decayed = cells(table)
     assert plain[:2] == ["BN", "0"] and decayed[:2] == ["BN", "0.05"]
-    assert (directory / "epsilon.png").exists()
 
 
 def test_summary_and_table():
@@ -73,7 +56,7 @@ def test_summary_and_table():
 
 def test_network_of_pixels():
     images = data.load("digits")
-    model = tiny.build("resnet8", (8, 8, 1), 10, norms.get("bn"), "relu")
+    model = small.convolutions("resnet8", (8, 8, 1), 10, "bn", "relu")
     network, x, y = robustness.pixels(model, images, 50)
     assert (x.min(), x.max()) == (0, 1) and x.dtype == "float32"
     np.testing.assert_array_equal(np.round(16 * x), np.round(16 * x, 4))  # 0 to 16

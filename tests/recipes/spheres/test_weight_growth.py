@@ -1,5 +1,3 @@
-import dataclasses
-import json
 import re
 
 import numpy as np
@@ -9,18 +7,11 @@ from recipes.engine import training
 from recipes.engine.classifier import Training
 from recipes.spheres import weight_growth
 from recipes.spheres.weight_growth import Settings
-from tests.support import tiny
-from tests.support.backend import numpy, thorough_on
-
-pytestmark = thorough_on("jax")
+from tests.support import small
+from tests.support.backend import numpy
 
 
-@pytest.fixture(autouse=True)
-def followed(monkeypatch):
-    monkeypatch.setattr(weight_growth, "OTHERS", ("conv", "conv_norm"))
-
-
-def test_weight_growth(tmp_path, monkeypatch):
+def test_weight_growth(tmp_path, monkeypatch, small_network):
     kernels, rates = [], []
     statistics = weight_growth.statistics
 
@@ -31,25 +22,24 @@ def test_weight_growth(tmp_path, monkeypatch):
         return statistics(model, problem, settings)
 
     monkeypatch.setattr(weight_growth, "statistics", measure)
-    asked = {"norms": ("bn",), "weight_decays": (0, 0.05), "workers": 1}
-    settings = Settings(**tiny.SETTINGS, **asked, runs_dir=str(tmp_path))
-    directory = weight_growth.run(settings)
-    results = json.loads((directory / "results.json").read_text())
+    monkeypatch.setattr(weight_growth, "OTHERS", ("conv", "conv_norm"))
+    own = {"norms": ("bn",), "weight_decays": (0, 0.05), "workers": 1}
+    own |= small.SETTINGS
+    pictures = "growth", "mean", "variance"
+    results, text = small.run(weight_growth, tmp_path, *pictures, **own)
     plain, decayed = results["rows"]
     assert (plain["weight_decay"], decayed["weight_decay"]) == (0, 0.05)
     # Lemma 3, on every convolution; the epsilon of BN is what is left.
     assert plain["lowest"] > 0.99 and plain["highest"] < 1.01
     assert plain["end"]["mean"] > plain["start"]["mean"]
     assert decayed["end"]["mean"] < decayed["start"]["mean"]
-    pictures = sorted(path.name for path in directory.glob("*.png"))
-    assert pictures == ["growth.png", "mean.png", "variance.png"]
-    text = (directory / "table.md").read_text()
     assert f" {plain['lowest']:.4f} to {plain['highest']:.4f} |" in text
     distances = results["distances"]
     assert [row["decay"] for row in distances] == ["no decay", "decay 0.05"] * 2
 
     # The lines of the first training, whose two epochs `measure` saw first.
-    curve = weight_growth.train(settings.runs()[0]).metrics
+    asked = Settings(**own, runs_dir=str(tmp_path)).runs()[0]
+    curve = weight_growth.train(asked).metrics
     norms = [line["conv norm"] for line in curve]
     growth = [line["conv growth"] for line in curve]
     np.testing.assert_allclose(norms, kernels[:2])
@@ -81,11 +71,3 @@ def test_what_diverged():
     drawn = weight_growth.drawn(metrics, "conv", 0)
     assert drawn == {"no decay": [], "Lemma 3": []}
     assert weight_growth.pooled([metrics], "variance_distance") == []
-
-
-def test_a_constant_rate():
-    settings = Settings(**tiny.SETTINGS).one(norm="cbn", learning_rate=0.3)
-    found = weight_growth.problem(settings)
-    assert found.amat and found.schedule.values == [0.3]
-    other = dataclasses.replace(settings, momentum=0.5, weight_decay=0.1)
-    assert other.program() == settings.program()
