@@ -177,6 +177,35 @@ case("coupled", image, first, coupled, dense(5, use_bias=False))
 case("then einsum", image, first, cbn, einsum("abcd,de->abce", (None, None, 5)))
 
 
+NORMS = layers.BatchNormalization, CBN, LpNorm, NoisyBN
+
+
+def others(model):
+    """All layers but norms: names, classes, and how often each is called."""
+    return [
+        (layer.name, type(layer), len(layer._inbound_nodes))
+        for layer in model._flatten_layers()
+        if not isinstance(layer, (*NORMS, layers.Rescaling))
+    ]
+
+
+def assert_folds_and_converts(model, left=0, shifts=0):
+    folded = m.check_fold(model, says="fold: " if left + shifts else "")
+    assert len(m.norms_in(folded)) == left
+    assert len(m.of_class(folded, layers.Rescaling)) - shifts == len(
+        m.of_class(model, layers.Rescaling)
+    )
+    assert others(folded) == others(model)
+    assert not any(x.trainable for x in m.of_class(folded, layers.BatchNormalization))
+    if not m.norms_in(model):
+        return None
+    x = m.batch_for(model)
+    converted = m.check_convert(model, "cbn", m.batch_for(model, seed=4), data=x)
+    assert not m.norms_in(converted)
+    m.check_fold(converted, x)
+    return converted
+
+
 @pytest.mark.parametrize("name", m.some_later(CASES, LATER))
 def test_small_models(name):
     shape, steps, left, shifts = CASES[name]
@@ -184,17 +213,14 @@ def test_small_models(name):
     equal = [layer for layer in model.layers if layer.name.startswith("equal")]
     for layer in equal:
         layer.set_weights(equal[0].get_weights())
-    says = "fold: " if left + shifts else ""
-    folded = m.check_fold(model, says=says)
-    assert len(m.norms_in(folded)) == left
-    assert len(m.of_class(folded, layers.Rescaling)) == shifts
-    assert not any(x.trainable for x in m.of_class(folded, layers.BatchNormalization))
-    if not m.norms_in(model):
-        return
-    x = m.batch_for(model)
-    converted = m.check_convert(model, "cbn", m.batch_for(model, seed=4), data=x)
-    assert not m.norms_in(converted)
-    m.check_fold(converted, x)
+    assert_folds_and_converts(model, left, shifts)
+
+
+@pytest.mark.parametrize("name", m.some_later(m.MODELS, ["residual", "sequential"]))
+def test_networks(name):
+    """Converting again finds nothing to do and inserts nothing twice."""
+    new = assert_folds_and_converts(m.MODELS[name]())
+    assert others(m.check_convert(new, "cbn")) == others(new)
 
 
 @pytest.mark.parametrize(
