@@ -170,6 +170,15 @@ def test_maps_that_no_layer_takes_stay_trainable_if_they_were(trainable):
     assert not m.of_class(plain, layers.EinsumDense)
 
 
+def test_the_map_of_an_axis_where_all_have_the_same_size():
+    """On TensorFlow `ops.add` would take it for the last axis."""
+    layer = ChannelAffine("abcd,b->abcd", (4, 4, 4), bias_axes="b")
+    x, (scale, shift) = m.images(2, 4, 4, 4), m.images(2, 4, 1, 1, seed=1)
+    layer(x)
+    layer.set_weights([scale.ravel(), shift])
+    np.testing.assert_allclose(numpy(layer(x)), x * scale + shift, atol=1e-6)
+
+
 def test_layers_with_constraints_take_no_map():
     """The first step of training would undo it."""
     first = dense(4, kernel_constraint="non_neg", name="first")
