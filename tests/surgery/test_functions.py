@@ -224,14 +224,10 @@ def test_functions_that_refer_to_layers():
 
 def test_the_new_norm_has_functions():
     penalty = Sum()
-    model = model_of((6,), dense(), bn, relu, dense())
-    norm = CBN(gamma_regularizer=penalty)
-    (cbn,) = m.of_class(m.quiet(convert, model, norm), CBN)
-    assert cbn.gamma_regularizer is penalty
-    norm = apply(layers.BatchNormalization, gamma_regularizer=penalty)
-    own = model_of((6,), dense(), norm, dense())
-    (noisy,) = m.of_class(m.quiet(convert, own, "noisy_bn"), NoisyBN)
-    assert noisy.gamma_regularizer is penalty
+    model = model_of((6,), dense(), lambda x: bn(x, gamma_regularizer=penalty), dense())
+    for norm, cls in ((CBN(gamma_regularizer=penalty), CBN), ("noisy_bn", NoisyBN)):
+        (new,) = m.of_class(m.quiet(convert, model, norm), cls)
+        assert new.gamma_regularizer is penalty
 
 
 # Compile settings
@@ -257,30 +253,23 @@ class Unmade(keras.optimizers.SGD):
         super().__init__()
 
 
-@pytest.mark.parametrize(
-    "optimizer, loss, metrics",
-    [
-        (keras.optimizers.Adam(0.3), lambda y, z: own_loss(y, z), [own_loss, "mae"]),
-        (
-            OwnOptimizer(OwnRate()),
-            keras.losses.Huber(),
-            [keras.metrics.MeanMetricWrapper(own_loss), lambda y, z: ops.mean(y)],
-        ),
-    ],
-    ids=["functions", "classes"],
-)
-def test_compile_settings(optimizer, loss, metrics):
+@pytest.mark.parametrize("loss", [lambda y, z: own_loss(y, z), keras.losses.Huber()])
+def test_compile_settings(loss):
     model = model_of((6,), dense(), bn, relu, dense())
-    eagerly = BACKEND == "tensorflow"
-    model.compile(optimizer, loss=loss, metrics=metrics, run_eagerly=eagerly)
+    mean = keras.metrics.MeanMetricWrapper(own_loss)
+    model.compile(
+        OwnOptimizer(OwnRate()),
+        loss=loss,
+        metrics=[own_loss, "mae", mean, lambda y, z: ops.mean(y)],
+        run_eagerly=BACKEND == "tensorflow",
+    )
     x, y = m.batch_for(model), np.ones((6, 4))
     expected = model.test_on_batch(x, y)
     with m.saying(""):
         folded = fold(model)
     assert folded.loss is loss and folded.optimizer is not model.optimizer
-    assert type(folded.optimizer) is type(model.optimizer)
-    rates = [float(numpy(net.optimizer.learning_rate)) for net in (model, folded)]
-    assert rates[0] == rates[1]
+    assert type(folded.optimizer) is OwnOptimizer
+    assert float(numpy(folded.optimizer.learning_rate)) == pytest.approx(0.1)
     np.testing.assert_allclose(folded.test_on_batch(x, y), expected, rtol=1e-5)
     of_metrics = [{id(v) for v in net.metrics_variables} for net in (model, folded)]
     assert not of_metrics[0] & of_metrics[1]

@@ -10,7 +10,7 @@ from keras import layers, ops
 from keras_norms import prune
 from tests.support import planted
 from tests.support import surgery_models as m
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import thorough_on
 from tests.support.surgery_models import apply
 
 pytestmark = thorough_on("jax")
@@ -103,22 +103,6 @@ def test_residual_sums_lose_a_channel_everywhere_or_nowhere():
     # No nonlinearity follows a2_bn before the sum, which is dead all the same.
     assert 1 in pruned.removed["stem"]
     assert list(pruned.removed["stem"]) == list(pruned.removed["a2"])
-
-
-def test_concatenation():
-    """Channels of two branches that are the same merge."""
-    inputs = keras.Input((6, 6, 3), name="image")
-    x = layers.Concatenate()([m.conv(inputs, 4, name, size=1) for name in "ab"])
-    x = layers.Concatenate(axis=1, name="above")([x, layers.ReLU()(x)])
-    x = layers.GlobalMaxPooling2D()(m.conv(x, 3, "c"))
-    model = planted.settled(inputs, layers.Dense(2, name="head")(x))
-    for old, new in zip(*(planted.layers_of(model, n, f"{n}_bn") for n in "ab")):
-        for source, target in zip(old.weights, new.weights):
-            planted.put(target, (..., 3), numpy(source)[..., 0])
-    planted.kill(model.get_layer("a_bn"), [2], -1)
-    pruned = planted.check(model)
-    gone = planted.removed(pruned)
-    assert 2 in gone["a"] and (0 in gone["a"]) != (3 in gone.get("b", []))
 
 
 def test_products():
