@@ -8,11 +8,9 @@ import numpy as np
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Tensor
-from keras_norms.layers.cbn import CBN
-from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.surgery._graph.affine import NORMS
-from keras_norms.surgery._graph.measure import measure
-from keras_norms.surgery._graph.units import assign, to_numpy
+from keras_norms.surgery._graph.measure import measure, stored
+from keras_norms.surgery._graph.units import assign, to_float64
 
 
 def recalibrate(
@@ -112,21 +110,10 @@ def recalibrate(
 
 
 def _assign(layer, statistics):
-    mean, variance, norm = statistics.mean, statistics.variance, statistics.norm
-    values = {"moving_mean": mean}
-    if isinstance(layer, CBN):
-        values["moving_square"] = variance
-        if layer.decouple and layer.center:
-            beta = to_numpy(layer.beta)
-            values["moving_square"] = variance + np.square(beta, dtype="float64")
-        values["average_weight"] = np.asarray(1.0)
-    elif isinstance(layer, LpNorm):
-        values["moving_norm"] = norm
-    else:
-        values["moving_variance"] = variance
-        if getattr(layer, "renorm", False):
-            deviation = np.sqrt(variance + layer.epsilon)
-            values["renorm_mean"] = mean
-            values["renorm_stddev"] = values["moving_stddev"] = deviation
+    values = stored(layer, statistics, to_float64)
+    if getattr(layer, "renorm", False):
+        deviation = np.sqrt(statistics.variance + layer.epsilon)
+        values["renorm_mean"] = statistics.mean
+        values["renorm_stddev"] = values["moving_stddev"] = deviation
     for name, value in values.items():
         assign(getattr(layer, name), value)

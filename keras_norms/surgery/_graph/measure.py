@@ -11,7 +11,8 @@ from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
-from keras_norms.ops import lp_norm, normalize
+from keras_norms.layers.noisy_bn import NoisyBN
+from keras_norms.ops import lp_norm
 from keras_norms.ops.moments import Moments, moments
 from keras_norms.ops.shapes import per_channel, reduction_axes
 from keras_norms.surgery._graph.affine import Statistics
@@ -95,42 +96,53 @@ class _Recorder:
         self.order, self.rows = [], []
         with contextlib.ExitStack() as stack:
             for index, layer in enumerate(self.layers):
-                methods = {"call": self._call(index, layer)}
-                if isinstance(layer, CBN):  # FusedCBN calls this
-                    methods["scale_and_shift"] = self._scale_and_shift(index, layer)
-                stack.enter_context(_keras.replaced(layer, **methods))
+                # `FusedCBN` calls the second of these.
+                names = ["call", "scale_and_shift"][: 1 + isinstance(layer, CBN)]
+                own = {
+                    name: self._recorded(index, layer, getattr(layer, name))
+                    for name in names
+                }
+                if self.with_batch_statistics and isinstance(layer, NoisyBN):
+                    own["noise_at_inference"] = False
+                stack.enter_context(_keras.replaced(layer, **own))
             yield self.rows
 
-    def _call(self, index, layer):
-        original = layer.call
-
-        def call(inputs, training=None, mask=None):
-            batch = self._record(index, layer, inputs, mask)
-            if self.with_batch_statistics:
-                return _normalize(layer, inputs, *batch[1:])
-            return original(inputs, training=False)
-
-        return call
-
-    def _scale_and_shift(self, index, layer):
-        original = layer.scale_and_shift
-
-        def scale_and_shift(inputs, training=None, mask=None):
-            batch = self._record(index, layer, inputs, mask)
+    def _recorded(self, index, layer, method):
+        def recorded(inputs, training=None, mask=None):
+            dtype = "float64" if layer.compute_dtype == "float64" else "float32"
+            count, *batch = _statistics(layer, inputs, mask, dtype)
+            rows = [ops.broadcast_to(v, ops.shape(batch[0])) for v in (count, *batch)]
+            self.order.append(index)
+            self.rows.append(ops.stack(rows)[None])
             if not self.with_batch_statistics:
-                return original(inputs, training=False)
-            gamma, beta, state, settings = _cbn(layer, *batch[1:3])
-            return normalize.cbn_stored_scale_and_shift(gamma, beta, state, **settings)
+                return method(inputs, training=False)
+            values = stored(layer, Statistics(*batch), ops.convert_to_tensor)
+            state = [(v, values.get(v.name, v.value)) for v in layer.weights]
+            with keras.StatelessScope(state):
+                return method(inputs, training=False)
 
-        return scale_and_shift
+        return recorded
 
-    def _record(self, index, layer, inputs, mask):
-        dtype = "float64" if layer.compute_dtype == "float64" else "float32"
-        batch = _statistics(layer, inputs, mask, dtype)
-        rows = [ops.broadcast_to(v, ops.shape(batch[1])) for v in batch]
-        self.order.append(index)
-        self.rows.append(ops.stack(rows)[None])
-        return batch
+
+def stored(layer, statistics, convert):
+    """The moving statistics that a layer has of these of its input, by name.
+
+    Args:
+        layer: A normalisation layer.
+        statistics: `Statistics` of its input.
+        convert: Function that makes an array of a variable, of the same kind.
+    """
+    mean, variance, norm, _ = statistics
+    values = {"moving_mean": mean}
+    if isinstance(layer, CBN):
+        beta = convert(layer.beta) if layer.decouple and layer.center else 0.0
+        values["moving_square"] = variance + beta * beta
+        values["average_weight"] = 1.0
+    elif isinstance(layer, LpNorm):
+        values["moving_norm"] = norm
+    else:
+        values["moving_variance"] = variance
+    return values
 
 
 class _Probe(keras.Model):
@@ -182,36 +194,6 @@ def _moments(x, dtype, axis, mask):
     variance = ops.mean(ops.square(x - per_channel(mean, ndim, axis)), axes)
     count = ops.cast(ops.size(x), dtype) / mean.shape[0]
     return Moments(count, mean, variance)
-
-
-def _normalize(layer, inputs, mean, variance, norm):
-    """The layer's inference map with other statistics."""
-    inputs = ops.cast(inputs, layer.compute_dtype)
-    if isinstance(layer, CBN):
-        gamma, beta, state, settings = _cbn(layer, mean, variance)
-        return normalize.cbn_inference(
-            inputs, gamma, beta, state, axis=layer.axis, **settings
-        )
-    gamma = ops.cast(layer.gamma, mean.dtype) if layer.scale else ops.ones_like(mean)
-    beta = ops.cast(layer.beta, mean.dtype) if layer.center else ops.zeros_like(mean)
-    settings = {"epsilon": layer.epsilon, "axis": layer.axis}
-    if isinstance(layer, LpNorm):
-        return lp_norm.lp_inference(inputs, gamma, beta, mean, norm, **settings)
-    return normalize.batch_normalization_inference(
-        inputs, gamma, beta, mean, variance, **settings
-    )
-
-
-def _cbn(layer, mean, variance):
-    """What the inference map of a CBN layer takes, with other statistics."""
-    gamma, beta = layer.affine()
-    square = variance + ops.square(beta) if layer.decouple else variance
-    settings = {
-        "rho": ops.cast(layer.rho, mean.dtype),
-        "epsilon": layer.epsilon,
-        "decouple": layer.decouple,
-    }
-    return gamma, beta, normalize.CBNState(mean, square, None), settings
 
 
 def _combine(batches):
