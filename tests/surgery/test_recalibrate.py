@@ -113,6 +113,15 @@ def test_few_batches_and_many_are_measured_alike(batch_size):
     assert_measured(norm, x, mean=(1e-4, 0), variance=(1e-4, 0))
 
 
+def test_noise_is_not_measured():
+    noisy = NoisyBN(noise_at_inference=True, scale=False, center=False)
+    model = m.model_of((4,), noisy, apply(layers.BatchNormalization, name="bn"))
+    x = m.images(64, 4)
+    quietly(model, x, batch_size=64)
+    normalized = (x - x.mean(0)) / np.sqrt(x.var(0) + noisy.epsilon)
+    assert_measured(model.get_layer("bn"), normalized, mean=(0, 1e-6))
+
+
 def test_nothing_else_changes():
     """Frozen layers keep their statistics too, and use them."""
     model = network()

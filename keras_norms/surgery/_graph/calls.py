@@ -32,8 +32,8 @@ def calls_of(model):
 
 def call_of(node):
     """What a node of Keras records."""
-    arguments = node.arguments
-    return Call(node.operation, arguments.args, arguments.kwargs, node.outputs)
+    given = node.arguments
+    return Call(node.operation, given.args, given.kwargs, node.outputs)
 
 
 def is_graph(layer):

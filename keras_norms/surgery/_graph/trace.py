@@ -108,15 +108,11 @@ class Tracer:
         if entry is not None:
             inputs = inputs if len(inputs) > 1 else inputs[0]
             calls = self._calls(tree.flatten((inputs, entry.outputs)), ())
-            calls = _without_training(calls)
-            self._finish(model, inputs, calls, entry.outputs)
+            self._finish(model, inputs, _without_training(calls), entry.outputs)
 
     def _finish(self, model, inputs, calls, outputs):
-        self.traced[id(model)] = (
-            inputs,
-            calls,
-            tree.map_structure(self._real_tensor, outputs),
-        )
+        outputs = tree.map_structure(self._real_tensor, outputs)
+        self.traced[id(model)] = inputs, calls, outputs
         for call in calls:
             if is_graph(call.operation):
                 self.read(call.operation)
@@ -128,9 +124,8 @@ class Tracer:
         if kwargs.pop("training", None):
             self._leave(call.operation, "it is called with training=True")
             return None
-        entry = self._trace(
-            call.operation, *tree.map_structure(self._real_tensor, (call.args, kwargs))
-        )
+        given = tree.map_structure(self._real_tensor, (call.args, kwargs))
+        entry = self._trace(call.operation, *given)
         if entry is None:
             return None
         made = tree.flatten(entry.outputs)
@@ -211,27 +206,27 @@ class Tracer:
         if block.activity_regularizer is not None:
             raise _CannotTrace("it has an activity regularizer")
         before, scope = dict(vars(block)), _Scope()
+        outputs, failure = (), None
         try:
             with scope:
                 outputs = block.call(*args, **kwargs)
-            reason = None
         except Exception as e:
-            reason = first_line(e)
+            failure = first_line(e)
         changed = [k for k, v in vars(block).items() if before.get(k) is not v]
         if changed:
             vars(block).clear()
             vars(block).update(before)
-            raise _CannotTrace(f"it sets {sorted(changed)}")
-        if scope.changed:
-            raise _CannotTrace(f"it changes its variables {sorted(set(scope.changed))}")
-        if scope.read:
-            raise _CannotTrace(f"it reads its variables {sorted(set(scope.read))}")
-        if scope.losses:
-            raise _CannotTrace("it adds losses")
-        if reason is None and not all(map(is_keras_tensor, tree.flatten(outputs))):
-            reason = "it returns other things than tensors"
-        if reason is not None:
-            raise _CannotTrace(reason)
+        others = not all(map(is_keras_tensor, tree.flatten(outputs)))
+        for is_so, reason in (
+            (changed, f"it sets {sorted(changed)}"),
+            (scope.changed, f"it changes its variables {sorted(set(scope.changed))}"),
+            (scope.read, f"it reads its variables {sorted(set(scope.read))}"),
+            (scope.losses, "it adds losses"),
+            (failure, failure),
+            (others, "it returns other things than tensors"),
+        ):
+            if is_so:
+                raise _CannotTrace(reason)
         entry = Call(block, args, kwargs, outputs)
         for call in self._calls_of(entry):
             name = call.operation.name
