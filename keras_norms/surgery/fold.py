@@ -169,25 +169,14 @@ def _become_layer_of_keras(unit, affine, is_shift):
 
 
 def _report(left, shifts, hidden):
-    parts = []
-    if left:
-        parts.append(
-            "no linear layer can take the maps of these, which stay as "
-            f"BatchNormalization layers: {_names(left)}"
-        )
-    if shifts:
-        parts.append(
-            "a zero-padded layer follows these, of which a shift stays as a Rescaling "
-            f"layer: {_names(shifts)}"
-        )
-    if hidden:
-        parts.append(
-            "these are inside of other layers, or of classes that override `call`, "
-            f"and stay as they are: {sorted(hidden)}"
-        )
-    if parts:
-        warnings.warn("fold: " + "; ".join(parts) + ".", stacklevel=3)
-
-
-def _names(units):
-    return [unit.name for unit in units]
+    parts = {
+        "no linear layer can take the maps of these, which stay as BatchNormalization "
+        "layers": [unit.name for unit in left],
+        "a zero-padded layer follows these, of which a shift stays as a Rescaling "
+        "layer": [unit.name for unit in shifts],
+        "these are inside of other layers, or of classes that override `call`, and "
+        "stay as they are": sorted(hidden),
+    }
+    said = [f"{text}: {names}" for text, names in parts.items() if names]
+    if said:
+        warnings.warn("fold: " + "; ".join(said) + ".", stacklevel=3)
