@@ -266,16 +266,6 @@ def batch_for(model, size=6, seed=3):
     return xs if len(xs) > 1 else xs[0]
 
 
-def in_policy(policy, model):
-    """A Sequential model with another dtype policy and the same weights."""
-    config = model.get_config()
-    for layer in config["layers"][1:]:
-        layer["config"]["dtype"] = policy
-    made = keras.Sequential.from_config(config)
-    made.set_weights(model.get_weights())
-    return made
-
-
 class Block(layers.Layer):
     """A layer of one's own: two norms, functions, the names of all other blocks."""
 

@@ -9,6 +9,7 @@ from keras import layers
 
 from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from keras_norms.surgery import convert, fold, recalibrate
+from tests.support import planted
 from tests.support import surgery_models as m
 from tests.support.backend import BACKEND, numpy, thorough_on
 from tests.support.surgery_models import apply, bn, dense, quiet, relu
@@ -163,7 +164,8 @@ def test_it_trains_saves_and_loads(norm, tmp_path):
 
 
 def test_dtype_policies_and_frozen_layers_stay():
-    model = m.in_policy("mixed_bfloat16", m.sequential())
+    with planted.policy("mixed_bfloat16"):
+        model = m.sequential()
     model.get_layer("one").trainable = False
     new = m.check_convert(model, tolerance=0.05)
     assert not new.get_layer("one").trainable

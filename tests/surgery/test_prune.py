@@ -54,7 +54,7 @@ def test_what_was_planted_goes_and_nothing_else(tmp_path):
 @tensorflow_only
 @pytest.mark.parametrize("name", m.some_later(m.MODELS, set(m.MODELS) - {"residual"}))
 def test_float64_shows_that_the_algebra_is_exact(name):
-    with planted.float64():
+    with planted.policy("float64"):
         model = planted.draw_kernels(m.MODELS[name]())
         for layer in m.of_class(model, layers.BatchNormalization):
             if layer.scale and layer.center:
