@@ -118,7 +118,8 @@ def test_saved_model(tmp_path):
     folded, expected = m.check_fold(model, x), numpy(model(x, training=False))
     assert m.of_class(folded, layers.Rescaling)  # a shift before zero padding
     folded.export(str(tmp_path), verbose=False)
-    actual = tf.saved_model.load(str(tmp_path)).serve(x).numpy()
+    loaded = tf.saved_model.load(str(tmp_path))
+    actual = loaded.serve(x).numpy()
     np.testing.assert_allclose(actual, expected, atol=1e-5 * np.max(np.abs(expected)))
 
 
