@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from keras import layers, ops
 
 from keras_norms import prune
+from keras_norms.surgery.prune import norms_of_one_maker
 from tests.support import planted
 from tests.support import surgery_models as m
 from tests.support.backend import thorough_on
@@ -89,6 +90,23 @@ def test_one_layer_between(name):
     pruned = planted.check(model, similarity=None)
     gone = {"one": [1, 4]} if name in GO else {}
     assert planted.removed(pruned) == {"first": [0], **gone}
+
+
+def test_a_layer_with_softmax_keeps_its_channels():
+    inputs = keras.Input((6, 6, 3))
+    x = m.conv(m.conv(inputs, 4, "first"), 4, "second", activation=None, norm=False)
+    x = layers.Conv2D(4, 1, activation="softmax", name="softmax")(x)
+    model = planted.settled(inputs, layers.Dense(2)(layers.Flatten()(x)))
+    for name in ("second", "softmax"):
+        for weight in model.get_layer(name).weights:
+            planted.put(weight, (..., 1), 0)
+    assert planted.removed(planted.check(model, similarity=None)) == {"second": [1]}
+
+
+def test_norms_of_one_maker():
+    """Not those before a sum."""
+    names = [norm.name for norm in norms_of_one_maker(m.residual())]
+    assert names == ["a1_bn", "b1_bn"]
 
 
 def test_residual_sums_lose_a_channel_everywhere_or_nowhere():

@@ -113,6 +113,7 @@ case(
 case("then no channels", (3, 4), cbn, einsum("abc,b->abc", (3, 4), "b"), left=1)
 case("then bias of steps", (3, 4), cbn, einsum("abc,cd->abd", (3, 2), "b"), shifts=1)
 pooling = layers.GlobalAveragePooling1D
+case("then einsum over steps", (3, 4), cbn, einsum("abc,bd->adc", (2, 4)), left=1)
 for name, step, left in (
     ("activation", apply(layers.Activation, "relu"), 1),
     ("pooling", apply(pooling), 0),
