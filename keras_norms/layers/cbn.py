@@ -218,7 +218,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()
-        state, rho, settings = self._state(), self._rho(), self.settings()
+        state, rho, settings = self._state(), self._rho(), self._settings()
         if not training or not self.trainable:
             return normalize.cbn_inference(inputs, gamma, beta, state, rho, settings)
         _warn_if_alone(inputs.shape, self.axis)
@@ -249,7 +249,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         """
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()
-        state, rho, settings = self._state(), self._rho(), self.settings()
+        state, rho, settings = self._state(), self._rho(), self._settings()
         if not training or not self.trainable:
             return normalize.cbn_stored_scale_and_shift(
                 gamma, beta, state, rho, settings
@@ -263,7 +263,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         self._assign(state)
         return scale, shift
 
-    def settings(self) -> normalize.CBNSettings:
+    def _settings(self) -> normalize.CBNSettings:
         """What the functions of `keras_norms.ops.normalize` take of this layer."""
         return normalize.CBNSettings(
             epsilon=self.epsilon,

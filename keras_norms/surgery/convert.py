@@ -2,47 +2,36 @@
 
 import functools
 import warnings
+from collections.abc import Callable, Iterable
 
 import keras
-import numpy as np
 
 from keras_norms._checks import arguments
+from keras_norms._types import Tensor
 from keras_norms.layers.cbn import CBN
-from keras_norms.layers.lp_norm import LpNorm
-from keras_norms.layers.noisy_bn import NoisyBN
-from keras_norms.layers.weight_normalization import CWN, WN, WS
-from keras_norms.surgery import affine as affine_lib
-from keras_norms.surgery import fuse, linear, weights
-from keras_norms.surgery.again import config_of, from_config
-from keras_norms.surgery.fused import fuse_model
-from keras_norms.surgery.graph import Unit
-from keras_norms.surgery.inline import graph_of
-from keras_norms.surgery.inputs import inputs_of
-from keras_norms.surgery.placement import insertions
-from keras_norms.surgery.recalibrate import measure, recalibrate
-
-NAMES = {
-    "cbn": CBN,
-    "noisy_bn": NoisyBN,
-    "lp_norm": LpNorm,
-    "ws": WS,
-    "cwn": CWN,
-    "wn": WN,
-}
-# What NoisyBN and LpNorm have in common with the layer whose place they take.
-_SHARED_WITH_BATCH_NORM = (
-    "momentum",
-    "center",
-    "beta_initializer",
-    "gamma_initializer",
-    "beta_regularizer",
-    "gamma_regularizer",
-    "beta_constraint",
-    "gamma_constraint",
-)
+from keras_norms.surgery._convert.insert_cbn import insert_cbn
+from keras_norms.surgery._convert.replace_norms import replace_norms
+from keras_norms.surgery._convert.template import Template
+from keras_norms.surgery._convert.wrap import keep_function, wrap
+from keras_norms.surgery._graph import affine as affine_lib
+from keras_norms.surgery._graph import linear
+from keras_norms.surgery._graph.blocks import graph_of
+from keras_norms.surgery._graph.data import inputs_of
+from keras_norms.surgery._graph.fused_cbn import fuse_cbn
+from keras_norms.surgery._graph.measure import measure
+from keras_norms.surgery._graph.units import assign
+from keras_norms.surgery.recalibrate import recalibrate
 
 
-def convert(model, norm, preserve=True, data=None, skip=None, fused=False, inline=True):
+def convert(
+    model: keras.Model,
+    norm: str | type | keras.layers.Layer | Callable,
+    preserve: bool = True,
+    data: Tensor = None,
+    skip: str | Iterable[str] | Callable[[keras.layers.Layer], bool] | None = None,
+    fused: bool = False,
+    inline: bool = True,
+) -> keras.Model:
     """Make a copy of a model that normalises in another way.
 
     **CBN moves.** Every `BatchNormalization` goes, and a `CBN` stands before every
@@ -134,7 +123,7 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False, inlin
     >>> model.fit(images, labels, callbacks=[AMAT()])
     """
     arguments.boolean("preserve", preserve)
-    template = _Template(norm)
+    template = Template(norm)
     if not isinstance(fused, bool) or (fused and template.cls is not CBN):
         raise ValueError(
             "Argument `fused` must be True or False, and False unless `norm` is CBN. "
@@ -145,80 +134,31 @@ def convert(model, norm, preserve=True, data=None, skip=None, fused=False, inlin
         inputs_of(model, data)
     skipped = _skipped(graph, skip)
     graphs = [g for g in graph.walk() if id(g) not in skipped]
-    units = _units(graphs, skipped)
+    called = dict.fromkeys(node.unit for g in graphs for node in g.nodes)
+    units = [unit for unit in called if id(unit) not in skipped]
     report = _Report()
-    if template.cls is CBN:
-        new = _to_cbn(graph, graphs, units, template, preserve, report)
-        report.hidden = affine_lib.hidden_norms(graph)
-    elif template.cls in linear.WRAPPERS:
+    new = {}
+    if template.cls in linear.WRAPPERS:
         wrapper = functools.partial(template.cls, **template.keywords)
-        report.unwrapped = weights.wrap(units, wrapper)
-        new = {}
+        report.unwrapped = wrap(units, wrapper)
+    elif template.cls is CBN:
+        new, report.kept = insert_cbn(graph, graphs, units, template, preserve)
+        report.hidden = affine_lib.hidden_norms(graph)
     else:
-        new = _replace(units, template, preserve, report)
+        new, report.changed = replace_norms(units, template, preserve)
         report.hidden = affine_lib.hidden_norms(graph)
     for unit, (affine, statistics) in new.items():
-        if affine is not None:
-            unit.arrays, met = affine_lib.weights_for(
-                unit.cls, unit.config, affine, statistics
-            )
-            if not met:
-                report.changed.append(unit.name)
+        if preserve:
+            unit.arrays, met = affine_lib.weights_for(unit, affine, statistics)
+            report.changed += [] if met else [unit.name]
     result = graph.make()
     if preserve:
-        report.changed += weights.keep_function(units)
-    _calibrate(result, new, data, preserve, report)
+        report.changed += keep_function(units)
+        _calibrate(result, new, data, report)
+    elif new and data is not None:
+        recalibrate(result, data)
     report.warn()
-    return fuse_model(result) if fused else result
-
-
-class _Template:
-    """What the argument `norm` asks for.
-
-    `cls` is the class of the new layers, or `None` where a function makes them.
-    """
-
-    def __init__(self, norm):
-        self.cls, self.function, self.keywords = None, None, {}
-        self.is_given = False
-        if isinstance(norm, str):
-            if norm not in NAMES:
-                raise _wrong_norm(norm)
-            self.cls = NAMES[norm]
-        elif isinstance(norm, keras.Model) or (
-            isinstance(norm, type) and issubclass(norm, keras.Model)
-        ):
-            raise _wrong_norm(norm)
-        elif isinstance(norm, type) and issubclass(norm, keras.layers.Layer):
-            self.cls = norm
-        elif isinstance(norm, functools.partial) and isinstance(norm.func, type):
-            if norm.args or not issubclass(norm.func, keras.layers.Layer):
-                raise _wrong_norm(norm)
-            self.cls, self.keywords, self.is_given = norm.func, norm.keywords, True
-        elif isinstance(norm, keras.layers.Layer):
-            self.cls, self.keywords = type(norm), config_of(norm)
-            self.is_given = True
-            for name in ("name", "dtype", "layer", "build_config"):
-                self.keywords.pop(name, None)
-        elif callable(norm) and not isinstance(norm, type):
-            self.function = norm
-        else:
-            raise _wrong_norm(norm)
-
-    def config(self, name, dtype, **changes):
-        """A whole configuration of a new layer."""
-        given = {**self.keywords, **changes, "name": name, "dtype": dtype}
-        # A layer's own view of its arguments, defaults included.
-        return config_of(from_config(self.cls, given))
-
-
-def _wrong_norm(norm):
-    names = ", ".join(repr(name) for name in NAMES)
-    return ValueError(
-        f"Argument `norm` must be one of {names}, a layer or a class of layers, or a "
-        "function from a BatchNormalization layer to a layer. "
-        f"Received: norm={arguments.shown(norm)}"
-    )
+    return fuse_cbn(result) if fused else result
 
 
 class _Report:
@@ -229,36 +169,21 @@ class _Report:
         self.kept = []
 
     def warn(self):
-        parts = []
-        if self.changed:
-            parts.append(
-                "the function could not be preserved, these layers change it: "
-                f"{self.changed}"
-            )
-        if self.unwrapped:
-            parts.append(
-                "these layers cannot be wrapped (units of one weight, LoRA, "
-                "quantization, a class that overrides the kernel) and stay: "
-                f"{self.unwrapped}"
-            )
-        if self.empty:
-            parts.append(
-                "the moving statistics of these layers are unknown, so that the first "
-                "training step changes the function; pass `data` to measure them, or "
-                f"preserve=False to train from scratch: {self.empty}"
-            )
-        if self.kept:
-            parts.append(
-                "these do not normalise channels as they come (another axis, an "
-                f"explicit mask, training=True) and stay as they are: {self.kept}"
-            )
-        if self.hidden:
-            parts.append(
-                "these are inside of other layers, or of classes that override "
-                f"`call`, and stay as they are: {self.hidden}"
-            )
-        if parts:
-            warnings.warn("convert: " + "; ".join(parts) + ".", stacklevel=3)
+        parts = {
+            "the function could not be preserved, these layers change it": self.changed,
+            "these layers cannot be wrapped (units of one weight, LoRA, quantization, "
+            "a class that overrides the kernel) and stay": self.unwrapped,
+            "the moving statistics of these layers are unknown, so that the first "
+            "training step changes the function; pass `data` to measure them, or "
+            "preserve=False to train from scratch": self.empty,
+            "these do not normalise channels as they come (another axis, an explicit "
+            "mask, training=True) and stay as they are": self.kept,
+            "these are inside of other layers, or of classes that override `call`, "
+            "and stay as they are": self.hidden,
+        }
+        said = [f"{text}: {names}" for text, names in parts.items() if names]
+        if said:
+            warnings.warn("convert: " + "; ".join(said) + ".", stacklevel=3)
 
 
 def _skipped(graph, skip):
@@ -281,180 +206,24 @@ def _skipped(graph, skip):
                 skip,
             )
         chosen = [unit for unit in units if unit.name in names]
-    found = set()
-    for unit in chosen:
-        found.add(id(unit))
-        if unit.graph is not None:
-            found |= {id(g) for g in unit.graph.walk()}
-    return found
+    inside = [g for unit in chosen if unit.graph for g in unit.graph.walk()]
+    return {id(each) for each in (*chosen, *inside)}
 
 
-def _units(graphs, skipped):
-    found = {}
-    for graph in graphs:
-        for node in graph.nodes:
-            if id(node.unit) not in skipped:
-                found.setdefault(id(node.unit), node.unit)
-    return list(found.values())
-
-
-# CBN
-
-
-def _to_cbn(graph, graphs, units, template, preserve, report):
-    """Insert CBN layers and take BatchNormalization out."""
-    norms = []
-    for unit in units:
-        if affine_lib.is_batch_norm(unit):
-            goes = affine_lib.is_called_plainly(unit) and not affine_lib.elsewhere(
-                graph, unit
-            )
-            (norms.append(unit) if goes else report.kept.append(unit.name))
-    eligible = [unit for unit in units if linear.is_linear(unit)]
-    maps = {}
-    for group in insertions(graph, graphs, eligible):
-        reader = group.first
-        config = template.config(
-            group.graph.free_name(f"{reader.name}_cbn"),
-            linear.plain_dtype(reader),
-            axis=-1 if group.axis == group.values[0].rank - 1 else group.axis,
-        )
-        unit = Unit(cls=template.cls, config=config)
-        for value, nodes in zip(group.values, group.readers):
-            group.graph.insert(unit, value, nodes)
-        maps[unit] = affine_lib.identity(group.values[0].shape[group.axis])
-    cbns = list(maps)
-    statistics = {
-        unit: affine_lib.unknown(len(affine.a)) for unit, affine in maps.items()
-    }
-    if not preserve:
-        for unit in norms:
-            _give_bias_before(unit)
-            for node in list(unit.nodes):
-                node.graph.remove(node)
-        return {unit: (None, statistics[unit]) for unit in cbns}
-    for unit in norms:
-        maps[unit] = affine_lib.affine_of(unit)
-    maps = fuse.Maps(maps)
-    for unit in norms:
-        if fuse.fold_backward(unit, maps, accept=linear.is_free):
-            continue
-        inherited = _inherits_statistics(unit, maps, cbns)
-        affine = maps[unit]
-        merged = fuse.fold_forward(
-            unit,
-            maps,
-            accept=lambda target, affine=affine: (
-                target in cbns and affine_lib.can_be(CBN, target.config, affine)
-            ),
-        )
-        if merged:
-            statistics.update(dict.fromkeys(*inherited) if inherited else {})
-        else:
-            affine_lib.become_layer(unit, maps[unit])
-            maps.forget(unit)
-    return {unit: (maps[unit], statistics[unit]) for unit in cbns}
-
-
-def _give_bias_before(unit):
-    """The layers that a BatchNormalization followed had no bias, for it has one."""
-    for node in unit.nodes:
-        before = node.input.node
-        if before is not None and linear.is_foldable(before.unit):
-            linear.add_missing_bias(before.unit)
-
-
-def _inherits_statistics(unit, maps, cbns):
-    """The CBN layers that read what only this BatchNormalization makes.
-
-    Returns:
-        Them, and the statistics of its input, or `None`.
-    """
-    readers = {reader.unit for node in unit.nodes for reader in node.output.readers}
-    if not readers or not readers <= set(cbns):
-        return None
-    if any(call.input.node.unit is not unit for r in readers for call in r.nodes):
-        return None
-    known = affine_lib.Statistics(
-        unit.weight("moving_mean"), unit.weight("moving_variance")
-    )
-    return readers, known
-
-
-# Layers in the place of BatchNormalization
-
-
-def _replace(units, template, preserve, report):
-    """Turn every BatchNormalization into another layer of the same name."""
-    new = {}
-    for unit in units:
-        if not affine_lib.is_batch_norm(unit):
-            continue
-        cls, config = template.cls, None
-        if template.function is not None:
-            layer = template.function(unit.layer)
-            if layer is None or layer is unit.layer:
-                continue
-            if not isinstance(layer, keras.layers.Layer):
-                raise ValueError(
-                    "Argument `norm` must return a Keras layer or None. "
-                    f"Received: {layer!r} for layer '{unit.name}'"
-                )
-            cls, config = type(layer), config_of(layer)
-            config["name"] = unit.name
-        else:
-            changes = {}
-            if cls in affine_lib.NORMS:
-                changes["axis"] = unit.config["axis"]
-                if not template.is_given:
-                    names = _SHARED_WITH_BATCH_NORM
-                    # The scale of LpNorm makes up for its norm.
-                    names += ("epsilon", "scale") if cls is NoisyBN else ()
-                    changes.update({name: unit.config[name] for name in names})
-            config = template.config(unit.name, unit.config["dtype"], **changes)
-        affine = statistics = None
-        if preserve:
-            if cls in affine_lib.NORMS:
-                affine = affine_lib.affine_of(unit)
-                statistics = affine_lib.Statistics(
-                    unit.weight("moving_mean"), unit.weight("moving_variance")
-                )
-            else:
-                report.changed.append(unit.name)
-        unit.become(cls, config, {})
-        if cls in affine_lib.NORMS:
-            new[unit] = affine, statistics
-    return new
-
-
-# Statistics
-
-
-def _calibrate(model, new, data, preserve, report):
-    if not new:
-        return
-    layers = [unit.made for unit in new]
-    if data is not None and not preserve:
-        recalibrate(model, data)
-        return
-    if not preserve:
-        return
-    measured = [None] * len(layers)
-    if data is not None:
-        measured = measure(model, layers, data)
-    for (unit, (affine, statistics)), layer, found in zip(
-        new.items(), layers, measured
-    ):
+def _calibrate(model, new, data, report):
+    """Give new norms the statistics of their inputs, measured on data if there are."""
+    measured = [None] * len(new)
+    if new and data is not None:
+        measured = measure(model, [unit.made for unit in new], data)
+    for (unit, (affine, statistics)), found in zip(new.items(), measured):
         if found is None:
             guessed = affine_lib.norm_is_guessed(unit.cls, unit.config)
             if statistics.weight == 0 or guessed:
                 report.empty.append(unit.name)
             continue
-        arrays, met = affine_lib.weights_for(unit.cls, unit.config, affine, found)
+        arrays, met = affine_lib.weights_for(unit, affine, found)
         if not met and unit.name not in report.changed:
             report.changed.append(unit.name)
-        for variable in layer.weights:
+        for variable in unit.made.weights:
             if variable.name in arrays:
-                variable.assign(
-                    keras.ops.cast(np.asarray(arrays[variable.name]), variable.dtype)
-                )
+                assign(variable, arrays[variable.name])

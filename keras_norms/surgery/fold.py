@@ -7,15 +7,15 @@ import numpy as np
 
 from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.noisy_bn import NoisyBN
-from keras_norms.surgery import affine as affine_lib
-from keras_norms.surgery import fuse, linear
-from keras_norms.surgery.again import config_of
-from keras_norms.surgery.fused import split
-from keras_norms.surgery.graph import numpy
-from keras_norms.surgery.inline import NORMALIZING, graph_of
+from keras_norms.surgery._graph import affine as affine_lib
+from keras_norms.surgery._graph import linear, moves
+from keras_norms.surgery._graph.blocks import NORMALIZING, graph_of
+from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
+from keras_norms.surgery._graph.remake import config_of
+from keras_norms.surgery._graph.units import to_float64
 
 
-def fold(model, inline=True):
+def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     """Make a copy for inference, with normalisation folded into kernels and biases.
 
     At inference every normalisation layer is `a * x + b` for each channel. After a
@@ -63,35 +63,33 @@ def fold(model, inline=True):
     >>> fold(model).export("saved_model")
     """
     graph = graph_of(model, "fold", inline, holding=NORMALIZING)
-    split(graph)
+    split_fused_cbn(graph)
     for unit in graph.all_units():
         if issubclass(unit.cls, linear.WRAPPERS):
             _unwrap(unit)
     masked = any(each.has_masks for each in graph.walk())
-    maps = fuse.Maps(
-        {
-            unit: affine_lib.affine_of(unit)
-            for unit in graph.all_units()
-            if _is_map(graph, unit, masked)
-        }
-    )
+    units = graph.all_units()
+    maps = {
+        unit: affine_lib.affine_of(unit)
+        for unit in units
+        if _is_map(graph, unit, masked)
+    }
     shifts = _fold_all(maps)
-    left = maps.units() + [
+    given_masks = [
         unit
-        for unit in graph.all_units()
+        for unit in units
         if affine_lib.is_norm(unit)
         and unit not in maps
         and unit not in shifts
         and unit.nodes
     ]
-    for unit, affine in shifts.items():
-        maps[unit] = affine
-    for unit in maps.units():
-        _become_stock(unit, maps[unit], is_shift=unit in shifts)
-    for unit in left:
-        if unit not in maps and not affine_lib.is_batch_norm(unit):
-            _become_stock(unit, affine_lib.affine_of(unit))  # a mask is given to it
-    shifts = [unit for unit in shifts if np.all(maps[unit].a == 1)]
+    left = [*maps, *given_masks]
+    for unit in given_masks:
+        if not affine_lib.is_batch_norm(unit):
+            maps[unit] = affine_lib.affine_of(unit)
+    for unit, affine in (maps | shifts).items():
+        _become_layer_of_keras(unit, affine, is_shift=unit in shifts)
+    shifts = [unit for unit, affine in shifts.items() if np.all(affine.a == 1)]
     _report(left, shifts, affine_lib.hidden_norms(graph))
     return graph.make()
 
@@ -101,7 +99,9 @@ def _is_map(graph, unit, masked):
         # An EinsumDense may as well scale steps, and drops masks, as no norm does.
         is_diagonal = linear.diagonal_axis(unit, 2) is not None
         drops = masked and unit.cls is not ChannelAffine
-        return is_diagonal and not drops and not affine_lib.elsewhere(graph, unit)
+        return (
+            is_diagonal and not drops and not affine_lib.is_on_another_axis(graph, unit)
+        )
     if any(node.kwargs.get("training") for node in unit.nodes):
         if affine_lib.is_batch_norm(unit):
             return False
@@ -122,14 +122,14 @@ def _fold_all(maps):
     while changed:
         changed = False
         # Backward first: it is exact at borders whatever the padding.
-        for move in (fuse.fold_backward, fuse.fold_forward):
-            for unit in maps.units():
+        for move in (moves.fold_backward, moves.fold_forward):
+            for unit in list(maps):
                 if unit in maps and move(unit, maps):
                     changed = True
-    for unit in maps.units():
-        rests = fuse.fold_scale_forward(unit, maps) if unit in maps else None
+    for unit in list(maps):
+        rests = moves.fold_scale_forward(unit, maps) if unit in maps else None
         for source, rest in (rests or {}).items():
-            maps.forget(source)
+            del maps[source]
             shifts[source] = rest
     return shifts
 
@@ -138,14 +138,14 @@ def _unwrap(unit):
     """Replace a wrapper by its layer, with the kernel that it is called with."""
     wrapper = unit.layer
     layer = wrapper.layer
-    arrays = {v.name: np.asarray(numpy(v), "float64") for v in layer.weights}
+    arrays = {v.name: to_float64(v) for v in layer.weights}
     for name, kernel in wrapper.normalized_kernels().items():
-        arrays[name] = np.asarray(numpy(kernel), "float64")
+        arrays[name] = to_float64(kernel)
     config = {**config_of(layer), "name": wrapper.name}
     unit.become(type(layer), config, arrays)
 
 
-def _become_stock(unit, affine, is_shift=False):
+def _become_layer_of_keras(unit, affine, is_shift):
     """Turn a map into a layer of Keras."""
     rank = unit.nodes[0].inputs[0].rank
     axis = affine_lib.axis_of(unit, rank)
@@ -169,25 +169,14 @@ def _become_stock(unit, affine, is_shift=False):
 
 
 def _report(left, shifts, hidden):
-    parts = []
-    if left:
-        parts.append(
-            "no linear layer can take the maps of these, which stay as "
-            f"BatchNormalization layers: {_names(left)}"
-        )
-    if shifts:
-        parts.append(
-            "a zero-padded layer follows these, of which a shift stays as a Rescaling "
-            f"layer: {_names(shifts)}"
-        )
-    if hidden:
-        parts.append(
-            "these are inside of other layers, or of classes that override `call`, "
-            f"and stay as they are: {sorted(hidden)}"
-        )
-    if parts:
-        warnings.warn("fold: " + "; ".join(parts) + ".", stacklevel=3)
-
-
-def _names(units):
-    return [unit.name for unit in units]
+    parts = {
+        "no linear layer can take the maps of these, which stay as BatchNormalization "
+        "layers": [unit.name for unit in left],
+        "a zero-padded layer follows these, of which a shift stays as a Rescaling "
+        "layer": [unit.name for unit in shifts],
+        "these are inside of other layers, or of classes that override `call`, and "
+        "stay as they are": sorted(hidden),
+    }
+    said = [f"{text}: {names}" for text, names in parts.items() if names]
+    if said:
+        warnings.warn("fold: " + "; ".join(said) + ".", stacklevel=3)

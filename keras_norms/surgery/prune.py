@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -10,14 +10,19 @@ from keras import tree
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms._types import Tensor
 from keras_norms.layers.fused_cbn import FusedCBN
-from keras_norms.surgery import linear, resize
-from keras_norms.surgery.channels import Channels
-from keras_norms.surgery.fused import split
-from keras_norms.surgery.graph import Graph, numpy
-from keras_norms.surgery.inline import LINEAR, graph_of
-from keras_norms.surgery.inputs import inputs_of, wrong_data
-from keras_norms.surgery.substitutes import Choice, Site
+from keras_norms.surgery._graph import affine, linear
+from keras_norms.surgery._graph.blocks import graph_of
+from keras_norms.surgery._graph.data import inputs_of, wrong_data
+from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
+from keras_norms.surgery._graph.graph import Graph
+from keras_norms.surgery._graph.units import to_float64, to_numpy
+from keras_norms.surgery._prune import resize
+from keras_norms.surgery._prune.channels import Channels
+from keras_norms.surgery._prune.macs import macs_of
+from keras_norms.surgery._prune.selection import Selection
+from keras_norms.surgery._prune.substitutes import Site
 
 
 class Pruned(NamedTuple):
@@ -38,20 +43,20 @@ class Pruned(NamedTuple):
         largest: Largest change of an output, over the largest output.
     """
 
-    model: Any
-    removed: dict
-    channels: tuple
-    parameters: tuple
-    macs: Any
+    model: keras.Model
+    removed: dict[str, np.ndarray]
+    channels: tuple[int, int]
+    parameters: tuple[int, int]
+    macs: tuple[int, int] | None
     error: float
     largest: float
 
     @property
-    def share(self):
+    def share(self) -> float:
         """The share of all channels that is gone, from 0 to 1."""
         return 1 - self.channels[1] / self.channels[0]
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [
             f"{name}: {before:,} -> {after:,} ({after / before - 1:+.1%})"
             for name, (before, after) in (
@@ -70,8 +75,14 @@ class Pruned(NamedTuple):
 
 
 def prune(
-    model, data, gamma=0.0, similarity=1.0, steps=None, batch_size=32, inline=True
-):
+    model: keras.Model,
+    data: Tensor,
+    gamma: float | None = 0.0,
+    similarity: float | None = 1.0,
+    steps: int | None = None,
+    batch_size: int = 32,
+    inline: bool = True,
+) -> Pruned:
     """Make a copy with fewer channels, which computes the same up to a stated error.
 
     At training a normalised channel differs from all others by gamma and beta alone:
@@ -154,9 +165,9 @@ def prune(
     https://arxiv.org/abs/1708.06519
     """
     _check(gamma, similarity, steps, batch_size)
-    graph = graph_of(model, "prune", inline, holding=LINEAR)
+    graph = graph_of(model, "prune", inline, holding=linear.PLAIN)
     if any(unit.cls is FusedCBN for unit in graph.all_units()):
-        split(graph)
+        split_fused_cbn(graph)
         model = graph.make()
         graph = Graph(model)
     channels = Channels(graph)
@@ -177,13 +188,13 @@ def prune(
         )
     batches = _collect(model, data, steps, batch_size)
     outputs = _measure(model, sites, batches)
-    choice = Choice(sites, roots, channels.is_fixed, gamma, similarity)
-    before = model.count_params(), _macs(graph)
+    selection = Selection(sites, roots, channels.is_fixed, gamma, similarity)
+    before = model.count_params(), macs_of(graph)
     for site in sites:
-        _substitute(site, choice)
-    removed, left = _resize(channels, makers, choice)
+        _substitute(site, selection)
+    removed, left = _resize(channels, makers, selection)
     pruned = graph.make()
-    macs = before[1], _macs(Graph(pruned))
+    macs = before[1], macs_of(Graph(pruned))
     return Pruned(
         pruned,
         removed,
@@ -233,7 +244,7 @@ def _measure(model, sites, batches):
         original = layer.call
 
         def call(inputs, *args, **kwargs):
-            site.record(numpy(inputs))
+            site.record(to_numpy(inputs))
             return original(inputs, *args, **kwargs)
 
         return call
@@ -251,7 +262,7 @@ def _measure(model, sites, batches):
 def _outputs(model, x):
     x = tree.map_structure(keras.ops.convert_to_tensor, x)
     made = tree.flatten(model(x, training=False))
-    return [np.asarray(numpy(y), "float64") for y in made]
+    return [to_float64(y) for y in made]
 
 
 def _errors(model, batches, outputs):
@@ -271,14 +282,14 @@ def _errors(model, batches, outputs):
 # Changing
 
 
-def _substitute(site, choice):
+def _substitute(site, selection):
     """Let a layer do without what goes."""
     unit = site.unit
     size = sum(group.features.size for group in site.groups)
     constants = np.zeros(size)
     targets, sources, scales = [], [], []
     for group in site.groups:
-        for row, (other, alpha, offset) in choice.substitutes(group).items():
+        for row, (other, alpha, offset) in selection.substitutes(group).items():
             features = group.features[row]
             constants[features] = offset
             if other is not None:
@@ -290,59 +301,44 @@ def _substitute(site, choice):
         resize.add_inputs(unit, targets, sources, np.array(scales))
 
 
-def _resize(channels, makers, choice):
+def _resize(channels, makers, selection):
     """Take channels out of all layers.
 
     Returns:
         What is gone, by the names of makers, and how many channels are left.
     """
-    gone = np.array(list(choice.removed), dtype=int)
+    gone = np.array(list(selection.removed), dtype=int)
 
     def stays(labels):
         return ~np.isin(channels.roots(labels.ids), gone)
 
     for unit, labels in channels.readers.items():
         if not np.all(stays(labels)):
-            resize.keep_inputs(unit, stays(labels))
+            resize.drop_inputs(unit, stays(labels))
     for unit, (read, made) in channels.passers.items():
         if not np.all(stays(made)):
-            resize.keep_channels(unit, read.axis, stays(read), made.axis, stays(made))
+            resize.drop_channels(unit, read.axis, stays(read), made.axis, stays(made))
     removed, left = {}, 0
     for unit, labels in makers.items():
-        keep = stays(labels)
-        left += int(np.sum(keep))
-        if not np.all(keep):
-            resize.keep_outputs(unit, keep)
-            removed[channels.names[unit]] = np.flatnonzero(~keep)
+        mask = stays(labels)
+        left += int(np.sum(mask))
+        if not np.all(mask):
+            resize.drop_outputs(unit, mask)
+            removed[channels.names[unit]] = np.flatnonzero(~mask)
     return removed, left
 
 
-# Counting
+def norms_of_one_maker(model: keras.Model) -> list[keras.layers.Layer]:
+    """List the norms whose channels can go, and that one layer alone makes.
 
-
-def _macs(graph):
-    """Multiply-accumulates of all calls, or `None` where sizes are not known."""
-    total = 0
-    for node in graph.nodes:
-        unit = node.unit
-        if unit.graph is not None:
-            macs = _macs(unit.graph)
-        elif issubclass(unit.cls, linear.PLAIN) and unit.cls not in linear.EINSUM:
-            macs = _macs_of(node)
-        else:
-            continue
-        if macs is None:
-            return None
-        total += macs
-    return total
-
-
-def _macs_of(node):
-    unit = node.unit
-    value = node.input if unit.cls in linear.TRANSPOSED else node.output
-    positions = list(value.shape[1:])
-    del positions[linear.channel_axis(unit, value.rank) - 1]
-    if None in positions:
-        return None
-    kernels = [v for v in unit.layer.weights if v.name.endswith("kernel")]
-    return int(np.prod(positions)) * sum(int(np.prod(v.shape)) for v in kernels)
+    Not those after a sum, of which two layers make each channel.
+    """
+    channels = Channels(Graph(model))
+    makers = [channels.roots(labels.ids) for labels in channels.makers.values()]
+    roots, counts = np.unique(np.concatenate(makers), return_counts=True)
+    alone = roots[(counts == 1) & ~channels.is_fixed(roots)]
+    return [
+        unit.layer
+        for unit, (labels, _) in channels.passers.items()
+        if affine.is_norm(unit) and np.isin(channels.roots(labels.ids), alone).all()
+    ]

@@ -1,26 +1,25 @@
-"""Fresh moving statistics from data, and the pass over data that measures them."""
+"""recalibrate: fresh moving statistics from data."""
 
-import contextlib
 import warnings
 
 import keras
 import numpy as np
-from keras import ops, tree
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
-from keras_norms.layers.cbn import CBN
-from keras_norms.layers.lp_norm import LpNorm
-from keras_norms.ops import lp_norm, normalize
-from keras_norms.ops.moments import Moments, moments
-from keras_norms.ops.shapes import per_channel, reduction_axes
-from keras_norms.surgery.affine import NORMS, Statistics
-from keras_norms.surgery.graph import numpy
-from keras_norms.surgery.hurry import FEW, cheap_compilation, is_few
-from keras_norms.surgery.inputs import inputs_of, wrong_data
+from keras_norms._types import Tensor
+from keras_norms.surgery._graph.affine import NORMS
+from keras_norms.surgery._graph.measure import measure, stored
+from keras_norms.surgery._graph.units import assign, to_float64
 
 
-def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
+def recalibrate(
+    model: keras.Model,
+    data: Tensor,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    verbose: str | int = "auto",
+) -> keras.Model:
     """Measure the moving statistics of all normalisation layers anew ("precise BN").
 
     Use it after the weights were changed by other means than training: averaged (SWA,
@@ -75,10 +74,9 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
         arguments.integer("batch_size", batch_size, at_least=1)
     arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
     calls = [norm.call for norm in NORMS]
-    found, others = [], []
-    for layer in _keras.layers_of(model):
-        if isinstance(layer, NORMS) and layer.trainable:
-            (found if type(layer).call in calls else others).append(layer)
+    norms = [layer for layer in _keras.layers_of(model, NORMS) if layer.trainable]
+    found = [layer for layer in norms if type(layer).call in calls]
+    others = [layer for layer in norms if layer not in found]
     if others:
         warnings.warn(
             "recalibrate: these layers are of classes that override `call`, and keep "
@@ -111,206 +109,11 @@ def recalibrate(model, data, steps=None, batch_size=None, verbose="auto"):
     return model
 
 
-def measure(
-    model,
-    layers,
-    data,
-    steps=None,
-    batch_size=None,
-    verbose="auto",
-    with_batch_statistics=False,
-):
-    """Mean and variance of the inputs of normalisation layers, in one pass over data.
-
-    Args:
-        model: A built model, run in inference mode.
-        layers: Normalisation layers in it.
-        data, steps, batch_size, verbose: See `recalibrate`.
-        with_batch_statistics: Whether `layers` normalise with the statistics of each
-            batch instead of their own.
-
-    Returns:
-        A list of `Statistics`, in float64, one for each layer; `None` for a layer that
-        the model does not call.
-    """
-    probe = _Probe(model, layers, with_batch_statistics)
-    x = inputs_of(model, data)
-    if isinstance(data, list) and not isinstance(x, list):
-        few = len(data) <= FEW
-    else:
-        few = is_few(x, steps, batch_size)
-    if few and keras.backend.backend() == "tensorflow":
-        probe.compile(run_eagerly=True)  # Faster than to make a graph.
-    try:
-        with (
-            warnings.catch_warnings(),
-            cheap_compilation() if few else contextlib.nullcontext(),
-        ):
-            # All of it was asked for.
-            warnings.filterwarnings("ignore", "Your input ran out of data")
-            outputs = probe.predict(x, batch_size, verbose, steps)
-    except ValueError as e:
-        if "data type" in str(e) or "generator" in str(e):
-            raise wrong_data(data) from e
-        raise
-    by_layer = [[] for _ in layers]
-    for index, output in zip(probe.recorder.order, tree.flatten(outputs)):
-        by_layer[index].append(np.asarray(output, "float64"))
-    return [_combine(np.concatenate(values)) if values else None for values in by_layer]
-
-
-class _Recorder:
-    """Records the statistics of each call of some layers."""
-
-    def __init__(self, layers, with_batch_statistics):
-        self.layers = layers
-        self.with_batch_statistics = with_batch_statistics
-        self.order = []
-        self.rows = []
-
-    @contextlib.contextmanager
-    def recording(self):
-        self.order, self.rows = [], []
-        with contextlib.ExitStack() as stack:
-            for index, layer in enumerate(self.layers):
-                methods = {"call": self._call(index, layer)}
-                if isinstance(layer, CBN):  # FusedCBN calls this
-                    methods["scale_and_shift"] = self._scale_and_shift(index, layer)
-                stack.enter_context(_keras.replaced(layer, **methods))
-            yield self.rows
-
-    def _call(self, index, layer):
-        original = layer.call
-
-        def call(inputs, training=None, mask=None):
-            batch = self._record(index, layer, inputs, mask)
-            if self.with_batch_statistics:
-                return _normalize(layer, inputs, *batch[1:])
-            return original(inputs, training=False)
-
-        return call
-
-    def _scale_and_shift(self, index, layer):
-        original = layer.scale_and_shift
-
-        def scale_and_shift(inputs, training=None, mask=None):
-            batch = self._record(index, layer, inputs, mask)
-            if not self.with_batch_statistics:
-                return original(inputs, training=False)
-            return normalize.cbn_stored_scale_and_shift(*_cbn(layer, *batch[1:3]))
-
-        return scale_and_shift
-
-    def _record(self, index, layer, inputs, mask):
-        dtype = "float64" if layer.compute_dtype == "float64" else "float32"
-        batch = _statistics(layer, inputs, mask, dtype)
-        rows = [ops.broadcast_to(v, ops.shape(batch[1])) for v in batch]
-        self.order.append(index)
-        self.rows.append(ops.stack(rows)[None])
-        return batch
-
-
-class _Probe(keras.Model):
-    """A model whose outputs are statistics of another, a row for each batch.
-
-    So that `predict` brings what is needed: compilation, data of all kinds, devices,
-    and a progress bar.
-    """
-
-    def __init__(self, model, layers, with_batch_statistics):
-        super().__init__(name="probe")
-        self.model = model
-        self.recorder = _Recorder(layers, with_batch_statistics)
-        # JAX would call it once to build it, and compile each operation by itself.
-        self.built = True
-
-    def call(self, inputs):
-        with self.recorder.recording() as rows:
-            self.model(inputs, training=False)
-            return rows
-
-
-def _statistics(layer, inputs, mask, dtype):
-    """Count, mean, variance and, for LpNorm, the norm of one batch."""
-    mask = arguments.broadcast_mask(mask, inputs, layer.axis)
-    batch = _moments(inputs, dtype, layer.axis, mask)
-    norm = batch.variance
-    if isinstance(layer, LpNorm):
-        norm = lp_norm.lp_statistics(
-            inputs,
-            dtype,
-            p=layer.p,
-            centered=layer.norm_of == "centered",
-            axis=layer.axis,
-            mask=mask,
-        ).norm
-    return batch.count, batch.mean, batch.variance, norm
-
-
-def _moments(x, dtype, axis, mask):
-    if mask is not None:
-        return moments(x, dtype, axis, mask)
-    # Two passes, without the kernels that training has: they would be compiled for
-    # each shape, which takes longer than the pass over the data.
-    ndim = len(x.shape)
-    axes = reduction_axes(ndim, axis)
-    x = ops.cast(x, dtype)
-    mean = ops.mean(x, axes)
-    variance = ops.mean(ops.square(x - per_channel(mean, ndim, axis)), axes)
-    count = ops.cast(ops.size(x), dtype) / mean.shape[0]
-    return Moments(count, mean, variance)
-
-
-def _normalize(layer, inputs, mean, variance, norm):
-    """The layer's inference map with other statistics."""
-    inputs = ops.cast(inputs, layer.compute_dtype)
-    if isinstance(layer, CBN):
-        return normalize.cbn_inference(inputs, *_cbn(layer, mean, variance))
-    gamma = ops.cast(layer.gamma, mean.dtype) if layer.scale else ops.ones_like(mean)
-    beta = ops.cast(layer.beta, mean.dtype) if layer.center else ops.zeros_like(mean)
-    settings = {"epsilon": layer.epsilon, "axis": layer.axis}
-    if isinstance(layer, LpNorm):
-        return lp_norm.lp_inference(inputs, gamma, beta, mean, norm, **settings)
-    return normalize.batch_normalization_inference(
-        inputs, gamma, beta, mean, variance, **settings
-    )
-
-
-def _cbn(layer, mean, variance):
-    """What the inference map of a CBN layer takes, with other statistics."""
-    gamma, beta = layer.affine()
-    square = variance + ops.square(beta) if layer.decouple else variance
-    state = normalize.CBNState(mean, square, None)
-    return gamma, beta, state, ops.cast(layer.rho, mean.dtype), layer.settings()
-
-
-def _combine(batches):
-    """`Statistics` of all batches, from an array (batches, 4, channels)."""
-    count, mean, variance, norm = np.moveaxis(batches, 1, 0)
-    # A batch without any element, all of it masked, says nothing.
-    share = count / np.maximum(np.sum(count, 0), 1)
-    total = np.sum(share * mean, 0)
-    spread = np.sum(share * (variance + np.square(mean - total)), 0)
-    return Statistics(total, spread, np.sum(share * norm, 0))
-
-
 def _assign(layer, statistics):
-    mean, variance, norm = statistics.mean, statistics.variance, statistics.norm
-    values = {"moving_mean": mean}
-    if isinstance(layer, CBN):
-        values["moving_square"] = variance
-        if layer.decouple and layer.center:
-            beta = numpy(layer.beta)
-            values["moving_square"] = variance + np.square(beta, dtype="float64")
-        values["average_weight"] = np.asarray(1.0)
-    elif isinstance(layer, LpNorm):
-        values["moving_norm"] = norm
-    else:
-        values["moving_variance"] = variance
-        if getattr(layer, "renorm", False):
-            deviation = np.sqrt(variance + layer.epsilon)
-            values["renorm_mean"] = mean
-            values["renorm_stddev"] = values["moving_stddev"] = deviation
+    values = stored(layer, statistics, to_float64)
+    if getattr(layer, "renorm", False):
+        deviation = np.sqrt(statistics.variance + layer.epsilon)
+        values["renorm_mean"] = statistics.mean
+        values["renorm_stddev"] = values["moving_stddev"] = deviation
     for name, value in values.items():
-        variable = getattr(layer, name)
-        variable.assign(ops.cast(value, variable.dtype))
+        assign(getattr(layer, name), value)

@@ -38,14 +38,14 @@ import pathlib
 import keras
 import numpy as np
 
-from keras_norms import recalibrate
-from keras_norms.surgery.affine import NORMS as WITH_STATISTICS
+from keras_norms import CBN, LpNorm, NoisyBN, recalibrate
 from recipes import models
 from recipes.engine import command, data, figures, files, results, training
 from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import norms
 
 KINDS = ("one_label", "mixed")
+WITH_STATISTICS = keras.layers.BatchNormalization, CBN, NoisyBN, LpNorm
 COLUMNS = {
     "silhouette": ("test", "silhouette"),
     "of the picture": ("test", "silhouette_of_picture"),

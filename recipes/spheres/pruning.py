@@ -42,8 +42,7 @@ import pandas as pd
 from keras import ops
 
 from keras_norms import CBN, prune, recalibrate
-from keras_norms.surgery.channels import Channels
-from keras_norms.surgery.graph import Graph
+from keras_norms.surgery.prune import norms_of_one_maker
 from recipes.engine import classifier, command, data, files, optimizers, training
 from recipes.engine.run import Run
 from recipes.engine.settings import setting
@@ -113,16 +112,11 @@ def own_norms(model):
 
     A dict by name; norms of channels that cannot go are not in it.
     """
-    channels = Channels(Graph(model))
-    makers = [channels.roots(labels.ids) for labels in channels.makers.values()]
-    roots, counts = np.unique(np.concatenate(makers), return_counts=True)
-    alone = roots[(counts == 1) & ~channels.is_fixed(roots)]
     found = {}
-    for unit, (labels, _) in channels.passers.items():
-        layer, gamma = unit.layer, getattr(unit.layer, "gamma", None)
-        if gamma is not None and np.isin(channels.roots(labels.ids), alone).all():
+    for layer in norms_of_one_maker(model):
+        if layer.gamma is not None:
             rho = layer.rho if isinstance(layer, CBN) else 1
-            found[layer.name] = np.abs(ops.convert_to_numpy(gamma / rho))
+            found[layer.name] = np.abs(ops.convert_to_numpy(layer.gamma / rho))
     return found
 
 

@@ -11,14 +11,15 @@ from tests.support.backend import numpy
 
 
 @contextlib.contextmanager
-def float64():
-    """float64 from end to end, for TensorFlow.
+def policy(name):
+    """Layers that are made have another dtype policy.
 
-    On JAX it is a switch of the process; on PyTorch BatchNormalization has none.
+    float64, from end to end, is for TensorFlow: on JAX it is a switch of the process;
+    on PyTorch BatchNormalization has none.
     """
     old = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
+    keras.config.set_floatx("float64" if name == "float64" else old[0])
+    keras.config.set_dtype_policy(name)
     try:
         yield
     finally:

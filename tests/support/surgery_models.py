@@ -67,25 +67,24 @@ def quiet(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def check_convert(model, norm="cbn", x=None, tolerance=1e-5, says=None, **kwargs):
-    """Convert: the same outputs, and the model is as it was. Returns the new one."""
+def check(surgery, model, x=None, tolerance=1e-5, says=None, *args, **kwargs):
+    """The same outputs, and the model is as it was. Returns the new one."""
     x = batch_for(model) if x is None else x
     before = snapshot(model)
     with saying(says):
-        new = convert(model, norm, **kwargs)
+        new = surgery(model, *args, **kwargs)
     assert_unchanged(before, model)
     assert_same_outputs(new, model, x, tolerance)
     return new
 
 
+def check_convert(model, norm="cbn", x=None, tolerance=1e-5, says=None, **kwargs):
+    return check(convert, model, x, tolerance, says, norm, **kwargs)
+
+
 def check_fold(model, x=None, tolerance=1e-5, says=None):
-    """Fold: the same outputs, layers of Keras only, and the model is as it was."""
-    x = batch_for(model) if x is None else x
-    before = snapshot(model)
-    with saying(says):
-        folded = fold(model)
-    assert_unchanged(before, model)
-    assert_same_outputs(folded, model, x, tolerance)
+    """Also: layers of Keras only."""
+    folded = check(fold, model, x, tolerance, says)
     assert "keras_norms" not in str(keras.saving.serialize_keras_object(folded))
     return folded
 
@@ -114,17 +113,13 @@ def randomize(model, seed=0):
     rng = np.random.default_rng(seed)
     for weight in model.weights:
         shape = tuple(weight.shape)
-        if weight.name == "moving_mean":
-            value = rng.normal(0, 0.5, shape)
-        elif weight.name in ("moving_variance", "moving_square", "moving_norm"):
-            value = rng.uniform(0.5, 2, shape)
+        if weight.name in ("moving_variance", "moving_square", "moving_norm"):
+            weight.assign(rng.uniform(0.5, 2, shape))
         elif weight.name == "gamma":
             value = rng.uniform(0.5, 1.5, shape) * rng.choice([-1, 1], shape)
-        elif weight.name in ("beta", "bias"):
-            value = rng.normal(0, 0.5, shape)
-        else:
-            continue
-        weight.assign(value)
+            weight.assign(value)
+        elif weight.name in ("moving_mean", "beta", "bias"):
+            weight.assign(rng.normal(0, 0.5, shape))
     return model
 
 
@@ -214,90 +209,54 @@ def kinds():
     return randomize(keras.Model(inputs, x, name="kinds"))
 
 
-def preactivated():
-    """Normalisation before the activation, of sums and of concatenations."""
-    inputs = keras.Input((10, 10, 3), name="image")
-    x = layers.Conv2D(4, 3, padding="same", name="stem")(inputs)
-    for i in "ab":
-        y = layers.BatchNormalization(name=f"{i}_bn")(x)
-        y = layers.ReLU(name=f"{i}_act")(y)
-        y = layers.Conv2D(4, 3, padding="same", name=i)(y)
-        x = layers.Concatenate(name=f"{i}_concat")([x, y])
-    x = layers.BatchNormalization(name="last_bn")(x)
-    x = layers.ReLU(name="last_act")(x)
-    x = layers.GlobalAveragePooling2D(name="pool")(x)
-    x = layers.Dense(5, name="logits")(x)
-    return randomize(keras.Model(inputs, x, name="preactivated"))
-
-
 def nested():
     """A Sequential in a Functional in a Functional, with preprocessing outside."""
-    block = keras.Sequential(
-        [
-            keras.Input((8, 8, 4)),
-            layers.Conv2D(4, 3, padding="same", use_bias=False, name="conv"),
-            layers.BatchNormalization(name="bn"),
-            layers.ReLU(name="act"),
-        ],
-        name="block",
-    )
+    block = [
+        keras.Input((8, 8, 4)),
+        layers.Conv2D(4, 3, padding="same", use_bias=False, name="conv"),
+        layers.BatchNormalization(name="bn"),
+        layers.ReLU(name="act"),
+    ]
     inputs = keras.Input((8, 8, 3), name="body_in")
-    x = conv(inputs, 4, "first")
-    x = block(x)
+    x = keras.Sequential(block, name="block")(conv(inputs, 4, "first"))
     body = keras.Model(inputs, x, name="body")
     image = keras.Input((8, 8, 3), name="image")
-    x = layers.Rescaling(0.5, name="rescaling")(image)
-    x = body(x)
+    x = body(layers.Rescaling(0.5, name="rescaling")(image))
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     return randomize(keras.Model(image, layers.Dense(3, name="head")(x), name="whole"))
 
 
 def shared():
     """Two images through the same layers."""
-    stem = layers.Conv2D(4, 3, padding="same", use_bias=False, name="stem")
-    stem_bn = layers.BatchNormalization(name="stem_bn")
-    second = layers.Conv2D(4, 3, padding="same", name="second")
-    second_bn = layers.BatchNormalization(name="second_bn")
+    convs = [layers.Conv2D(4, 3, padding="same", name=x) for x in ("stem", "second")]
+    norms = [layers.BatchNormalization(name=f"{x.name}_bn") for x in convs]
     inputs = [keras.Input((8, 8, 3), name=name) for name in ("left", "right")]
-    features = []
-    for x in inputs:
-        x = layers.ReLU()(stem_bn(stem(x)))
-        features.append(layers.ReLU()(second_bn(second(x))))
-    x = layers.Concatenate(name="both")(features)
-    x = layers.Flatten(name="flatten")(x)
+    features = inputs
+    for layer, norm in zip(convs, norms):
+        features = [relu(norm(layer(x))) for x in features]
+    x = layers.Flatten(name="flatten")(layers.Concatenate(name="both")(features))
     return randomize(
         keras.Model(inputs, layers.Dense(3, name="head")(x), name="siamese")
     )
 
 
 def sequential():
-    return randomize(
-        keras.Sequential(
-            [
-                keras.Input((8, 8, 3)),
-                layers.Conv2D(4, 3, padding="same", use_bias=False, name="one"),
-                layers.BatchNormalization(name="one_bn"),
-                layers.ReLU(name="one_act"),
-                layers.Conv2D(4, 3, padding="same", use_bias=False, name="two"),
-                layers.BatchNormalization(name="two_bn"),
-                layers.ReLU(name="two_act"),
-                layers.Flatten(name="flatten"),
-                layers.Dropout(0.3, name="drop"),
-                layers.Dense(3, name="head"),
-            ],
-            name="chain",
-        )
-    )
+    stack = [
+        keras.Input((8, 8, 3)),
+        layers.Conv2D(4, 3, padding="same", use_bias=False, name="one"),
+        layers.BatchNormalization(name="one_bn"),
+        layers.ReLU(name="one_act"),
+        layers.Conv2D(4, 3, padding="same", use_bias=False, name="two"),
+        layers.BatchNormalization(name="two_bn"),
+        layers.ReLU(name="two_act"),
+        layers.Flatten(name="flatten"),
+        layers.Dropout(0.3, name="drop"),
+        layers.Dense(3, name="head"),
+    ]
+    return randomize(keras.Sequential(stack, name="chain"))
 
 
-MODELS = {
-    "residual": residual,
-    "kinds": kinds,
-    "preactivated": preactivated,
-    "nested": nested,
-    "shared": shared,
-    "sequential": sequential,
-}
+MODELS = {make.__name__: make for make in (residual, kinds, nested, shared, sequential)}
 
 
 def batch_for(model, size=6, seed=3):
@@ -305,16 +264,6 @@ def batch_for(model, size=6, seed=3):
     shapes = [tuple(x.shape[1:]) for x in model.inputs]
     xs = [images(size, *shape, seed=seed + i) for i, shape in enumerate(shapes)]
     return xs if len(xs) > 1 else xs[0]
-
-
-def in_policy(policy, model):
-    """A Sequential model with another dtype policy and the same weights."""
-    config = model.get_config()
-    for layer in config["layers"][1:]:
-        layer["config"]["dtype"] = policy
-    made = keras.Sequential.from_config(config)
-    made.set_weights(model.get_weights())
-    return made
 
 
 class Block(layers.Layer):
@@ -327,9 +276,8 @@ class Block(layers.Layer):
             layers.Conv2D(filters, 3, padding="same", use_bias=False, name=f"conv{i}")
             for i in range(2)
         ]
-        self.norms = {
-            str(i): layers.BatchNormalization(name=f"norm{i}") for i in range(2)
-        }
+        names = {str(i): f"norm{i}" for i in range(2)}
+        self.norms = {i: layers.BatchNormalization(name=x) for i, x in names.items()}
         self.drop = layers.Dropout(0.5, name="drop")
 
     def call(self, x, training=False):

@@ -94,7 +94,7 @@ def of_call(call, **kwargs):
         (lambda self, x: x if ops.max(x) > 9 else self.inside(x), "symbolic|KerasT"),
         (
             lambda self, x: ops.cond(ops.max(x) > 9, lambda: 2 * x, lambda: x),
-            "it gives 'cond.*' a function",
+            "it gives 'cond.*' a function|__jax_array__",
         ),
         (asks_training, "other calls in training"),
         (

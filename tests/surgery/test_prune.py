@@ -44,19 +44,17 @@ def test_what_was_planted_goes_and_nothing_else(tmp_path):
     assert planted.removed(pruned) == PLANTED
     new = pruned.model
     assert m.names(new) == m.names(model)
-    assert new.compiled and new.name == model.name
     assert not new.get_layer("one").use_bias  # the norm takes constants
     new.save(tmp_path / "pruned.keras")
     loaded = keras.saving.load_model(tmp_path / "pruned.keras")
     m.assert_same_outputs(loaded, new, data, 1e-6)
-    assert loaded.compiled
-    assert np.isfinite(new.train_on_batch(data, np.zeros((16, 3))))
+    assert np.isfinite(loaded.train_on_batch(data, np.zeros((16, 3))))
 
 
 @tensorflow_only
 @pytest.mark.parametrize("name", m.some_later(m.MODELS, set(m.MODELS) - {"residual"}))
 def test_float64_shows_that_the_algebra_is_exact(name):
-    with planted.float64():
+    with planted.policy("float64"):
         model = planted.draw_kernels(m.MODELS[name]())
         for layer in m.of_class(model, layers.BatchNormalization):
             if layer.scale and layer.center:
@@ -84,19 +82,16 @@ def test_constants_at_the_border_are_exact():
 
 
 @pytest.mark.parametrize(
-    "cls, options, size",
+    "cls, size, options",
     [
-        (layers.Conv2D, {"kernel_size": 5}, 9),
-        (layers.SeparableConv2D, {"kernel_size": 3, "strides": 2}, 7),
+        (layers.Conv2D, 9, {"kernel_size": 5}),
+        (layers.SeparableConv2D, 7, {"kernel_size": 3, "strides": 2}),
         pytest.param(
-            layers.Conv2D, {"kernel_size": 4, "strides": 2}, 8, marks=thorough
-        ),
-        pytest.param(
-            layers.Conv2D, {"kernel_size": 3, "dilation_rate": 2}, 7, marks=thorough
+            layers.Conv2D, 7, {"kernel_size": 3, "dilation_rate": 2}, marks=thorough
         ),
     ],
 )
-def test_a_constant_in_a_bias_is_exact_away_from_the_border(cls, options, size):
+def test_a_constant_in_a_bias_is_exact_away_from_the_border(cls, size, options):
     """It goes where `gamma` allows its error there, of each tap that reads padding."""
     inputs = keras.Input((size, size, 2), name="image")
     x = m.conv(inputs, 4, "one", activation=None)
@@ -110,11 +105,10 @@ def test_a_constant_in_a_bias_is_exact_away_from_the_border(cls, options, size):
     assert prune(model, data, enough * 0.999, None).removed == {}
     pruned = prune(model, data, enough * 1.001, None)
     assert planted.removed(pruned) == {"one": [1]}
-    old, new = (numpy(net(data)) for net in (model, pruned.model))
-    inside = slice(1, -1) if "strides" in options else slice(2, -2)
-    inside = (slice(None), inside, inside)
-    np.testing.assert_allclose(new[inside], old[inside], atol=1e-5)
-    assert np.max(np.abs(new - old)) > 1e-2
+    changes = np.abs(numpy(pruned.model(data)) - numpy(model(data)))
+    border = 1 if "strides" in options else 2
+    assert np.max(changes[:, border:-border, border:-border]) < 1e-5
+    assert np.max(changes) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -167,6 +161,7 @@ def test_nothing_goes_beyond_the_tolerance(gamma, similarity):
     x = m.batch_for(model, 16)
     pruned = prune(model, x, gamma, similarity)
     assert pruned.removed
+    least = 0 if gamma is None else gamma * (1 + 1e-6)
     for name, gone in pruned.removed.items():
         tensor = model.get_layer(f"{name}_act").output
         rows = planted.values_of(model, tensor, x)
@@ -177,53 +172,27 @@ def test_nothing_goes_beyond_the_tolerance(gamma, similarity):
             spread = planted.deviations(rows)
         kept = np.setdiff1d(np.arange(rows.shape[-1]), gone)
         for channel in gone:
-            is_constant = gamma is not None and spread[channel] <= gamma * (1 + 1e-6)
             alike = np.max(np.abs(np.corrcoef(rows.T)[channel, kept]))
             rest = spread[channel] * np.sqrt(1 - alike**2)
-            is_alike = similarity is not None and (
-                alike >= similarity - 1e-6 or rest <= (gamma or 0) * (1 + 1e-6)
+            is_alike = alike >= (similarity or 2) - 1e-6 or (
+                similarity and rest <= least
             )
-            assert is_constant or is_alike
+            assert is_alike or spread[channel] <= least
         if similarity is None:  # and all that could go as constants went
             assert np.all(spread[kept] > gamma * (1 - 1e-6))
 
 
-@pytest.mark.parametrize(
-    "name", m.some_later(["residual", "nested", "shared"], ["residual", "shared"])
-)
-def test_the_report_is_true(name):
-    model = planted.draw_kernels(m.MODELS[name]())
-    x = m.batch_for(model, 16)
-    pruned = prune(model, x, gamma=0.5, similarity=0.7)
-    assert 0 < pruned.share < 1
-    old, new = (m.outputs(net, x) for net in (model, pruned.model))
-    error = np.linalg.norm(new - old) / np.linalg.norm(old)
-    assert pruned.error == pytest.approx(error, rel=1e-3)
-    largest = np.max(np.abs(new - old)) / np.max(np.abs(old))
-    assert pruned.largest == pytest.approx(largest, rel=1e-3)
-    assert pruned.parameters == (model.count_params(), pruned.model.count_params())
-    made = [
-        sum(
-            layer.units if isinstance(layer, layers.Dense) else layer.filters
-            for layer in m.of_class(net, layers.Dense | layers.Conv2D)
-        )
-        for net in (model, pruned.model)
-    ]
-    assert pruned.channels == tuple(made)
-    assert made[0] - made[1] == sum(len(gone) for gone in pruned.removed.values())
-    assert f"{pruned.error:.1e}" in str(pruned)
-
-
 def test_multiply_accumulates():
     """Each output of a layer is a sum over its kernel."""
-    inputs = keras.Input((8, 8, 3), name="image")
-    x = layers.Conv2D(4, 3, 2, padding="same", activation="relu")(inputs)
-    x = layers.DepthwiseConv2D(3)(x)
-    x = layers.SeparableConv2D(6, 2, depth_multiplier=2)(x)
-    x = layers.Conv2DTranspose(2, 2, 2)(x)
     block = keras.Sequential([keras.Input((8,)), layers.Dense(5), layers.Dense(8)])
-    x = block(block(layers.Flatten()(layers.Cropping2D()(x))))
-    pruned = prune(keras.Model(inputs, x), m.images(4, 8, 8, 3))
+    model = m.model_of(
+        (8, 8, 3),
+        layers.Conv2D(4, 3, 2, padding="same", activation="relu"),
+        *(layers.DepthwiseConv2D(3), layers.SeparableConv2D(6, 2, depth_multiplier=2)),
+        *(layers.Conv2DTranspose(2, 2, 2), layers.Cropping2D(), layers.Flatten()),
+        *(block, block),
+    )
+    pruned = prune(model, m.images(4, 8, 8, 3))
     conv, depthwise = 16 * 9 * 3 * 4, 4 * 9 * 4
     separable = 1 * (4 * 4 * 2 + 8 * 6)
     transposed = 1 * 2 * 2 * 6 * 2
@@ -245,44 +214,19 @@ def test_sizes_that_are_known_only_at_run_time():
 # Errors
 
 
+softmax_between = layers.Dense(4), layers.Softmax(), layers.Dense(2)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"gamma": -0.1}, "`gamma` must be a number, non-negative"),
-        ({"gamma": float("nan")}, "`gamma` must be a number, non-negative"),
-        ({"gamma": "small"}, "`gamma` must be a number"),
-        ({"gamma": True}, "`gamma` must be a number"),
-        ({"similarity": 0}, "`similarity` must be a number, positive"),
-        ({"similarity": 1.1}, "`similarity` must be a number, positive and at most 1"),
         ({"gamma": None, "similarity": None}, "must not both be None"),
-        ({"steps": 0}, "`steps` must be an integer, positive"),
-        ({"batch_size": 2.5}, "`batch_size` must be an integer, positive"),
-        ({"data": None}, "`data` must be an array"),
-        ({"data": []}, "`data` must be an array.*not be empty"),
         ({"data": iter([])}, "`data` must be an array.*not be empty"),
-        ({"model": "model"}, "Functional or Sequential"),
-        ({"model": keras.Sequential([layers.Dense(2)])}, "must be built"),
+        ({"model": m.model_of((3,), layers.Dense(4))}, "a channel that could go"),
+        ({"model": m.model_of((3,), *softmax_between)}, "a channel that could go"),
     ],
 )
 def test_bad_arguments(arguments, message):
-    model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(2)])
+    model = m.model_of((3,), layers.Dense(4), layers.Dense(2))
     with pytest.raises(ValueError, match=message):
         prune(**{"model": model, "data": m.images(6, 3), **arguments})
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [[layers.Dense(4)], [layers.Dense(4), layers.Softmax(), layers.Dense(2)]],
-)
-def test_models_without_a_channel_that_could_go(steps):
-    model = keras.Sequential([keras.Input((3,)), *steps])
-    with pytest.raises(ValueError, match="must have a channel that could go"):
-        prune(model, m.images(2, 3))
-
-
-def test_subclassed_models_without_a_call():
-    class Subclassed(keras.Model):
-        pass
-
-    with pytest.raises(ValueError, match="subclassed model cannot be seen"):
-        prune(Subclassed(), m.images(2, 3))

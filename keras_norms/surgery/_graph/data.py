@@ -1,4 +1,4 @@
-"""The data that `recalibrate` and `prune` take, as `predict` takes it."""
+"""The data that `convert`, `recalibrate` and `prune` take, for `predict`."""
 
 import keras
 import numpy as np
@@ -13,14 +13,11 @@ def inputs_of(model, data):
     if isinstance(data, (str, bytes, type, set)) or data is None or np.isscalar(data):
         raise wrong_data(data)
     inputs = _keras.inputs_of_graph(model)
-    if isinstance(model, keras.Sequential):
-        inputs = None
-    one_input = inputs is None or len(tree.flatten(inputs)) == 1
-    if isinstance(data, tuple) and len(data) in (2, 3) and one_input:
-        return _checked(model, data[0])
+    is_sequential = isinstance(model, keras.Sequential)
+    one_input = is_sequential or inputs is None or len(tree.flatten(inputs)) == 1
     if isinstance(data, tuple) and len(data) in (2, 3):
-        nested = isinstance(data[0], (list, tuple, dict))
-        return _checked(model, data[0] if nested else list(data))
+        with_targets = one_input or isinstance(data[0], (list, tuple, dict))
+        return _checked(model, data[0] if with_targets else list(data))
     is_array = hasattr(data, "shape") and hasattr(data, "dtype")
     if is_array or isinstance(data, dict):
         return _checked(model, data)

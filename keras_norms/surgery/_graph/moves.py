@@ -8,78 +8,41 @@ shared layer has one kernel, so all its calls must agree.
 import numpy as np
 from keras import layers
 
-from keras_norms.surgery import affine as affine_lib
-from keras_norms.surgery import linear
-from keras_norms.surgery.affine import Affine
+from keras_norms.surgery._graph import affine as affine_lib
+from keras_norms.surgery._graph import linear
+from keras_norms.surgery._graph.affine import Affine
+
+
+def of_any_dimension(name):
+    """The classes of layers of this name in one, two and three dimensions."""
+    return tuple(getattr(layers, f"{name}{n}D") for n in (1, 2, 3))
+
 
 # Identities at inference.
 NOISE = (
-    layers.Dropout,
-    layers.SpatialDropout1D,
-    layers.SpatialDropout2D,
-    layers.SpatialDropout3D,
-    layers.GaussianNoise,
-    layers.GaussianDropout,
-    layers.AlphaDropout,
-    layers.ActivityRegularization,
-    layers.Identity,
+    *(layers.Dropout, *of_any_dimension("SpatialDropout"), layers.AlphaDropout),
+    *(layers.GaussianNoise, layers.GaussianDropout),
+    *(layers.ActivityRegularization, layers.Identity),
 )
-ZERO_PADDING = (layers.ZeroPadding1D, layers.ZeroPadding2D, layers.ZeroPadding3D)
-_CROPPING = (layers.Cropping1D, layers.Cropping2D, layers.Cropping3D)
-_UP = (layers.UpSampling1D, layers.UpSampling2D, layers.UpSampling3D)
-_MAX = (layers.MaxPooling1D, layers.MaxPooling2D, layers.MaxPooling3D)
-_AVERAGE = (
-    layers.AveragePooling1D,
-    layers.AveragePooling2D,
-    layers.AveragePooling3D,
-)
-_GLOBAL_MAX = (
-    layers.GlobalMaxPooling1D,
-    layers.GlobalMaxPooling2D,
-    layers.GlobalMaxPooling3D,
-)
-_GLOBAL_AVERAGE = (
-    layers.GlobalAveragePooling1D,
-    layers.GlobalAveragePooling2D,
-    layers.GlobalAveragePooling3D,
-)
+ZERO_PADDING = of_any_dimension("ZeroPadding")
+CROPPING = of_any_dimension("Cropping")
+UPSAMPLING = of_any_dimension("UpSampling")
+MAX = of_any_dimension("MaxPooling")
+AVERAGE = of_any_dimension("AveragePooling")
+GLOBAL_MAX = of_any_dimension("GlobalMaxPooling")
+GLOBAL_AVERAGE = of_any_dimension("GlobalAveragePooling")
 _COMMUTING = (
-    *(*NOISE, *ZERO_PADDING, *_CROPPING, *_UP, *_MAX, *_AVERAGE),
-    *(*_GLOBAL_MAX, *_GLOBAL_AVERAGE),
+    *(*NOISE, *ZERO_PADDING, *CROPPING, *UPSAMPLING, *MAX, *AVERAGE),
+    *(*GLOBAL_MAX, *GLOBAL_AVERAGE),
     *(layers.Activation, layers.Reshape, layers.Flatten),
 )
 
 
-class Maps:
-    """Which units are affine maps.
-
-    Args:
-        by_unit: Dictionary from units to their `Affine`.
-    """
-
-    def __init__(self, by_unit):
-        self._by_unit = dict(by_unit)
-
-    def __contains__(self, unit):
-        return unit in self._by_unit
-
-    def __getitem__(self, unit):
-        return self._by_unit[unit]
-
-    def __setitem__(self, unit, affine):
-        self._by_unit[unit] = affine
-
-    def units(self):
-        return list(self._by_unit)
-
-    def forget(self, unit):
-        del self._by_unit[unit]
-
-    def remove(self, unit):
-        """Take all calls of a unit out of their graphs."""
-        for node in list(unit.nodes):
-            node.graph.remove(node)
-        del self._by_unit[unit]
+def take_out(unit, maps):
+    """Take all calls of a map unit out of their graphs, and out of the maps."""
+    for node in list(unit.nodes):
+        node.graph.remove(node)
+    del maps[unit]
 
 
 def fold_backward(unit, maps, accept=None):
@@ -87,7 +50,7 @@ def fold_backward(unit, maps, accept=None):
 
     Args:
         unit: A map unit.
-        maps: `Maps`.
+        maps: Dictionary from map units to their `Affine`, from which it goes then.
         accept: Predicate on target units; by default all that can take a map.
     """
     plan = _Plan()
@@ -104,7 +67,7 @@ def fold_backward(unit, maps, accept=None):
             maps[target] = affine.after(maps[target])
         else:
             linear.absorb_output(target, *affine)
-    maps.remove(unit)
+    take_out(unit, maps)
     return True
 
 
@@ -113,15 +76,15 @@ def fold_forward(unit, maps, accept=None):
 
     Args:
         unit: A map unit.
-        maps: `Maps`.
+        maps: Dictionary from map units to their `Affine`, from which it goes then.
         accept: Predicate on target units; by default all that can take a map.
     """
-    plan = _plan_forward([unit], maps, maps._by_unit, accept)
+    plan = _plan_forward([unit], maps, maps, accept)
     if plan is None:
         return False
     _apply_forward(plan, maps)
     for source in plan.sources:
-        maps.remove(source)
+        take_out(source, maps)
     return True
 
 
@@ -135,10 +98,10 @@ def fold_scale_forward(unit, maps):
     Returns:
         The units that remain, with what they remain as, or `None`.
     """
-    scales = {}
-    for other in maps.units():
-        a, _ = maps[other]
-        scales[other] = Affine(np.where(a == 0, 1.0, a), np.zeros_like(a))
+    scales = {
+        other: Affine(np.where(a == 0, 1.0, a), np.zeros_like(a))
+        for other, (a, _) in maps.items()
+    }
     plan = _plan_forward([unit], maps, scales, None)
     if plan is None:
         return None
@@ -177,7 +140,7 @@ class _Plan:
 def _plan_forward(sources, maps, values, accept):
     """A plan that moves the `values` of sources forward, with all sources it needs."""
     sources = list(sources)
-    for _ in range(len(maps.units()) + 1):
+    for _ in range(len(maps) + 1):
         plan = _Plan()
         plan.sources = sources
         for source in sources:
@@ -232,27 +195,21 @@ def _trace_forward(value, affine, axis, maps, plan, accept):
         if node.input is None or node.output is None:
             return False
         unit = node.unit
-        target = unit in maps or linear.is_foldable(unit)
-        if target and accept is not None and not accept(unit):
-            return False
         if unit in maps:
-            if affine_lib.axis_of(unit, value.rank) != axis:
-                return False
-            if not plan.add(node, affine):
-                return False
+            fits = affine_lib.axis_of(unit, value.rank) == axis
         elif linear.is_foldable(unit):
-            if linear.channel_axis(unit, value.rank) != axis:
-                return False
-            if not linear.can_absorb_input(unit, affine.b):
-                return False
-            if not plan.add(node, affine):
-                return False
+            fits = linear.channel_axis(unit, value.rank) == axis
+            fits = fits and linear.can_absorb_input(unit, affine.b)
         else:
             moved = _through(node, affine, axis, forward=True)
             if moved is None:
                 return False
             if not _trace_forward(node.output, *moved, maps, plan, accept):
                 return False
+            continue
+        accepted = accept is None or accept(unit)
+        if not (accepted and fits and plan.add(node, affine)):
+            return False
     return True
 
 
@@ -321,16 +278,13 @@ def _through(node, affine, axis, forward):
     own = channel if made.rank == read.rank else made.rank - 1
     if axis != (channel if forward else own):
         return None
-    if cls in _GLOBAL_AVERAGE or (cls in _GLOBAL_MAX and positive):
+    if cls in GLOBAL_AVERAGE or (cls in GLOBAL_MAX and positive):
         return affine, (own if forward else channel)
-    if cls in ZERO_PADDING and not shifts:
-        return affine, axis
-    if cls in _CROPPING:
-        return affine, axis
-    if cls in _UP and config.get("interpolation", "nearest") == "nearest":
-        return affine, axis
-    if cls in _MAX and positive:
-        return affine, axis
-    if cls in _AVERAGE and (config["padding"] == "valid" or not shifts):
-        return affine, axis
-    return None
+    commutes = (
+        (cls in ZERO_PADDING and not shifts)
+        or cls in CROPPING
+        or (cls in UPSAMPLING and config.get("interpolation", "nearest") == "nearest")
+        or (cls in MAX and positive)
+        or (cls in AVERAGE and (config["padding"] == "valid" or not shifts))
+    )
+    return (affine, axis) if commutes else None

@@ -1,21 +1,17 @@
-"""Calls of blocks traced with symbolic tensors, see inline.py."""
+"""Calls of blocks traced with symbolic tensors, see blocks.py."""
 
 import contextlib
 import functools
 import inspect
-import re
 import warnings
-from typing import Any, NamedTuple
 
 import keras
-import numpy as np
-from keras import ops, tree
+from keras import tree
 from keras.utils import is_keras_tensor
 
 from keras_norms import _keras
-from keras_norms.surgery.graph import Call, calls_of, is_graph
-from keras_norms.surgery.graph import numpy as to_numpy
-from keras_norms.surgery.hurry import cheap_compilation
+from keras_norms.surgery._graph.calls import Call, call_of, calls_of, is_graph
+from keras_norms.surgery._graph.comparison import difference, first_line
 
 
 class _Scope(keras.StatelessScope):
@@ -30,15 +26,6 @@ class _Scope(keras.StatelessScope):
 
     def add_update(self, update):
         self.changed.append(update[0].name)
-
-
-class _Entry(NamedTuple):
-    """One call of a block, with symbolic tensors."""
-
-    block: Any
-    args: tuple
-    kwargs: dict
-    outputs: Any
 
 
 class _CannotTrace(Exception):
@@ -63,7 +50,7 @@ class Tracer:
         }
         self._inside = [*blocks, *identities.values()]
         self.traced, self.left = {}, left
-        self._same = {}  # An output of a block, and what makes it inside.
+        self._same = {}  # id of an output of a block -> it, and what it is inside.
         self._entries, self._made = [], []
 
     @contextlib.contextmanager
@@ -121,15 +108,11 @@ class Tracer:
         if entry is not None:
             inputs = inputs if len(inputs) > 1 else inputs[0]
             calls = self._calls(tree.flatten((inputs, entry.outputs)), ())
-            calls = _without_training(calls)
-            self._finish(model, inputs, calls, entry.outputs)
+            self._finish(model, inputs, _without_training(calls), entry.outputs)
 
     def _finish(self, model, inputs, calls, outputs):
-        self.traced[id(model)] = (
-            inputs,
-            calls,
-            tree.map_structure(self._real_tensor, outputs),
-        )
+        outputs = tree.map_structure(self._real_tensor, outputs)
+        self.traced[id(model)] = inputs, calls, outputs
         for call in calls:
             if is_graph(call.operation):
                 self.read(call.operation)
@@ -141,9 +124,8 @@ class Tracer:
         if kwargs.pop("training", None):
             self._leave(call.operation, "it is called with training=True")
             return None
-        entry = self._trace(
-            call.operation, *tree.map_structure(self._real_tensor, (call.args, kwargs))
-        )
+        given = tree.map_structure(self._real_tensor, (call.args, kwargs))
+        entry = self._trace(call.operation, *given)
         if entry is None:
             return None
         made = tree.flatten(entry.outputs)
@@ -174,20 +156,25 @@ class Tracer:
                 return first[-1]
             # Which of the blocks inside is it? Inner ones come first.
             for one, other in zip(first, second):
-                reason = one.block is other.block and self._difference(one, other)
-                if reason:
-                    self._leave(one.block, reason)
+                same = one.operation is other.operation
+                reason = self._difference(one, other) if same else None
+                if reason is not None:
+                    self._leave(one.operation, reason)
                     break
             else:
                 self._leave(block, found)
         return None
+
+    def _difference(self, one, other):
+        calls = self._calls_of(one), self._calls_of(other)
+        return difference(one, other, *calls, self._real_tensor)
 
     def _run(self, block, args, kwargs, training):
         self._entries, self._made = [], []
         try:
             block(*args, **kwargs, training=training)
         except Exception as e:
-            self._leave(block, _first_line(e))
+            self._leave(block, first_line(e))
         for each, alias, tensor in self._made:
             if _keras.get_keras_mask(alias) is not _keras.get_keras_mask(tensor):
                 self._leave(each, "it gives its output a mask")
@@ -219,28 +206,28 @@ class Tracer:
         if block.activity_regularizer is not None:
             raise _CannotTrace("it has an activity regularizer")
         before, scope = dict(vars(block)), _Scope()
+        outputs, failure = (), None
         try:
             with scope:
                 outputs = block.call(*args, **kwargs)
-            reason = None
         except Exception as e:
-            reason = _first_line(e)
+            failure = first_line(e)
         changed = [k for k, v in vars(block).items() if before.get(k) is not v]
         if changed:
             vars(block).clear()
             vars(block).update(before)
-            raise _CannotTrace(f"it sets {sorted(changed)}")
-        if scope.changed:
-            raise _CannotTrace(f"it changes its variables {sorted(set(scope.changed))}")
-        if scope.read:
-            raise _CannotTrace(f"it reads its variables {sorted(set(scope.read))}")
-        if scope.losses:
-            raise _CannotTrace("it adds losses")
-        if reason is None and not all(map(is_keras_tensor, tree.flatten(outputs))):
-            reason = "it returns other things than tensors"
-        if reason is not None:
-            raise _CannotTrace(reason)
-        entry = _Entry(block, args, kwargs, outputs)
+        others = not all(map(is_keras_tensor, tree.flatten(outputs)))
+        for is_so, reason in (
+            (changed, f"it sets {sorted(changed)}"),
+            (scope.changed, f"it changes its variables {sorted(set(scope.changed))}"),
+            (scope.read, f"it reads its variables {sorted(set(scope.read))}"),
+            (scope.losses, "it adds losses"),
+            (failure, failure),
+            (others, "it returns other things than tensors"),
+        ):
+            if is_so:
+                raise _CannotTrace(reason)
+        entry = Call(block, args, kwargs, outputs)
         for call in self._calls_of(entry):
             name = call.operation.name
             for leaf in tree.flatten((call.args, call.kwargs)):
@@ -255,91 +242,6 @@ class Tracer:
                 raise _CannotTrace(text) from e
         self._entries.append(entry)
         return outputs
-
-    def _difference(self, one, other):
-        """Why calls of a block at inference and in training are not one, or `None`."""
-        ours, others = self._calls_of(one), self._calls_of(other)
-        if self._form(one, ours) != self._form(other, others):
-            return "it makes other calls in training than at inference"
-        for mine, yours in zip(ours, others):
-            modes = [call.kwargs.get("training", "any") for call in (mine, yours)]
-            if modes not in (["any", "any"], [False, True]):
-                return (
-                    f"it calls '{mine.operation.name}' with training={modes[0]} "
-                    "whether it is trained or not"
-                )
-        return self._wrong_values(one, ours)
-
-    def _form(self, entry, calls):
-        """A call of a block as text, in which tensors are counted."""
-        numbers = {}
-
-        def text(leaf):
-            if not is_keras_tensor(leaf):
-                return repr(leaf)
-            return str(numbers.setdefault(id(self._real_tensor(leaf)), len(numbers)))
-
-        lines = [str(tree.map_structure(text, entry.args))]
-        for operation, args, kwargs, outputs in calls:
-            kwargs = {k: v for k, v in kwargs.items() if k != "training"}
-            settings = id(operation)
-            if not getattr(operation, "variables", ()):  # It may be made in the call.
-                settings = {**operation.get_config(), "name": None}
-            made = tree.map_structure(text, (args, kwargs, outputs))
-            lines.append(f"{type(operation)} {settings} {made}")
-        return [*lines, str(tree.map_structure(text, entry.outputs))]
-
-    def _wrong_values(self, entry, calls):
-        """What is wrong with what `calls` make of random data, or `None`."""
-        inputs = [
-            self._real_tensor(x)
-            for x in tree.flatten((entry.args, entry.kwargs))
-            if is_keras_tensor(x)
-        ]
-        variables = entry.block.variables
-
-        def run(state, arrays):
-            """What the block makes, and what its calls make."""
-            values = {id(x): y for x, y in zip(inputs, arrays)}
-
-            def fill(*structures):
-                return tree.map_structure(
-                    lambda leaf: values.get(id(self._real_tensor(leaf)), leaf),
-                    structures,
-                )
-
-            with keras.StatelessScope(zip(variables, state)):
-                args, kwargs = fill(entry.args, entry.kwargs)
-                expected = entry.block(*args, **{**kwargs, "training": False})
-                for call in calls:
-                    args, kwargs = fill(call.args, call.kwargs)
-                    if isinstance(call.operation, keras.layers.Layer):
-                        kwargs["training"] = False
-                    made = tree.flatten(call.operation(*args, **kwargs))
-                    values.update((id(x), y) for x, y in zip(call.outputs, made))
-            return tree.flatten(fill(entry.outputs)), tree.flatten(expected)
-
-        if keras.backend.backend() == "jax":
-            import jax
-
-            run = jax.jit(run)  # It would compile each operation by itself.
-        try:
-            rng = np.random.default_rng(0)
-            with cheap_compilation():
-                made = run(
-                    [v.value for v in variables], [_draw(rng, x) for x in inputs]
-                )
-        except Exception as e:
-            return f"it cannot be tried on random data: {_first_line(e)}"
-        limit = 1e-2 if "16" in entry.block.compute_dtype else 1e-5
-        for x, y in zip(*made, strict=True):
-            x, y = to_numpy(x).astype("float64"), to_numpy(y).astype("float64")
-            size = np.max(np.abs(y), initial=0, where=np.isfinite(y))
-            if x.shape != y.shape or not np.allclose(
-                x, y, rtol=0, atol=limit * size, equal_nan=True
-            ):
-                return "its layers called one by one give other values"
-        return None
 
     # Tensors and calls
 
@@ -357,8 +259,8 @@ class Tracer:
         return leaf
 
     def _real(self, call):
-        args, kwargs = tree.map_structure(self._real_tensor, (call.args, call.kwargs))
-        return Call(call.operation, args, kwargs, call.outputs)
+        args, kwargs = tree.map_structure(self._real_tensor, call[1:3])
+        return call._replace(args=args, kwargs=kwargs)
 
     def _calls_of(self, entry):
         inputs = {id(self._real_tensor(x)) for x in tree.flatten(entry[1:3])}
@@ -386,19 +288,8 @@ class Tracer:
                 waiting += before
                 continue
             done.add(waiting.pop())
-            args, kwargs = node.arguments.args, node.arguments.kwargs
-            calls.append(self._real(Call(node.operation, args, kwargs, node.outputs)))
+            calls.append(self._real(call_of(node)))
         return calls
-
-
-def _draw(rng, tensor):
-    """Random data for a symbolic tensor; for integers and masks, zeros and ones."""
-    shape = [32 if n is None else n for n in tensor.shape]
-    shape[:1] = [2 if n is None else n for n in tensor.shape[:1]]
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    made = rng.normal(size=shape)
-    made = made if keras.backend.is_float_dtype(dtype) else made > 0
-    return ops.cast(made, dtype)
 
 
 def _without_training(calls):
@@ -407,12 +298,3 @@ def _without_training(calls):
         call._replace(kwargs={k: v for k, v in call.kwargs.items() if k != "training"})
         for call in calls
     ]
-
-
-def _first_line(error):
-    """What an error says, less what Keras puts before it."""
-    text = re.sub(r"\x1b\[\d*m", "", str(error))
-    lines = [line for line in text.splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].startswith("Exception encountered"):
-        lines = lines[1:]
-    return lines[0] if lines else type(error).__name__

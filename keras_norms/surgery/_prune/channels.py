@@ -6,14 +6,14 @@ Each channel of each tensor has a number here, and numbers that must go together
 the same root (union-find).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
 from keras import layers, tree
 
-from keras_norms.surgery import affine as affine_lib
-from keras_norms.surgery import fuse, linear
+from keras_norms.surgery._graph import affine as affine_lib
+from keras_norms.surgery._graph import linear, moves
 
 _MERGES = (
     layers.Add,
@@ -42,8 +42,11 @@ _ACTIVATIONS = tuple(
     if hasattr(keras.activations, name)
 )
 _ACTIVATION_LAYERS = (layers.ReLU, layers.LeakyReLU, layers.ELU)
-_IN_PLACE = fuse.ZERO_PADDING + fuse._CROPPING + fuse._UP + fuse._MAX + fuse._AVERAGE
-_GLOBAL = fuse._GLOBAL_MAX + fuse._GLOBAL_AVERAGE
+_IN_PLACE = (
+    *(*moves.ZERO_PADDING, *moves.CROPPING, *moves.UPSAMPLING),
+    *(*moves.MAX, *moves.AVERAGE),
+)
+_GLOBAL = moves.GLOBAL_MAX + moves.GLOBAL_AVERAGE
 _READERS = linear.CONV + linear.TRANSPOSED + linear.SEPARABLE + linear.DENSE
 
 
@@ -51,7 +54,7 @@ class Labels(NamedTuple):
     """The axis of the channels of a tensor, and the number of each of them."""
 
     axis: int
-    ids: Any
+    ids: np.ndarray
 
 
 class Channels:
@@ -75,9 +78,7 @@ class Channels:
         inputs = [self._new(v, v.rank - 1) for v in tree.flatten(graph.inputs)]
         for labels in inputs + self._visit(graph, inputs):
             self._fix(labels)
-        self._roots = np.array(
-            [self._find(i) for i in range(len(self._parents))], dtype=int
-        )
+        self._roots = np.array([*map(self._find, range(len(self._parents)))], dtype=int)
         self._root_is_fixed = np.zeros(len(self._roots), bool)
         self._root_is_fixed[self._roots[np.flatnonzero(self._fixed)]] = True
 
@@ -226,14 +227,13 @@ class Channels:
         """A layer of one input that treats each channel on its own."""
         unit, axis, rank = node.unit, labels.axis, node.input.rank
         cls, layer = unit.cls, unit.layer
-        if cls in fuse.NOISE + _ACTIVATION_LAYERS:
+        if cls in moves.NOISE + _ACTIVATION_LAYERS:
             return labels
         if cls is layers.Activation:
             return labels if layer.activation in _ACTIVATIONS else None
         if cls is layers.Rescaling:
-            return (
-                labels if np.ndim(layer.scale) == np.ndim(layer.offset) == 0 else None
-            )
+            is_one_number = np.ndim(layer.scale) == np.ndim(layer.offset) == 0
+            return labels if is_one_number else None
         is_channel_axis = axis == linear.channel_axis(unit, rank)
         if cls in _IN_PLACE:
             return labels if is_channel_axis else None

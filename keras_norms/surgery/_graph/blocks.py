@@ -18,13 +18,13 @@ import keras
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms.layers.fused_cbn import FusedCBN
-from keras_norms.surgery import linear
-from keras_norms.surgery.affine import NORMS
-from keras_norms.surgery.graph import Graph, functional_of, is_graph
-from keras_norms.surgery.trace import Tracer
+from keras_norms.surgery._graph import linear
+from keras_norms.surgery._graph.affine import NORMS
+from keras_norms.surgery._graph.calls import functional_of, is_graph
+from keras_norms.surgery._graph.graph import Graph
+from keras_norms.surgery._graph.trace import Tracer
 
 NORMALIZING = (*NORMS, *linear.WRAPPERS, FusedCBN)
-LINEAR = linear.PLAIN
 # Bases that say nothing of how a layer calls what is in it.
 _BASES = (
     keras.layers.Layer,
@@ -35,7 +35,7 @@ _BASES = (
 )
 
 
-def graph_of(model, caller, inline, holding=NORMALIZING + LINEAR, skip=None):
+def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=None):
     """The graph of a model, with the calls inside of its blocks.
 
     Args:
@@ -56,7 +56,9 @@ def graph_of(model, caller, inline, holding=NORMALIZING + LINEAR, skip=None):
     if not inline or not isinstance(model, keras.Model):
         return Graph(model)
     inside = _keras.layers_of(model)
-    blocks = [x for x in inside if is_block(x) and (x is model or not _in(skip, x))]
+    blocks = [
+        x for x in inside if is_block(x) and (x is model or not _is_skipped(skip, x))
+    ]
     left, count = {}, -1
     while len(left) > count:  # A block stays in all of its calls, or in none.
         count = len(left)
@@ -76,7 +78,7 @@ def graph_of(model, caller, inline, holding=NORMALIZING + LINEAR, skip=None):
                 "that you know, pass `keras.Model(inputs, model(inputs))`"
             ) from e
     graph = Graph(model, traced=tracer.traced)
-    _name_apart(graph, blocks)
+    _make_names_unique(graph, blocks)
     named = [
         f"'{block.name}' ({type(block).__name__}): {reason}"
         for block, reason in left.values()
@@ -102,12 +104,12 @@ def is_block(layer):
         if is_known and issubclass(cls, keras.layers.Layer):
             return False
     return any(
-        isinstance(x, NORMALIZING + LINEAR)
+        isinstance(x, NORMALIZING + linear.PLAIN)
         for x in _keras.layers_of(layer, include_self=False)
     )
 
 
-def _in(skip, layer):
+def _is_skipped(skip, layer):
     if callable(skip):
         return bool(skip(layer))
     # What else it may be is not for this to say.
@@ -115,7 +117,7 @@ def _in(skip, layer):
     return layer.name in skip if is_collection else layer.name == skip
 
 
-def _name_apart(graph, blocks):
+def _make_names_unique(graph, blocks):
     """Put the name of the block before names that are there more than once."""
     owners = {id(layer): block for block in blocks for layer in block._layers}
     for one in graph.walk():

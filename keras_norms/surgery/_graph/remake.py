@@ -49,7 +49,7 @@ def config_of(thing):
     takes = {
         type(part).__name__: type(part).from_config.__func__ is plain
         for part in _parts(thing)
-        if not _is_of_keras(type(part))
+        if not _is_of(type(part), "keras")
     }
 
     def fill(entry, is_taken=False):
@@ -78,7 +78,7 @@ def from_config(cls, config, source=None):
         source: The layer that it is the configuration of, if any.
     """
     inside = [] if source is None else [type(part) for part in _parts(source)]
-    own = {each.__name__: each for each in inside if not _is_of_keras(each)}
+    own = {each.__name__: each for each in inside if not _is_of(each, "keras")}
     own[_Kept.__name__] = _Kept
     # A constructor may take none of the arguments that all layers have.
     untaken = _untaken(cls, config)
@@ -91,7 +91,7 @@ def from_config(cls, config, source=None):
 
 
 def _untaken(cls, config):
-    if _is_of_keras(cls) or not issubclass(cls, keras.layers.Layer):
+    if _is_of(cls, "keras") or not issubclass(cls, keras.layers.Layer):
         return {}
     taken = inspect.signature(cls.__init__).parameters
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
@@ -106,7 +106,7 @@ def warn_of_what_is_left_out(old, new):
     Args:
         old, new: The layer and the one that was made of its configuration, both built.
     """
-    if type(old).__module__.partition(".")[0] in ("keras", "keras_norms"):
+    if _is_of(type(old), "keras", "keras_norms"):
         return
     of_all_layers = vars(keras.layers.Layer())
     found = [
@@ -163,7 +163,7 @@ def is_copied(operation):
     """Whether it has no variables, and its configuration may not be all of it."""
     if not isinstance(operation, keras.layers.Layer) or operation.variables:
         return False
-    return not _is_of_keras(type(operation)) or any(
+    return not _is_of(type(operation), "keras") or any(
         name for part, name, _ in _functions(operation) if part is operation
     )
 
@@ -224,11 +224,11 @@ def _is_kept(value):
     if not callable(value) or isinstance(value, (type, keras.layers.Layer)):
         return False
     if hasattr(value, "get_config"):
-        return not _is_of_keras(type(value))
+        return not _is_of(type(value), "keras")
     # Keras finds these by their names.
     name = getattr(value, "__name__", "")
     return getattr(keras.activations, name, None) is not value
 
 
-def _is_of_keras(cls):
-    return cls.__module__.partition(".")[0] == "keras"
+def _is_of(cls, *packages):
+    return cls.__module__.partition(".")[0] in packages

@@ -1,8 +1,7 @@
 """Normalisation layers as what they are at inference: `a * x + b` for each channel."""
 
-import math
 import string
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -13,17 +12,16 @@ from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.kernels import overrides_call
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
-from keras_norms.surgery import linear
+from keras_norms.surgery._graph import linear
 
-BATCH_NORMS = (keras.layers.BatchNormalization,)
-NORMS = (*BATCH_NORMS, CBN, NoisyBN, LpNorm)
+NORMS = (keras.layers.BatchNormalization, CBN, NoisyBN, LpNorm)
 
 
 class Affine(NamedTuple):
     """The map x -> a * x + b; both are float64 vectors over the channels."""
 
-    a: Any
-    b: Any
+    a: np.ndarray
+    b: np.ndarray
 
     def after(self, first):
         """This map of what `first` gives."""
@@ -44,7 +42,8 @@ def is_norm(unit):
 
 def is_batch_norm(unit):
     """Whether it is BatchNormalization, or of a class that computes the same."""
-    return issubclass(unit.cls, BATCH_NORMS) and not overrides_call(unit.cls)
+    is_derived = issubclass(unit.cls, keras.layers.BatchNormalization)
+    return is_derived and not overrides_call(unit.cls)
 
 
 def is_called_plainly(unit):
@@ -71,8 +70,9 @@ def affine_of(unit):
         zero = np.zeros_like(kernel)
         return Affine(kernel, zero if bias is None else np.ravel(bias))
     mean = unit.weight("moving_mean")
-    gamma = _or(unit.weight("gamma"), np.ones_like(mean))
-    beta = _or(unit.weight("beta"), np.zeros_like(mean))
+    gamma, beta = unit.weight("gamma"), unit.weight("beta")
+    gamma = np.ones_like(mean) if gamma is None else gamma
+    beta = np.zeros_like(mean) if beta is None else beta
     epsilon = unit.config["epsilon"]
     if unit.cls is CBN:
         root = unit.weight("rho") * np.sqrt(unit.weight("moving_square") + epsilon)
@@ -87,17 +87,17 @@ def affine_of(unit):
     return Affine(a, beta - a * mean)
 
 
-def become_layer(unit, affine):
+def become_channel_affine(unit, affine):
     """Turn a norm into a trainable scale and shift for each channel."""
-    rank = unit.nodes[0].input.rank
+    node = unit.nodes[0]
+    rank, shape = node.input.rank, node.input.shape
     axis = axis_of(unit, rank)
     letters = string.ascii_lowercase[:rank]
-    shape = unit.nodes[0].input.shape
     layer = ChannelAffine(
         f"{letters},{letters[axis]}->{letters}",
         output_shape=shape[1:],
         bias_axes=letters[axis],
-        name=unit.nodes[0].graph.free_name(f"{unit.name}_affine"),
+        name=node.graph.free_name(f"{unit.name}_affine"),
         dtype=unit.config["dtype"],
         trainable=unit.config["trainable"],
     )
@@ -112,9 +112,9 @@ class Statistics(NamedTuple):
     `weight` is 0 where mean and variance only stand in for what is not known.
     """
 
-    mean: Any
-    variance: Any
-    norm: Any = None
+    mean: np.ndarray
+    variance: np.ndarray
+    norm: np.ndarray | None = None
     weight: float = 1.0
 
 
@@ -122,8 +122,8 @@ def unknown(channels):
     return Statistics(np.zeros(channels), np.ones(channels), weight=0.0)
 
 
-def weights_for(cls, config, affine, statistics):
-    """Weights with which a norm of this class is `affine` at inference.
+def weights_for(unit, affine, statistics):
+    """Weights with which a norm is `affine` at inference.
 
     The moving statistics are `statistics`, so that a training batch of the same
     distribution sees the same map.
@@ -133,15 +133,14 @@ def weights_for(cls, config, affine, statistics):
     gamma = a * rho * sqrt(sq + epsilon). The identity is beta = mu.
 
     Args:
-        cls: One of `NORMS`.
-        config: Configuration of the layer.
+        unit: A norm, of one of `NORMS`.
         affine: The wanted map.
         statistics: `Statistics` of the input.
 
     Returns:
         A dictionary of weights by name, and whether the map is met.
     """
-    a, b = affine
+    (a, b), cls, config = affine, unit.cls, unit.config
     mean, variance = statistics.mean, statistics.variance
     epsilon = config["epsilon"]
     arrays = {"moving_mean": mean}
@@ -166,15 +165,15 @@ def weights_for(cls, config, affine, statistics):
         gamma = a * np.sqrt(variance + epsilon)
         arrays["moving_variance"] = variance
     arrays["gamma"], arrays["beta"] = gamma, beta
-    met = can_be(cls, config, affine)
+    met = can_be(unit, affine)
     met = met and (config["scale"] or np.allclose(gamma, 1, rtol=1e-6))
     met = met and (config["center"] or np.allclose(beta, 0, atol=1e-7))
     return arrays, bool(met)
 
 
-def can_be(cls, config, affine):
-    """Whether a norm of this class can be this map at all, gamma and beta given."""
-    if cls is CBN and config["decouple"]:
+def can_be(unit, affine):
+    """Whether a norm can be this map at all, gamma and beta given."""
+    if unit.cls is CBN and unit.config["decouple"]:
         # Its shift is scaled too: a channel of scale 0 is 0.
         return not np.any((affine.a == 0) & (affine.b != 0))
     return True
@@ -182,16 +181,10 @@ def can_be(cls, config, affine):
 
 def norm_is_guessed(cls, config):
     """Whether LpNorm's statistic does not follow from mean and variance."""
-    if cls is not LpNorm:
-        return False
-    return config["p"] == "inf" or not math.isclose(float(config["p"]), 2)
+    return cls is LpNorm and float(config["p"]) != 2
 
 
-def _or(value, default):
-    return default if value is None else value
-
-
-def elsewhere(graph, unit):
+def is_on_another_axis(graph, unit):
     """Whether a call of `unit` is along another axis than that of the channels.
 
     The channel axis is the last one, or 1 in a model with `channels_first` layers.
@@ -201,11 +194,10 @@ def elsewhere(graph, unit):
         for each in graph.all_units()
         if linear.is_linear(each) and not issubclass(each.cls, linear.WRAPPERS)
     }
-    ranks = [node.input.rank for node in unit.nodes]
+    first = "channels_first" in formats
     return any(
-        axis_of(unit, rank) != rank - 1
-        and (axis_of(unit, rank) != 1 or "channels_first" not in formats)
-        for rank in ranks
+        axis_of(unit, node.input.rank) not in (node.input.rank - 1, 1 if first else -1)
+        for node in unit.nodes
     )
 
 
@@ -226,3 +218,16 @@ def hidden_norms(graph):
             if isinstance(inside, NORMS)
         ]
     return names
+
+
+def norm_after(unit, predicate=is_norm):
+    """The one norm that reads a layer, its calls those of the layer; or `None`."""
+    if len(unit.readers) != 1 or not linear.has_linear_activation(unit):
+        return None
+    (norm,) = unit.readers
+    fits = (
+        predicate(norm)
+        and all(node.output.is_private for node in unit.nodes)
+        and len(norm.nodes) == len(unit.nodes)
+    )
+    return norm if fits else None

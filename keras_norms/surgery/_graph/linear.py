@@ -73,7 +73,7 @@ def sees_border(unit):
     return unit.cls in TRANSPOSED or unit.config["padding"] != "valid"
 
 
-def is_free(unit):
+def is_unconstrained(unit):
     """Whether no constraint would change the kernel or bias in the next step."""
     return not any(
         unit.config.get(f"{name}_constraint")
@@ -157,7 +157,7 @@ def absorb_output(unit, a, b):
 def can_absorb_input(unit, b):
     """Whether `absorb_input` is exact."""
     if unit.cls in EINSUM:
-        read, kernel, made = _einsum_letters(unit)
+        read, kernel, _ = _einsum_letters(unit)
         if read[-1] not in kernel or read[-1] == ".":
             return False
         if np.any(b) and not _einsum_bias_fits(unit):
@@ -204,9 +204,9 @@ def _add_bias(unit, bias):
     if old is None:
         if unit.cls in EINSUM:
             made = _einsum_letters(unit)[2]
-            unit._config = {**unit.config, "bias_axes": made[-1]}
+            unit.configure(bias_axes=made[-1])
         else:
-            unit._config = {**unit.config, "use_bias": True}
+            unit.configure(use_bias=True)
         old = 0.0
     unit.arrays["bias"] = old + bias
 

@@ -1,64 +1,44 @@
 """Where CBN layers stand: before the layers with a kernel, but not on the raw input."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keras import layers, tree
 
 from keras_norms.layers.cbn import CBN
-from keras_norms.surgery import fuse, linear
+from keras_norms.surgery._graph import linear, moves
+from keras_norms.surgery._graph.graph import Graph
+from keras_norms.surgery._graph.units import Node, Unit, Value
 
+_PADDING_OR_NOISE = moves.ZERO_PADDING + moves.NOISE
 # What may stand between the input of a model and its first linear layer.
 _PREPROCESSING = (
-    fuse.ZERO_PADDING
-    + fuse.NOISE
-    + (
-        layers.InputLayer,
-        layers.Cropping1D,
-        layers.Cropping2D,
-        layers.Cropping3D,
-        layers.UpSampling1D,
-        layers.UpSampling2D,
-        layers.UpSampling3D,
-        layers.Reshape,
-        layers.Flatten,
-        layers.Permute,
-        layers.RepeatVector,
-        layers.Concatenate,
-        layers.Masking,
-    )
+    *(*_PADDING_OR_NOISE, *moves.CROPPING, *moves.UPSAMPLING, layers.InputLayer),
+    *(layers.Reshape, layers.Flatten, layers.Permute, layers.RepeatVector),
+    *(layers.Concatenate, layers.Masking),
 )
 _PREPROCESSING_OPERATIONS = {
-    "Absolute",
-    "Add",
-    "Cast",
-    "Concatenate",
-    "Divide",
-    "ExpandDims",
-    "Flip",
-    "GetItem",
-    "Moveaxis",
-    "Multiply",
-    "Negative",
-    "Pad",
-    "Reshape",
-    "Resize",
-    "Squeeze",
-    "Stack",
-    "Subtract",
-    "Swapaxes",
-    "Transpose",
-    "TrueDivide",
+    *("Absolute", "Add", "Divide", "Multiply", "Negative", "Subtract", "TrueDivide"),
+    *("Cast", "Concatenate", "ExpandDims", "Flip", "GetItem", "Moveaxis", "Pad"),
+    *("Reshape", "Resize", "Squeeze", "Stack", "Swapaxes", "Transpose"),
 }
 
 
 class Insertion(NamedTuple):
-    """One CBN: the tensors it is called on, and the calls that read each of them."""
+    """One CBN: where it is called, and by what.
 
-    graph: Any
-    first: Any
+    Attributes:
+        graph: The graph of all its calls.
+        units: The linear layers that read it; it is named after the first.
+        axis: That of the channels.
+        values: The tensors that it is called on.
+        readers: For each of these, the calls that read the result.
+    """
+
+    graph: Graph
+    units: list[Unit]
     axis: int
-    values: list
-    readers: list
+    values: list[Value]
+    readers: list[list[Node]]
 
 
 def insertions(graph, graphs, eligible):
@@ -108,7 +88,7 @@ def _is_preprocessing(unit):
 
 
 def _insertions_in(graph, eligible, raw):
-    places = {}  # (tensor, axis) -> the calls of linear layers it leads to.
+    places = {}  # By the tensor, and the axis of its channels.
     for node in graph.nodes:
         if node.unit not in eligible or node.input is None or raw[id(node.input)]:
             continue
@@ -116,38 +96,34 @@ def _insertions_in(graph, eligible, raw):
         if value.node is not None and value.node.unit.cls is CBN:
             continue
         axis = linear.channel_axis(node.unit, node.input.rank)
-        place = places.setdefault((id(value), axis), (value, axis, [], []))
-        if reader is None:
-            reader = node
-        if reader not in place[2]:
-            place[2].append(reader)
-        place[3].append(node.unit)
+        place = places.setdefault(
+            (id(value), axis), Insertion(graph, [], axis, [value], [[]])
+        )
+        place.units.append(node.unit)
+        reader = reader or node
+        if reader not in place.readers[0]:
+            place.readers[0].append(reader)
     # A shared layer has one CBN for all its calls, and so has what they share.
     merged = []
-    for value, axis, readers, units in places.values():
-        group = [set(units), axis, [value], [readers], units[0]]
-        for other in [m for m in merged if m[0] & group[0] and m[1] == axis]:
-            merged.remove(other)
-            group = [
-                other[0] | group[0],
-                axis,
-                other[2] + group[2],
-                other[3] + group[3],
-                other[4],
-            ]
-        merged.append(group)
-    return [
-        Insertion(graph, first, axis, values, readers)
-        for _, axis, values, readers, first in merged
-    ]
+    for place in places.values():
+        for other in list(merged):
+            if other.axis == place.axis and set(other.units) & set(place.units):
+                merged.remove(other)
+                place = Insertion(
+                    graph,
+                    other.units + place.units,
+                    place.axis,
+                    other.values + place.values,
+                    other.readers + place.readers,
+                )
+        merged.append(place)
+    return merged
 
 
 def _before_padding(value, eligible):
     """The tensor before zero padding and Dropout, and the first of these calls."""
     reader = None
-    while value.node is not None and value.node.unit.cls in (
-        fuse.ZERO_PADDING + fuse.NOISE
-    ):
+    while value.node is not None and value.node.unit.cls in _PADDING_OR_NOISE:
         if value.node.input is None or not _only_linear(value, eligible):
             break
         reader = value.node
@@ -156,10 +132,11 @@ def _before_padding(value, eligible):
 
 
 def _only_linear(value, eligible):
+    """Whether all that reads a tensor, past padding and noise, is eligible."""
     return not value.is_output and all(
         node.unit in eligible
         or (
-            node.unit.cls in fuse.ZERO_PADDING + fuse.NOISE
+            node.unit.cls in _PADDING_OR_NOISE
             and node.output is not None
             and _only_linear(node.output, eligible)
         )

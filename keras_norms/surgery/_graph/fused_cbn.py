@@ -2,7 +2,8 @@
 
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.fused_cbn import FusedCBN, can_be_fused
-from keras_norms.surgery.graph import Graph, Node, Unit
+from keras_norms.surgery._graph.graph import Graph
+from keras_norms.surgery._graph.units import Node, Unit, Value
 
 
 class _FusedUnit(Unit):
@@ -12,20 +13,17 @@ class _FusedUnit(Unit):
         super().__init__(cls=FusedCBN, config={"name": norm.name})
         self.norm, self.linears = norm, linears
 
-    def make(self):
-        for part in (self.norm, *self.linears):
-            part.made = part.make()
-        layers = [part.made for part in self.linears]
-        return FusedCBN(
-            layers if len(layers) > 1 else layers[0], self.norm.made, name=self.name
-        )
+    def _make(self):
+        layers = [part.make() for part in self.linears]
+        layers = layers if len(layers) > 1 else layers[0]
+        return FusedCBN(layers, self.norm.make(), name=self.name)
 
     def give_weights(self):
         for part in (self.norm, *self.linears):
             part.give_weights()
 
 
-def fuse_model(model):
+def fuse_cbn(model):
     """Make a copy in which each CBN is fused with all layers that read it.
 
     A CBN stays where something else reads it than layers that `FusedCBN` takes, or
@@ -74,7 +72,7 @@ def _fuse(node):
         part.unit.nodes.clear()
 
 
-def split(graph):
+def split_fused_cbn(graph):
     """Put a CBN and its linear layers in the place of every FusedCBN of a graph."""
     for one in graph.walk():
         for node in list(one.nodes):
@@ -88,7 +86,7 @@ def _split(node):
     graph.nodes.remove(node)
     node.input.readers.remove(node)
     norm = Node(Unit(layer.norm), (node.input,), dict(node.kwargs), graph)
-    value = type(node.input)(node.input.shape, node.input.dtype, norm)
+    value = Value(node.input.shape, node.input.dtype, norm)
     norm.outputs.append(value)
     graph.nodes.insert(place, norm)
     for linear, output in zip(layer.layers, node.outputs):

@@ -1,0 +1,1 @@
+"""What the surgeries share: a model as a graph, and how it is read and edited."""

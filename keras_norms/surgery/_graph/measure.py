@@ -1,0 +1,206 @@
+"""One pass over data that measures what normalisation layers read."""
+
+import contextlib
+import warnings
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from keras_norms import _keras
+from keras_norms._checks import arguments
+from keras_norms.layers.cbn import CBN
+from keras_norms.layers.lp_norm import LpNorm
+from keras_norms.layers.noisy_bn import NoisyBN
+from keras_norms.ops import lp_norm
+from keras_norms.ops.moments import Moments, moments
+from keras_norms.ops.shapes import per_channel, reduction_axes
+from keras_norms.surgery._graph.affine import Statistics
+from keras_norms.surgery._graph.comparison import quick_compilation
+from keras_norms.surgery._graph.data import inputs_of, wrong_data
+
+# So many batches are not worth compiling well for.
+_FEW = 8
+
+
+def measure(
+    model,
+    layers,
+    data,
+    steps=None,
+    batch_size=None,
+    verbose="auto",
+    with_batch_statistics=False,
+):
+    """Mean and variance of the inputs of normalisation layers, in one pass over data.
+
+    Args:
+        model: A built model, run in inference mode.
+        layers: Normalisation layers in it.
+        data, steps, batch_size, verbose: See `recalibrate`.
+        with_batch_statistics: Whether `layers` normalise with the statistics of each
+            batch instead of their own.
+
+    Returns:
+        A list of `Statistics`, in float64, one for each layer; `None` for a layer that
+        the model does not call.
+    """
+    probe = _Probe(model, layers, with_batch_statistics)
+    x = inputs_of(model, data)
+    if isinstance(data, list) and not isinstance(x, list):
+        few = len(data) <= _FEW
+    else:
+        few = _is_few(x, steps, batch_size)
+    if few and keras.backend.backend() == "tensorflow":
+        probe.compile(run_eagerly=True)  # Faster than to make a graph.
+    try:
+        with (
+            warnings.catch_warnings(),
+            quick_compilation() if few else contextlib.nullcontext(),
+        ):
+            # All of it was asked for.
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            outputs = probe.predict(x, batch_size, verbose, steps)
+    except ValueError as e:
+        if "data type" in str(e) or "generator" in str(e):
+            raise wrong_data(data) from e
+        raise
+    by_layer = [[] for _ in layers]
+    for index, output in zip(probe.recorder.order, tree.flatten(outputs)):
+        by_layer[index].append(np.asarray(output, "float64"))
+    return [_combine(np.concatenate(values)) if values else None for values in by_layer]
+
+
+def _is_few(x, steps, batch_size):
+    """Whether inputs as `predict` takes them are known to be a few batches."""
+    first = (tree.flatten(x) or [()])[0]
+    if steps is not None:
+        return steps <= _FEW
+    if not hasattr(first, "__len__"):
+        return False
+    is_array = hasattr(first, "shape")
+    return len(first) <= _FEW * ((batch_size or 32) if is_array else 1)
+
+
+class _Recorder:
+    """Records the statistics of each call of some layers."""
+
+    def __init__(self, layers, with_batch_statistics):
+        self.layers = layers
+        self.with_batch_statistics = with_batch_statistics
+        self.order = []
+        self.rows = []
+
+    @contextlib.contextmanager
+    def recording(self):
+        self.order, self.rows = [], []
+        with contextlib.ExitStack() as stack:
+            for index, layer in enumerate(self.layers):
+                # `FusedCBN` calls the second of these.
+                names = ["call", "scale_and_shift"][: 1 + isinstance(layer, CBN)]
+                own = {
+                    name: self._recorded(index, layer, getattr(layer, name))
+                    for name in names
+                }
+                if self.with_batch_statistics and isinstance(layer, NoisyBN):
+                    own["noise_at_inference"] = False
+                stack.enter_context(_keras.replaced(layer, **own))
+            yield self.rows
+
+    def _recorded(self, index, layer, method):
+        def recorded(inputs, training=None, mask=None):
+            dtype = "float64" if layer.compute_dtype == "float64" else "float32"
+            count, *batch = _statistics(layer, inputs, mask, dtype)
+            rows = [ops.broadcast_to(v, ops.shape(batch[0])) for v in (count, *batch)]
+            self.order.append(index)
+            self.rows.append(ops.stack(rows)[None])
+            if not self.with_batch_statistics:
+                return method(inputs, training=False)
+            values = stored(layer, Statistics(*batch), ops.convert_to_tensor)
+            state = [(v, values.get(v.name, v.value)) for v in layer.weights]
+            with keras.StatelessScope(state):
+                return method(inputs, training=False)
+
+        return recorded
+
+
+def stored(layer, statistics, convert):
+    """The moving statistics that a layer has of these of its input, by name.
+
+    Args:
+        layer: A normalisation layer.
+        statistics: `Statistics` of its input.
+        convert: Function that makes an array of a variable, of the same kind.
+    """
+    mean, variance, norm, _ = statistics
+    values = {"moving_mean": mean}
+    if isinstance(layer, CBN):
+        beta = convert(layer.beta) if layer.decouple and layer.center else 0.0
+        values["moving_square"] = variance + beta * beta
+        values["average_weight"] = 1.0
+    elif isinstance(layer, LpNorm):
+        values["moving_norm"] = norm
+    else:
+        values["moving_variance"] = variance
+    return values
+
+
+class _Probe(keras.Model):
+    """A model whose outputs are statistics of another, a row for each batch.
+
+    So that `predict` brings what is needed: compilation, data of all kinds, devices,
+    and a progress bar.
+    """
+
+    def __init__(self, model, layers, with_batch_statistics):
+        super().__init__(name="probe")
+        self.model = model
+        self.recorder = _Recorder(layers, with_batch_statistics)
+        # JAX would call it once to build it, and compile each operation by itself.
+        self.built = True
+
+    def call(self, inputs):
+        with self.recorder.recording() as rows:
+            self.model(inputs, training=False)
+            return rows
+
+
+def _statistics(layer, inputs, mask, dtype):
+    """Count, mean, variance and, for LpNorm, the norm of one batch."""
+    mask = arguments.broadcast_mask(mask, inputs, layer.axis)
+    batch = _moments(inputs, dtype, layer.axis, mask)
+    norm = batch.variance
+    if isinstance(layer, LpNorm):
+        norm = lp_norm.lp_statistics(
+            inputs,
+            dtype,
+            p=layer.p,
+            centered=layer.norm_of == "centered",
+            axis=layer.axis,
+            mask=mask,
+        ).norm
+    return batch.count, batch.mean, batch.variance, norm
+
+
+def _moments(x, dtype, axis, mask):
+    if mask is not None:
+        return moments(x, dtype, axis, mask)
+    # Two passes, without the kernels that training has: they would be compiled for
+    # each shape, which takes longer than the pass over the data.
+    ndim = len(x.shape)
+    axes = reduction_axes(ndim, axis)
+    x = ops.cast(x, dtype)
+    mean = ops.mean(x, axes)
+    variance = ops.mean(ops.square(x - per_channel(mean, ndim, axis)), axes)
+    count = ops.cast(ops.size(x), dtype) / mean.shape[0]
+    return Moments(count, mean, variance)
+
+
+def _combine(batches):
+    """`Statistics` of all batches, from an array (batches, 4, channels)."""
+    count, mean, variance, norm = np.moveaxis(batches, 1, 0)
+    # A batch without any element, all of it masked, says nothing.
+    share = count / np.maximum(np.sum(count, 0), 1)
+    total = np.sum(share * mean, 0)
+    spread = np.sum(share * (variance + np.square(mean - total)), 0)
+    return Statistics(total, spread, np.sum(share * norm, 0))

@@ -1,0 +1,1 @@
+"""What only `prune` needs."""
