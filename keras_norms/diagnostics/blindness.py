@@ -18,13 +18,13 @@ from keras_norms.diagnostics.model_loss import find_layer, names_of
 from keras_norms.diagnostics.slopes import Slopes
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.fused_cbn import FusedCBN
-from keras_norms.layers.weight_normalization import NormalizesKernel
+from keras_norms.layers.kernel_normalization import KernelNormalization
 
 TERMS = ("first", "diagonal", "off_diagonal", "third")
 NORMS = (
     ChannelNormalization,
     FusedCBN,
-    NormalizesKernel,
+    KernelNormalization,
     keras.layers.BatchNormalization,
     keras.layers.GroupNormalization,
     keras.layers.LayerNormalization,

@@ -10,8 +10,8 @@ from keras_norms._checks import arguments
 from keras_norms._checks.models import check_inputs, check_model
 from keras_norms.diagnostics.model_loss import names_of
 from keras_norms.diagnostics.recorder import record
+from keras_norms.layers.kernel_normalization import KernelNormalization
 from keras_norms.layers.kernels import check_layer, kernels_of, overrides_call
-from keras_norms.layers.weight_normalization import NormalizesKernel
 
 
 class Decomposition(NamedTuple):
@@ -33,7 +33,7 @@ def decompose(v, axes=-1):
 
     `N(v)` lies on the sphere of radius `sqrt(n)` and is orthogonal to `(1, ..., 1)`, so
     that `|v|^2 = n * (gamma^2 + beta^2)`. It is computed in float64; for tensors, with
-    a gradient, there is `keras_norms.ops.spheres.decompose`.
+    a gradient, there is `keras_norms.ops.weight_norms.decompose`.
 
     Args:
         v: Array of real numbers, or a tensor.
@@ -138,7 +138,7 @@ def effective_weights(model, x, *, training=True):
     layers = _keras.layers_of(model, include_self=False)
     linear = {id(layer): layer for layer in layers if _is_linear(layer)}
     wrappers = {
-        id(each.layer): each for each in layers if isinstance(each, NormalizesKernel)
+        id(each.layer): each for each in layers if isinstance(each, KernelNormalization)
     }
     norms = [
         each

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 from keras_norms.layers import kernels
-from keras_norms.layers.weight_normalization import WN
+from keras_norms.layers.wn import WN
 from keras_norms.surgery import affine, linear
 from keras_norms.surgery.graph import numpy
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
 
-from keras_norms.ops import spheres
+from keras_norms.ops import weight_norms
 from tests.support.autodiff import MODES, second_derivative, training_step
 from tests.support.backend import BACKEND, has_float64, numpy
 from tests.support.cbn_reference import finite_differences, relative_error
@@ -39,18 +39,26 @@ def reference_standardize(v, axes):
 
 # The function, its reference, and whether it stays the same if v grows.
 FUNCTIONS = {
-    "center": (spheres.center, lambda v, a: v - v.mean(a, keepdims=True), False),
-    "norm": (spheres.norm, reference_norm, False),
+    "center": (weight_norms.center, lambda v, a: v - v.mean(a, keepdims=True), False),
+    "norm": (weight_norms.norm, reference_norm, False),
     "unit_norm": (
-        spheres.unit_norm,
+        weight_norms.unit_norm,
         lambda v, axes: v / reference_norm(v, axes, keepdims=True),
         True,
     ),
-    "standardize": (spheres.standardize, reference_standardize, True),
-    "gamma": (lambda v, a: spheres.decompose(v, a)[0], lambda v, a: v.std(a), False),
-    "beta": (lambda v, a: spheres.decompose(v, a)[1], lambda v, a: v.mean(a), False),
+    "standardize": (weight_norms.standardize, reference_standardize, True),
+    "gamma": (
+        lambda v, a: weight_norms.decompose(v, a)[0],
+        lambda v, a: v.std(a),
+        False,
+    ),
+    "beta": (
+        lambda v, a: weight_norms.decompose(v, a)[1],
+        lambda v, a: v.mean(a),
+        False,
+    ),
     "direction": (
-        lambda v, axes: spheres.decompose(v, axes)[2],
+        lambda v, axes: weight_norms.decompose(v, axes)[2],
         reference_standardize,
         True,
     ),
@@ -119,18 +127,18 @@ FEW = [(0.0, 0.0), (0.0, 1e-5), (0.1, 0.0), (1e-18, 1e-100), (1e18, 1e-5)]
 def test_constant_vectors(value, epsilon):
     """They are zero without their mean, and each derivative is finite."""
     v = np.full((7, 2), value, "float32")
-    gamma, beta, direction = spheres.decompose(v, 0)
-    kernels = (f(v, 0, epsilon=epsilon) for f in (spheres.ws, spheres.cwn))
+    gamma, beta, direction = weight_norms.decompose(v, 0)
+    kernels = (f(v, 0, epsilon=epsilon) for f in (weight_norms.ws, weight_norms.cwn))
     assert all(np.all(numpy(zero) == 0) for zero in (gamma, direction, *kernels))
     np.testing.assert_allclose(numpy(beta), v[0], rtol=1e-6)
     expected = v / np.sqrt(np.sum(v.astype("float64") ** 2, 0) + epsilon + 1e-300)
-    actual = numpy(spheres.unit_norm(v, 0, epsilon))
+    actual = numpy(weight_norms.unit_norm(v, 0, epsilon))
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     for function in (
-        lambda v: spheres.norm(v, 0, epsilon),
-        lambda v: spheres.unit_norm(v, 0, epsilon),
-        lambda v: spheres.standardize(v, 0, epsilon),
-        lambda v: spheres.decompose(v, 0)[0],
+        lambda v: weight_norms.norm(v, 0, epsilon),
+        lambda v: weight_norms.unit_norm(v, 0, epsilon),
+        lambda v: weight_norms.standardize(v, 0, epsilon),
+        lambda v: weight_norms.decompose(v, 0)[0],
     ):
         _, gradient = training_step(AsLayer(function), ops.sum)(v)
         assert np.all(np.isfinite(gradient))
@@ -179,16 +187,18 @@ def test_derivatives(name):
 @pytest.mark.parametrize("name", ["center", "norm", "unit_norm", "standardize"])
 def test_the_last_axis_by_default(name):
     v = normal(4, 3, 5)
-    function = getattr(spheres, name)
+    function = getattr(weight_norms, name)
     np.testing.assert_array_equal(numpy(function(v)), numpy(function(v, 2)))
-    for actual, expected in zip(spheres.decompose(v), spheres.decompose(v, 2)):
+    for actual, expected in zip(
+        weight_norms.decompose(v), weight_norms.decompose(v, 2)
+    ):
         np.testing.assert_array_equal(numpy(actual), numpy(expected))
 
 
 def test_integers_become_float32():
     v = np.array([[1, 2, 6], [3, 3, 4]])
     for dtype in ("int32", "uint8"):
-        actual = spheres.center(ops.convert_to_tensor(v, dtype))
+        actual = weight_norms.center(ops.convert_to_tensor(v, dtype))
         assert keras.backend.standardize_dtype(actual.dtype) == "float32"
         assert relative_error(actual, v - v.mean(1, keepdims=True)) < 1e-6
 
@@ -210,9 +220,9 @@ def test_long_vectors_of_very_different_sizes(name, sign):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
 def test_the_dtype_of_a_gain_does_not_matter(dtype):
     w, gain = normal(6, 4).astype("float32"), np.arange(1, 5)
-    actual = spheres.wn(w, 0, gain.astype(dtype))
+    actual = weight_norms.wn(w, 0, gain.astype(dtype))
     assert keras.backend.standardize_dtype(actual.dtype) == "float32"
-    assert relative_error(actual, gain * numpy(spheres.wn(w, 0))) < 1e-6
+    assert relative_error(actual, gain * numpy(weight_norms.wn(w, 0))) < 1e-6
 
 
 # The lemmas of Sun et al.
@@ -220,13 +230,13 @@ def test_the_dtype_of_a_gain_does_not_matter(dtype):
 
 def test_lemma_1():
     v, n = normal(50, 3).astype("float32"), 50
-    direction = numpy(spheres.standardize(v, 0))
+    direction = numpy(weight_norms.standardize(v, 0))
     np.testing.assert_allclose(np.sum(direction**2, 0), np.full(3, n), rtol=1e-5)
     np.testing.assert_allclose(np.sum(direction, 0), np.zeros(3), atol=1e-4)
     for factor in (2.5, -1):
-        moved = numpy(spheres.standardize(factor * v + 4.0, 0))
+        moved = numpy(weight_norms.standardize(factor * v + 4.0, 0))
         np.testing.assert_allclose(moved, np.sign(factor) * direction, atol=1e-5)
-    gamma, beta, _ = map(numpy, spheres.decompose(v, 0))
+    gamma, beta, _ = map(numpy, weight_norms.decompose(v, 0))
     np.testing.assert_allclose(gamma * direction + beta, v, atol=1e-6)
     np.testing.assert_allclose(np.sum(v**2, 0), n * (gamma**2 + beta**2), rtol=1e-5)
 
@@ -235,7 +245,7 @@ def test_lemma_1():
 def test_lemmas_2_and_3(kind):
     """A step along the gradient is orthogonal to the weight, which can only grow."""
     w, g = normal(6, 4).astype("float32"), normal(6, 4, seed=1).astype("float32")
-    function = AsLayer(lambda w: getattr(spheres, kind)(w, 0, epsilon=0.0))
+    function = AsLayer(lambda w: getattr(weight_norms, kind)(w, 0, epsilon=0.0))
     _, gradient = training_step(function, linear_loss(g))(w)
     size = np.linalg.norm(w, axis=0) * np.linalg.norm(gradient, axis=0)
     assert np.all(np.abs(np.sum(w * gradient, 0)) < 1e-6 * size)
@@ -249,7 +259,7 @@ def test_weight_maps(kind):
     """The layers test their derivatives."""
     w, gain = normal(3, 4, 2), normal(4, seed=1)
     reference = WeightReference(kind, epsilon=0.1)
-    function = getattr(spheres, kind)
+    function = getattr(weight_norms, kind)
     tolerance = TOLERANCE[WIDEST]
     expected = reference.forward(w, gain, (0, 2))
     assert relative_error(function(w, (0, -1), gain, epsilon=0.1), expected) < tolerance
@@ -281,7 +291,9 @@ def of_equation_12(kernel, gamma, beta, mean, covariance, epsilon=0.0):
 
 
 def effective_weight(values, *epsilon, dtype="float32"):
-    return spheres.effective_weight(*(np.asarray(v, dtype) for v in values), *epsilon)
+    return weight_norms.effective_weight(
+        *(np.asarray(v, dtype) for v in values), *epsilon
+    )
 
 
 @pytest.mark.parametrize("dtype", sorted({"float32", WIDEST}))
@@ -327,7 +339,7 @@ def test_units_that_do_not_vary():
 
     def effective(kernel, gamma):
         rest = (np.asarray(v, "float32") for v in values[2:])
-        weight, bias = spheres.effective_weight(kernel, gamma, *rest)
+        weight, bias = weight_norms.effective_weight(kernel, gamma, *rest)
         return ops.concatenate([weight, bias[None]], axis=0)
 
     kernel, gamma = kernel.astype("float32"), gamma.astype("float32")
@@ -357,7 +369,7 @@ def test_derivatives_of_the_effective_weight(epsilon):
     rest32 = [np.asarray(v, "float32") for v in rest]
 
     def effective(w):
-        weight, bias = spheres.effective_weight(w, *rest32, epsilon)
+        weight, bias = weight_norms.effective_weight(w, *rest32, epsilon)
         return ops.concatenate([weight, bias[None]], axis=0)
 
     def reference(w):
@@ -371,7 +383,7 @@ def test_derivatives_of_the_effective_weight(epsilon):
 def test_the_widest_dtype_decides():
     values, _ = layer_and_statistics()
     values = [v.astype(d) for v, d in zip(values, ("float32", *["float64"] * 4))]
-    actual = spheres.effective_weight(*values, 0.1)
+    actual = weight_norms.effective_weight(*values, 0.1)
     expected = of_equation_12(*(v.astype("float64") for v in values), 0.1)
     for value in actual:
         assert keras.backend.standardize_dtype(value.dtype) == "float64"
