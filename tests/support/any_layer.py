@@ -68,15 +68,20 @@ CHANNELS = {
     "CBN(ratio)": _channels(CBN, SERIES, axis=1, mean_gradient="ratio", rho=2.0),
     "CBN(coupled)": _channels(CBN, IMAGES, decouple=False, rho=0.5),
     "CBN(no beta)": _channels(CBN, SERIES, axis=0, center=False),
-    "CBN(coupled, no gamma)": _channels(CBN, DENSE, decouple=False, scale=False),
+    "CBN(coupled, ratio)": _channels(
+        CBN, DENSE, decouple=False, mean_gradient="ratio", scale=False
+    ),
     "NoisyBN": _channels(NoisyBN, SERIES, axis=1),
     "NoisyBN(no gamma)": _channels(NoisyBN, VOLUMES, scale=False),
     "NoisyBN(no beta)": _channels(NoisyBN, DENSE, center=False),
     "LpNorm(1)": _channels(LpNorm, IMAGES, axis=-3, p=1),
+    "LpNorm(1, centered)": _channels(LpNorm, SERIES, axis=1, norm_of="centered", p=1),
+    "LpNorm(1.5)": _channels(LpNorm, DENSE, p=1.5),
     "LpNorm(2, no beta)": _channels(LpNorm, DENSE, center=False),
+    "LpNorm(2, centered)": _channels(LpNorm, SERIES, norm_of="centered", scale=False),
     "LpNorm(2.5, centered)": _channels(LpNorm, SERIES, p=2.5, norm_of="centered"),
-    "LpNorm(3, no gamma)": _channels(LpNorm, DENSE, p=3, scale=False),
     "LpNorm(inf)": _channels(LpNorm, VOLUMES, axis=1, p=np.inf),
+    "LpNorm(inf, centered)": _channels(LpNorm, DENSE, p=np.inf, norm_of="centered"),
 }
 FUSED = {
     f"FusedCBN({inner}{suffix})": _fused(inner, inner_arguments, **arguments)
