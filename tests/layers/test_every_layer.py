@@ -32,7 +32,7 @@ OTHER_MODES = [mode for mode in MODES if mode != FAST]
 
 
 # Forms that run the code of a faster one.
-SAME_CODE = {f"FusedCBN({kind})" for kind in ("conv1d", "conv2d_pointwise", "conv3d")}
+SAME_CODE = {f"FusedCBN({kind})" for kind in ("conv1d", "conv3d")}
 SAME_CODE |= {"NoisyBN(no beta)", "LpNorm(1, centered)"}
 QUICK = FORMS.keys() - SAME_CODE
 if BACKEND == "jax":  # Which compiles each of them; the kinds of layers are Keras'.
@@ -72,8 +72,8 @@ def expected_results(each, reference, values):
 
 
 def assert_steps(each, mode=FAST):
-    """From any state, with the learning rate unknown and known."""
-    for seed, rate in enumerate((-1.0, 0.03)):
+    """From any state, with the learning rate unknown, known, and large: eta is 0."""
+    for seed, rate in enumerate((-1.0, 0.03, 0.2)):
         x, start = example(each, seed, rate)
         each.assign(start)
         reference, values = reference_of(each), each.values(x)

@@ -92,7 +92,6 @@ FUSED = {
         ("conv2d", "", {}, {"decouple": False}),
         ("conv2d_same", "", {}, {}),
         ("conv2d_dilated", "", {}, {"center": False, "scale": False}),
-        ("conv2d_pointwise", "", {}, {}),
         ("conv2d_in_groups", "", {}, {}),
         ("conv3d", "", {}, {"rho": 0.5}),
         ("depthwise_conv1d", "", {}, {"decouple": False}),
