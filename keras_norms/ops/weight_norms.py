@@ -1,4 +1,4 @@
-"""Weights that are centred and of unit norm or variance, one unit at a time.
+"""Weights that are centered and of unit norm or variance, one unit at a time.
 
 A unit is a vector `v` of `n` numbers that lie along `axes` of a tensor, whose other
 axes count units. Everything is computed in float32 or wider and returned in that dtype.

@@ -7,6 +7,7 @@ import scipy.stats
 from keras import ops
 
 from keras_norms.ops import noise
+from tests.support.any_layer import QUIET
 from tests.support.autodiff import compiled
 from tests.support.backend import BACKEND, numpy
 from tests.support.normalizations import KERNELS
@@ -18,10 +19,9 @@ FOUR_SIGMA = 2 * scipy.stats.norm.sf(4)
 
 def draw(shape, seed=0, calls=1, axis=-1, dtype="float32", **ranges):
     """Scales and shifts of the last of some calls, in the given ranges."""
-    quiet = {"mean_range": 0, "scale_range": 1, "mean_jitter": 0, "scale_jitter": 0}
     generator, x = keras.random.SeedGenerator(seed), ops.zeros(shape, dtype)
     for _ in range(calls):
-        pair = noise.scale_and_shift(x, generator, dtype, axis=axis, **quiet | ranges)
+        pair = noise.scale_and_shift(x, generator, dtype, axis=axis, **QUIET | ranges)
     for value in pair:
         assert keras.backend.standardize_dtype(value.dtype) == dtype
     values = (ops.cast(ops.broadcast_to(v, shape), "float32") for v in pair)
