@@ -8,6 +8,8 @@ from keras import ops
 from keras_norms import _keras
 from keras_norms.layers.learning_rate import FollowsLearningRate
 
+Logs = dict[str, float] | None
+
 
 class AMAT(keras.callbacks.Callback):
     """Adaptive moving average technique: `model.fit(..., callbacks=[AMAT()])`.
@@ -38,7 +40,7 @@ class AMAT(keras.callbacks.Callback):
       TPAMI 2023, Section 4.2, Eqs. 8-9.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._detach()
 
@@ -52,7 +54,7 @@ class AMAT(keras.callbacks.Callback):
         self._rate = None
         self._was_built = False
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Logs = None) -> None:
         model = self.model
         if getattr(model, "optimizer", None) is None:
             raise ValueError(
@@ -84,12 +86,12 @@ class AMAT(keras.callbacks.Callback):
             for layer in counting:
                 layer.step.assign(done)
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         # Here, and not when training begins: a backup may have been restored since.
         if self._schedule is not None:
             self._set_counters()
 
-    def on_train_batch_begin(self, batch, logs=None):
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if not self._was_built and self.model.built:
             self._attach()
         if self._schedule is not None or not self._layers:
@@ -104,7 +106,7 @@ class AMAT(keras.callbacks.Callback):
                 layer.set_learning_rate(rate)
             self._rate = rate
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Logs = None) -> None:
         self._detach()
 
 

@@ -19,13 +19,13 @@ from keras_norms.diagnostics._engine.slopes import Slopes
 from keras_norms.diagnostics._engine.types import Data, LayerOrName, Layers, Loss
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.fused_cbn import FusedCBN
-from keras_norms.layers.weight_normalization import NormalizesKernel
+from keras_norms.layers.kernel_normalization import KernelNormalization
 
 TERMS = ("first", "diagonal", "off_diagonal", "third")
 NORMS = (
     ChannelNormalization,
     FusedCBN,
-    NormalizesKernel,
+    KernelNormalization,
     keras.layers.BatchNormalization,
     keras.layers.GroupNormalization,
     keras.layers.LayerNormalization,

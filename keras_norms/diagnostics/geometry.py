@@ -14,8 +14,8 @@ from keras_norms.diagnostics._engine.arrays import affine, float64, moments
 from keras_norms.diagnostics._engine.layers import names_of
 from keras_norms.diagnostics._engine.model_loss import record
 from keras_norms.diagnostics._engine.types import Data
+from keras_norms.layers.kernel_normalization import KernelNormalization
 from keras_norms.layers.kernels import check_layer, kernels_of, overrides_call
-from keras_norms.layers.weight_normalization import NormalizesKernel
 
 
 class Decomposition(NamedTuple):
@@ -37,7 +37,7 @@ def decompose(v: Tensor, axes: int | Sequence[int] = -1) -> Decomposition:
 
     `N(v)` lies on the sphere of radius `sqrt(n)` and is orthogonal to `(1, ..., 1)`, so
     that `|v|^2 = n * (gamma^2 + beta^2)`. It is computed in float64; for tensors, with
-    a gradient, there is `keras_norms.ops.spheres.decompose`.
+    a gradient, there is `keras_norms.ops.weight_norms.decompose`.
 
     Args:
         v: Array of real numbers, or a tensor.
@@ -138,7 +138,9 @@ def effective_weights(
     check_inputs(model, x)
     arguments.boolean("training", training)
     linear = list(filter(_is_linear, _keras.layers_of(model)))
-    wrappers = {each.layer: each for each in _keras.layers_of(model, NormalizesKernel)}
+    wrappers = {
+        each.layer: each for each in _keras.layers_of(model, KernelNormalization)
+    }
     norms = _keras.layers_of(model, keras.layers.BatchNormalization)
     norms = [norm for norm in norms if not overrides_call(norm)]
     names = dict(zip(norms, names_of(norms)))

@@ -1,12 +1,13 @@
 """Layers with a kernel: which weights those are, and where a unit lies in them."""
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 from keras import layers
 
 from keras_norms._checks import arguments
+from keras_norms._types import Shape
 
 _CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
 _TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
@@ -25,14 +26,14 @@ class Kernel(NamedTuple):
     """A kernel of a layer: its attribute, and the axes that one unit sums over."""
 
     name: str
-    fan_in: tuple
+    fan_in: tuple[int, ...]
 
-    def unit_shape(self, shape):
+    def unit_shape(self, shape: Shape) -> Shape:
         """The sizes of the other axes, one element a unit."""
         return tuple(n for i, n in enumerate(shape) if i not in self.fan_in)
 
 
-def overrides(layer, *names):
+def overrides(layer: keras.layers.Layer | type, *names: str) -> bool:
     """Whether an attribute of a layer, or of a class, is not that of Keras' own class.
 
     What this package computes in place of a layer of Keras, it computes only where a
@@ -51,12 +52,12 @@ def overrides(layer, *names):
     )
 
 
-def overrides_call(layer):
+def overrides_call(layer: keras.layers.Layer | type) -> bool:
     """Whether a derived linear layer or BatchNormalization computes something else."""
     return overrides(layer, "__call__", "call", "convolution_op", "_moments")
 
 
-def check_layer(layer):
+def check_layer(layer: Any) -> None:
     """Raise `ValueError` unless `layer` has kernels that may be normalised."""
     fits = "a Dense, EinsumDense, Conv, DepthwiseConv or SeparableConv layer of Keras"
     if isinstance(layer, layers.Wrapper):
@@ -72,7 +73,7 @@ def check_layer(layer):
     raise arguments.wrong("layer", advice, layer)
 
 
-def check_unchanged(layer):
+def check_unchanged(layer: keras.layers.Layer) -> None:
     """Raise `ValueError` if the kernel of a checked layer is none any more."""
     if obstacle := _obstacle(layer):
         raise ValueError(
@@ -100,8 +101,8 @@ def _obstacle(layer):
     return None
 
 
-def kernels_of(layer):
-    """The kernels of a built layer, a tuple of `Kernel`, in the order they apply."""
+def kernels_of(layer: keras.layers.Layer) -> tuple[Kernel, ...]:
+    """The kernels of a built layer, in the order they apply."""
     if isinstance(layer, _SEPARABLE):
         rank = len(layer.depthwise_kernel.shape)
         return (
@@ -121,7 +122,7 @@ def kernels_of(layer):
     return (Kernel("kernel", fan_in),)
 
 
-def unit_axes(layer, rank):
+def unit_axes(layer: keras.layers.Layer, rank: int) -> tuple[int, ...]:
     """The axes of an output of that rank that count units, in the kernel's order."""
     if isinstance(layer, layers.EinsumDense):
         weight, output = _einsum_axes(layer)

@@ -4,6 +4,7 @@ import functools
 import numbers
 import warnings
 import weakref
+from typing import Any
 
 import keras
 import numpy as np
@@ -12,12 +13,13 @@ from keras.optimizers.schedules import LearningRateSchedule
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms._types import Tensor
 
 UNKNOWN = -1.0
 
 
-class FollowsLearningRate:
-    """Mixin for a `keras.layers.Layer` that needs the learning rate of each step.
+class FollowsLearningRate(keras.layers.Layer):
+    """Base of a layer that needs the learning rate of each step.
 
     The rate is a scalar weight, `learning_rate`, negative while it is unknown. Either
     it is set, or it follows a schedule inside the compiled training step. The `AMAT`
@@ -27,17 +29,19 @@ class FollowsLearningRate:
     once in each training call.
     """
 
-    def __init__(self, **kwargs):
+    statistics_dtype: str  # in which the layer keeps it
+
+    def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self.learning_rate = None
-        self.step = None
+        self.learning_rate: Any = None
+        self.step: Any = None
         self._first_rate = UNKNOWN
         self._schedule = None
-        self._iterations = None
-        self._counted_scope = None
+        self._iterations: weakref.ref | None = None
+        self._counted_scope: weakref.ref | None = None
         self._was_told = False
 
-    def set_learning_rate(self, rate):
+    def set_learning_rate(self, rate: Tensor) -> None:
         """Say which learning rate the coming steps use, also before the layer is built.
 
         In a compiled step, such as a `train_step` of one's own, it assigns the rate
@@ -100,13 +104,16 @@ class FollowsLearningRate:
                 "pass `callbacks=[keras_norms.AMAT()]` to `fit()`."
             )
 
-    def follow(self, schedule=None, iterations=None):
+    def follow(
+        self,
+        schedule: LearningRateSchedule | None = None,
+        iterations: keras.Variable | None = None,
+    ) -> bool:
         """Say whether the learning rate follows a schedule.
 
         Args:
-            schedule: A `keras.optimizers.schedules.LearningRateSchedule` that the layer
-                evaluates in each training step, or `None`: the rate is the one that was
-                set.
+            schedule: The layer evaluates it in each training step. `None`: the rate is
+                the one that was set.
             iterations: The optimizer's counter, `optimizer.iterations` (with gradient
                 accumulation, the first of `optimizer.variables`). On TensorFlow and
                 PyTorch a training step needs it: the layer cannot tell two calls in one
@@ -139,7 +146,7 @@ class FollowsLearningRate:
         self._iterations = None if iterations is None else weakref.ref(iterations)
         return True
 
-    def build_learning_rate(self):
+    def build_learning_rate(self) -> None:
         """Make the weights."""
         self.learning_rate = self._add_scalar(
             "learning_rate", self._first_rate, self.statistics_dtype
@@ -161,7 +168,7 @@ class FollowsLearningRate:
             aggregation="none",  # TensorFlow replicas all compute the same
         )
 
-    def learning_rate_of_this_step(self):
+    def learning_rate_of_this_step(self) -> Tensor:
         """The rate as a scalar; moves on along the schedule, if there is one."""
         if not self._was_told:
             _explain_amat_once()

@@ -1,11 +1,13 @@
 """LpNorm: normalization by the average l_p norm."""
 
 import math
+from typing import Any
 
 import keras
 from keras import initializers, ops
 
 from keras_norms._checks import arguments
+from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import lp_norm
@@ -33,26 +35,26 @@ class LpNorm(Recomputable, ChannelNormalization):
     mode (`jax.jvp`, `tf.autodiff.ForwardAccumulator`): it is an error.
 
     Args:
-        p: Number of at least 1, `math.inf` (or `"inf"`) included.
-        axis: Integer, the channel axis. Use 1 after a convolution with
+        p: At least 1, `math.inf` (or `"inf"`) included.
+        axis: The channel axis. Use 1 after a convolution with
             `data_format="channels_first"`.
         norm_of: `"input"` or `"centered"`: whether `s_p` is taken of `x`, as in the
             paper, or of `x - mean`.
-        momentum: Float in [0, 1), decay of the moving averages.
-        epsilon: Positive float, added to the norm.
-        center: Boolean, whether there is a `beta`.
-        scale: Boolean, whether there is a `gamma`.
-        synchronized: Boolean, whether statistics are those of all TensorFlow replicas
+        momentum: In [0, 1), decay of the moving averages.
+        epsilon: Positive, added to the norm.
+        center: Whether there is a `beta`.
+        scale: Whether there is a `gamma`.
+        synchronized: Whether statistics are those of all TensorFlow replicas
             of a `tf.distribute` strategy, on one device the same as `False`. On JAX
             they always are those of the whole batch. Not available on PyTorch.
         beta_initializer: Initializer of `beta`.
         gamma_initializer: Initializer of `gamma`.
         moving_mean_initializer: Initializer of the moving mean.
         moving_norm_initializer: Initializer of the moving norm.
-        beta_regularizer: Optional regularizer of `beta`.
-        gamma_regularizer: Optional regularizer of `gamma`.
-        beta_constraint: Optional constraint of `beta`.
-        gamma_constraint: Optional constraint of `gamma`.
+        beta_regularizer: Regularizer of `beta`.
+        gamma_regularizer: Regularizer of `gamma`.
+        beta_constraint: Constraint of `beta`.
+        gamma_constraint: Constraint of `gamma`.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
@@ -98,23 +100,23 @@ class LpNorm(Recomputable, ChannelNormalization):
 
     def __init__(
         self,
-        p=2,
-        axis=-1,
-        norm_of="input",
-        momentum=0.99,
-        epsilon=1e-5,
-        center=True,
-        scale=True,
-        synchronized=False,
-        beta_initializer="zeros",
-        gamma_initializer="ones",
-        moving_mean_initializer="zeros",
-        moving_norm_initializer="ones",
-        beta_regularizer=None,
-        gamma_regularizer=None,
-        beta_constraint=None,
-        gamma_constraint=None,
-        **kwargs,
+        p: float | str = 2,
+        axis: int = -1,
+        norm_of: str = "input",
+        momentum: float = 0.99,
+        epsilon: float = 1e-5,
+        center: bool = True,
+        scale: bool = True,
+        synchronized: bool = False,
+        beta_initializer: Initializer = "zeros",
+        gamma_initializer: Initializer = "ones",
+        moving_mean_initializer: Initializer = "zeros",
+        moving_norm_initializer: Initializer = "ones",
+        beta_regularizer: Regularizer | None = None,
+        gamma_regularizer: Regularizer | None = None,
+        beta_constraint: Constraint | None = None,
+        gamma_constraint: Constraint | None = None,
+        **kwargs: Any,
     ):
         super().__init__(
             axis=axis,
@@ -145,7 +147,7 @@ class LpNorm(Recomputable, ChannelNormalization):
         self.moving_mean = None
         self.moving_norm = None
 
-    def build(self, input_shape):
+    def build(self, input_shape: Shape) -> None:
         channels = self.build_affine(input_shape)
         self.moving_mean = self.add_statistic(
             "moving_mean", (channels,), self.moving_mean_initializer
@@ -155,7 +157,9 @@ class LpNorm(Recomputable, ChannelNormalization):
         )
 
     @moves_state
-    def call(self, inputs, training=None, mask=None):
+    def call(
+        self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()
         if not training or not self.trainable:
@@ -188,7 +192,7 @@ class LpNorm(Recomputable, ChannelNormalization):
         )
         return outputs
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         config.update(
             {

@@ -1,9 +1,12 @@
 """NoisyBN: batch normalization with time-varying noise after it."""
 
+from typing import Any
+
 import keras
 from keras import initializers, ops
 
 from keras_norms._checks import arguments
+from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import noise, normalize
@@ -40,32 +43,32 @@ class NoisyBN(Recomputable, ChannelNormalization):
     mode (`jax.jvp`, `tf.autodiff.ForwardAccumulator`): it is an error.
 
     Args:
-        axis: Integer, the channel axis. Use 1 after a convolution with
+        axis: The channel axis. Use 1 after a convolution with
             `data_format="channels_first"`.
-        momentum: Float in [0, 1), decay of the moving statistics.
-        epsilon: Positive float, added to the variance inside the root.
-        center: Boolean, whether there is a `beta`.
-        scale: Boolean, whether there is a `gamma`.
-        mean_range: Non-negative float, bound of the mean shift of a channel.
-        scale_range: Float of at least 1, bound of the mean scale of a channel.
-        mean_jitter: Non-negative float, bound of an element's shift around that of its
+        momentum: In [0, 1), decay of the moving statistics.
+        epsilon: Positive, added to the variance inside the root.
+        center: Whether there is a `beta`.
+        scale: Whether there is a `gamma`.
+        mean_range: Not negative, bound of the mean shift of a channel.
+        scale_range: At least 1, bound of the mean scale of a channel.
+        mean_jitter: Not negative, bound of an element's shift around that of its
             channel.
-        scale_jitter: Non-negative float, standard deviation of an element's scale
+        scale_jitter: Not negative, standard deviation of an element's scale
             around that of its channel.
-        noise_at_inference: Boolean, whether there is noise at inference as well.
-        seed: Optional integer, 0 to 2^31 - 1. The same seed gives the same noise again,
+        noise_at_inference: Whether there is noise at inference as well.
+        seed: 0 to 2^31 - 1, or `None`. The same seed gives the same noise again,
             call by call.
-        synchronized: Boolean, whether statistics are those of all TensorFlow replicas
+        synchronized: Whether statistics are those of all TensorFlow replicas
             of a `tf.distribute` strategy, on one device the same as `False`. On JAX
             they always are those of the whole batch. Not available on PyTorch.
         beta_initializer: Initializer of `beta`.
         gamma_initializer: Initializer of `gamma`.
         moving_mean_initializer: Initializer of the moving mean.
         moving_variance_initializer: Initializer of the moving variance.
-        beta_regularizer: Optional regularizer of `beta`.
-        gamma_regularizer: Optional regularizer of `gamma`.
-        beta_constraint: Optional constraint of `beta`.
-        gamma_constraint: Optional constraint of `gamma`.
+        beta_regularizer: Regularizer of `beta`.
+        gamma_regularizer: Regularizer of `gamma`.
+        beta_constraint: Constraint of `beta`.
+        gamma_constraint: Constraint of `gamma`.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
@@ -109,27 +112,27 @@ class NoisyBN(Recomputable, ChannelNormalization):
 
     def __init__(
         self,
-        axis=-1,
-        momentum=0.99,
-        epsilon=1e-3,
-        center=True,
-        scale=True,
-        mean_range=0.5,
-        scale_range=1.25,
-        mean_jitter=0.1,
-        scale_jitter=0.1,
-        noise_at_inference=False,
-        seed=None,
-        synchronized=False,
-        beta_initializer="zeros",
-        gamma_initializer="ones",
-        moving_mean_initializer="zeros",
-        moving_variance_initializer="ones",
-        beta_regularizer=None,
-        gamma_regularizer=None,
-        beta_constraint=None,
-        gamma_constraint=None,
-        **kwargs,
+        axis: int = -1,
+        momentum: float = 0.99,
+        epsilon: float = 1e-3,
+        center: bool = True,
+        scale: bool = True,
+        mean_range: float = 0.5,
+        scale_range: float = 1.25,
+        mean_jitter: float = 0.1,
+        scale_jitter: float = 0.1,
+        noise_at_inference: bool = False,
+        seed: int | None = None,
+        synchronized: bool = False,
+        beta_initializer: Initializer = "zeros",
+        gamma_initializer: Initializer = "ones",
+        moving_mean_initializer: Initializer = "zeros",
+        moving_variance_initializer: Initializer = "ones",
+        beta_regularizer: Regularizer | None = None,
+        gamma_regularizer: Regularizer | None = None,
+        beta_constraint: Constraint | None = None,
+        gamma_constraint: Constraint | None = None,
+        **kwargs: Any,
     ):
         super().__init__(
             axis=axis,
@@ -167,7 +170,7 @@ class NoisyBN(Recomputable, ChannelNormalization):
         self.moving_mean = None
         self.moving_variance = None
 
-    def build(self, input_shape):
+    def build(self, input_shape: Shape) -> None:
         channels = self.build_affine(input_shape)
         self.moving_mean = self.add_statistic(
             "moving_mean", (channels,), self.moving_mean_initializer
@@ -177,7 +180,9 @@ class NoisyBN(Recomputable, ChannelNormalization):
         )
 
     @moves_state
-    def call(self, inputs, training=None, mask=None):
+    def call(
+        self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()
         training = training and self.trainable
@@ -230,7 +235,7 @@ class NoisyBN(Recomputable, ChannelNormalization):
             outputs = scale * outputs + shift
         return outputs
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         config.update(
             {

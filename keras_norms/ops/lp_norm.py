@@ -6,10 +6,11 @@ axis, float32 or wider.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keras import ops
 
+from keras_norms._types import Tensor
 from keras_norms.ops.custom_gradient import custom_gradient
 from keras_norms.ops.moments import combine_replicas, moments
 from keras_norms.ops.passes import (
@@ -28,20 +29,28 @@ from keras_norms.ops.single_pass import single_pass
 class LpStatistics(NamedTuple):
     """Statistics of one batch: elements per channel, `(channels,)` mean and norm."""
 
-    count: Any
-    mean: Any
-    norm: Any
+    count: Tensor
+    mean: Tensor
+    norm: Tensor
 
 
 def lp_statistics(
-    x, dtype, *, p, centered, axis, mask=None, synchronized=False, prior=None
-):
+    x: Tensor,
+    dtype: str,
+    *,
+    p: float,
+    centered: bool,
+    axis: int,
+    mask: Tensor | None = None,
+    synchronized: bool = False,
+    prior: Tensor | None = None,
+) -> LpStatistics:
     """Mean and s_p = (mean |x|^p)^(1/p) of every channel, s_inf = max |x|.
 
     Args:
         x: Tensor of rank 2 or more.
         dtype: What to compute in, float32 or wider.
-        p: Python float, 1 to infinity.
+        p: 1 to infinity.
         centered: Whether s_p is that of `x - mean` instead.
         axis: The channel axis.
         mask: Boolean, broadcasts to `x`; `False` elements do not count.
@@ -86,24 +95,33 @@ def lp_statistics(
     return LpStatistics(batch.count, batch.mean, norm)
 
 
-def lp_inference(x, gamma, beta, mean, norm, *, epsilon, axis):
+def lp_inference(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mean: Tensor,
+    norm: Tensor,
+    *,
+    epsilon: float,
+    axis: int,
+) -> Tensor:
     """The same map with stored statistics: affine in `x`."""
     return affine(x, mean, gamma / (norm + epsilon), beta, axis=axis)
 
 
 def lp_normalization(
-    x,
-    gamma,
-    beta,
-    batch,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    batch: LpStatistics,
     *,
-    p,
-    centered,
-    epsilon,
-    axis,
-    mask=None,
-    synchronized=False,
-):
+    p: float,
+    centered: bool,
+    epsilon: float,
+    axis: int,
+    mask: Tensor | None = None,
+    synchronized: bool = False,
+) -> Tensor:
     """gamma * (x - mean) / (norm + epsilon) + beta (Santurkar et al., Section 3.3).
 
     Args:

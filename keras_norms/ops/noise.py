@@ -9,6 +9,7 @@ import math
 import keras
 from keras import ops
 
+from keras_norms._types import Tensor
 from keras_norms.ops.replicas import replica_number
 from keras_norms.ops.shapes import per_channel
 from keras_norms.ops.single_pass import single_pass
@@ -17,13 +18,21 @@ _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio, spreads neighbouring numbers
 
 
 def scale_and_shift(
-    x, seed, dtype, *, mean_range, scale_range, mean_jitter, scale_jitter, axis
-):
+    x: Tensor,
+    seed: keras.random.SeedGenerator,
+    dtype: str,
+    *,
+    mean_range: float,
+    scale_range: float,
+    mean_jitter: float,
+    scale_jitter: float,
+    axis: int,
+) -> tuple[Tensor, Tensor]:
     """The noise of Santurkar et al., Algorithm 1: y = scale * x + shift.
 
     Args:
         x: Tensor of rank 2 or more. Only its shape counts.
-        seed: A `keras.random.SeedGenerator`. It moves on.
+        seed: It moves on.
         dtype: Dtype of the noise.
         mean_range, scale_range: Each channel draws a mean of its shift from
             U(-mean_range, mean_range) and of its scale from U(1, scale_range).
@@ -32,7 +41,7 @@ def scale_and_shift(
         axis: The channel axis.
 
     Returns:
-        Two tensors of the shape of `x`, constants for the gradient.
+        `scale` and `shift`, of the shape of `x`, constants for the gradient.
     """
     ndim = len(x.shape)
     # All TensorFlow replicas draw the same for a channel, as for one large batch.
@@ -59,11 +68,11 @@ def _noise(x, seed, dtype, replica=0):
 
 
 @single_pass(xla=True)
-def hashed_noise(x, seed, *, dtype):
+def hashed_noise(x: Tensor, seed: Tensor, *, dtype: str) -> tuple[Tensor, Tensor]:
     """N(0, 1) and U(-1, 1), the same for a seed in every mode and on every device.
 
     Args:
-        x: Tensor. Only its shape counts.
+        x: Only its shape counts.
         seed: Two integers.
         dtype: Dtype of the noise.
     """

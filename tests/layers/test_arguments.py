@@ -11,8 +11,6 @@ import math
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from keras import layers, ops
 
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
@@ -115,12 +113,10 @@ def test_a_configuration_has_every_argument(cls):
     [
         (CBN, "gamma beta moving_mean moving_square average_weight rho learning_rate"),
         (NoisyBN, "gamma beta moving_mean moving_variance"),
-        (lambda: NoisyBN(scale=False), "beta moving_mean moving_variance"),
         (LpNorm, "gamma beta moving_mean moving_norm"),
         (lambda: LpNorm(center=False), "gamma moving_mean moving_norm"),
         (lambda: WS(layers.Dense(3)), "kernel bias"),
         (lambda: WS(layers.Dense(3), gain=True), "gain kernel bias"),
-        (lambda: CWN(layers.Dense(3)), "kernel bias"),
         (lambda: CWN(layers.Dense(3), gain=True), "gain kernel bias"),
         (lambda: WN(layers.Dense(3)), "gain kernel bias"),
     ],
@@ -157,12 +153,6 @@ def test_regularizers_and_constraints(cls):
     )
     layer.build((None, 4))
     assert float(numpy(sum(layer.losses))) == pytest.approx(4 * 0.25 + 4 * 0.5)
-    model = keras.Sequential([keras.Input((4,)), layer])
-    model.compile("sgd", "mse")
-    x = np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
-    error = np.mean((numpy(model(x)) - x) ** 2)
-    assert model.evaluate(x, x, verbose=0) == pytest.approx(error + 3, rel=1e-5)
-
     optimizer = keras.optimizers.SGD(2.0)
     slopes = [ops.ones(4), ops.ones(4)]
     optimizer.apply(slopes, [layer.beta, layer.gamma])
@@ -173,97 +163,33 @@ def test_regularizers_and_constraints(cls):
 # Wrong arguments
 
 
-def refusal(cls, name, value):
-    """The message of the ValueError for a constructor argument."""
-    given = {} if cls in NORMS else {"layer": layers.Dense(3)}
-    with pytest.raises(ValueError, match=f"`{name}`") as error:
-        cls(**given, **{name: value})
-    message = str(error.value)
-    assert f"Received: {name}={value!r}" in message
-    return message
-
-
-# Argument, what it must be, and values that it is not.
-WRONG = {
-    CBN: [
-        ("rho", "a number, positive", [0, -1.0, None, "1", True, 1j, np.inf, np.nan]),
-        ("omega", "a number, non-negative", [-1e-9, [1.0], np.array([1.0])]),
-        ("momentum", "non-negative and less than 1", [1, -0.1, math.nan, ()]),
-        ("epsilon", "a number, positive", [0.0, -1e-5, "1", {}]),
-        ("axis", "an integer", [None, 1.0, "1", True, (0, 1)]),
-        ("center", "True or False", [None, 0, 1, "True"]),
-        ("scale", "True or False", [None, 1.0, []]),
-        ("decouple", "True or False", [0]),
-        ("synchronized", "True or False", ["yes"]),
-        ("mean_gradient", "one of 'shift', 'ratio'", ["Shift", "", None, 1, ["shift"]]),
-    ],
-    NoisyBN: [
-        ("mean_range", "a number, non-negative", [-0.1, None, np.inf]),
-        ("scale_range", "at least 1", [0.99, True, np.array([1.0, 2.0])]),
-        ("mean_jitter", "a number, non-negative", [-1, "1"]),
-        ("scale_jitter", "a number, non-negative", [-1e-9, np.nan]),
-        ("noise_at_inference", "True or False", [1, None]),
-        ("seed", "an integer", [1.0, "1", True, -1, 2**31]),
-        ("momentum", "less than 1", [1.0]),
-        ("epsilon", "positive", [0.0]),
-        ("axis", "an integer", [1.0]),
-    ],
-    LpNorm: [
-        (
-            "p",
-            "at least 1, `math.inf` included",
-            [0.99, None, "Inf", True, 2j, -np.inf],
-        ),
-        ("p", "at least 1, `math.inf` included", [np.nan, np.array([2.0]), object]),
-        ("norm_of", "one of 'input', 'centered'", ["Input", "", None, True]),
-        ("momentum", "less than 1", [1]),
-        ("epsilon", "positive", [-1e-5]),
-        ("axis", "an integer", ["1"]),
-    ],
-    WS: [("epsilon", "positive", [0]), ("gain", "True or False", [None, 1, "yes"])],
-    CWN: [
-        ("epsilon", "positive", [-1e-5, None, True]),
-        ("scale", "positive", [0, -1.0, None, True, np.nan]),
-        ("gain", "True or False", [0]),
-    ],
-    WN: [("epsilon", "positive", ["1", np.nan, np.inf])],
-}
-
-
 @pytest.mark.parametrize(
-    ("cls", "name", "expected", "values"),
-    [(cls, *wrong) for cls, cases in WRONG.items() for wrong in cases],
+    ("cls", "name", "value", "expected"),
+    [
+        (CBN, "rho", 0, "a number, positive"),
+        (CBN, "omega", -1e-9, "a number, non-negative"),
+        (CBN, "momentum", 1, "a number, non-negative and less than 1"),
+        (CBN, "axis", 1.0, "an integer"),
+        (CBN, "center", 0, "True or False"),
+        (CBN, "mean_gradient", "Shift", "one of 'shift', 'ratio'"),
+        (CBN, "beta_initializer", "no_such", "an initializer of Keras, its name"),
+        (
+            CBN,
+            "beta_regularizer",
+            "no_such",
+            "a regularizer of Keras, its name, or None",
+        ),
+        (NoisyBN, "scale_range", 0.99, "a number, at least 1"),
+        (NoisyBN, "seed", 2**31, "an integer, non-negative and at most 2147483647"),
+        (LpNorm, "p", 0.99, "a number of at least 1, `math.inf` included"),
+    ],
 )
-def test_a_wrong_argument_says_what_it_must_be(cls, name, expected, values):
-    for value in values:
-        assert expected in refusal(cls, name, value)
-
-
-@norms
-def test_unknown_objects_are_refused(cls):
-    for name in COMMON:
-        if name.startswith(("beta", "gamma", "moving")):
-            assert "of Keras" in refusal(cls, name, "no_such_thing")
-    with pytest.raises(ValueError, match="no_such_thing"):
-        cls(no_such_thing=1)
-    if BACKEND == "torch":
-        assert "PyTorch" in refusal(cls, "synchronized", True)
-
-
-@settings(deadline=None)
-@given(
-    rho=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
-    omega=st.floats(min_value=0, allow_infinity=False),
-    momentum=st.floats(min_value=0, max_value=1, exclude_max=True),
-    p=st.floats(min_value=1),
-)
-def test_every_number_in_range_is_stored_unchanged(rho, omega, momentum, p):
-    layer = CBN(rho=rho, omega=omega, momentum=momentum, epsilon=rho)
-    config = layer.get_config()
-    assert (config["rho"], config["epsilon"]) == (rho, rho)
-    assert (layer.omega, layer.momentum) == (omega, momentum)
-    layer = LpNorm(p)
-    assert layer.p == LpNorm.from_config(layer.get_config()).p == p
+def test_a_wrong_argument_says_what_it_must_be(cls, name, value, expected):
+    with pytest.raises(ValueError) as error:
+        cls(**{name: value})
+    text = str(error.value)
+    assert text.startswith(f"Argument `{name}` must be {expected}")
+    assert text.endswith(f"Received: {name}={value!r}")
 
 
 def test_numbers_may_be_of_any_kind():
@@ -271,30 +197,32 @@ def test_numbers_may_be_of_any_kind():
     found = [layer.get_config()[name] for name in ("axis", "rho", "omega")]
     assert found == [1, 2.0, 0.5]
     assert all(type(value) in (int, float) for value in found)
-    numbers = [np.float32(np.inf), np.int64(3), fractions.Fraction(3, 2)]
-    for value, expected in zip(numbers, [math.inf, 3.0, 1.5]):
-        p = LpNorm(value).p
-        assert type(p) is float and p == expected
+    numbers = [np.float32(np.inf), "inf", np.int64(3), fractions.Fraction(3, 2)]
+    for value, expected in zip(numbers, [math.inf, math.inf, 3.0, 1.5]):
+        layer = LpNorm(value)
+        assert type(layer.p) is float and layer.p == expected
+        # JSON has no infinity.
+        text = json.dumps(layer.get_config(), allow_nan=False)
+        assert LpNorm.from_config(json.loads(text)).p == expected
     assert type(NoisyBN(seed=np.int64(3)).get_config()["seed"]) is int
 
 
 # Wrong inputs
 
 
-@settings(deadline=None)
-@given(rank=st.integers(2, 5), axis=st.integers(-7, 6), cls=st.sampled_from(NORMS))
-def test_axis_must_be_one_of_the_input(rank, axis, cls):
-    shape = tuple(range(3, 3 + rank))
-    if -rank <= axis < rank:
+@norms
+def test_axis_must_be_one_of_the_input(cls):
+    shape = (3, 4, 5)
+    for axis in range(-3, 3):
         assert arguments.channels(cls(axis=axis), shape) == shape[axis]
-        return
     expected = (
-        rf"`axis` must be an axis of the input, .*{-rank} to {rank - 1}. "
-        rf"Received: axis={axis} with input_shape=\("
+        r"`axis` must be an axis of the input, -3 to 2. "
+        r"Received: axis=(3|-4) with input_shape=\("
     )
-    for use in (cls(axis=axis).build, cls(axis=axis).compute_output_shape):
-        with pytest.raises(ValueError, match=expected):
-            use(shape)
+    for axis in (3, -4):
+        for use in (cls(axis=axis).build, cls(axis=axis).compute_output_shape):
+            with pytest.raises(ValueError, match=expected):
+                use(shape)
 
 
 @norms
@@ -314,35 +242,30 @@ def test_inputs_that_do_not_fit(cls):
         cls()(x, training=True, mask=mask)
 
 
-def mask_shape(mask, inputs, axis):
-    """The shape that a mask gets for inputs of a shape."""
-    mask = arguments.broadcast_mask(
-        ops.ones(mask, "bool"), ops.zeros(inputs), axis % len(inputs)
-    )
-    assert keras.backend.standardize_dtype(mask.dtype) == "bool"
-    return tuple(mask.shape)
-
-
 @pytest.mark.parametrize(
     ("mask", "axis", "expected"),
     [
         ((2,), -1, (2, 1, 1, 1)),
         ((2, 3), -1, (2, 3, 1, 1)),
         ((2, 3, 4), -1, (2, 3, 4, 1)),
-        ((2, 3, 4, 5), -1, (2, 3, 4, 5)),
         ((1, 3, 1, 5), -1, (1, 3, 1, 5)),
-        ((2,), 1, (2, 1, 1, 1)),
         ((2, 4), 1, (2, 1, 4, 1)),
         ((2, 4, 5), 1, (2, 1, 4, 5)),
         ((2, 3), 1, (2, 3, 1, 1)),
+        ((3,), -1, None),
+        ((2, 6), -1, None),
+        ((2, 3, 5), -1, None),
+        ((2, 3, 4, 5, 1), -1, None),
     ],
 )
 def test_a_mask_is_of_positions_or_broadcasts(mask, axis, expected):
-    assert mask_shape(mask, (2, 3, 4, 5), axis) == expected
-
-
-@pytest.mark.parametrize("mask", [(3,), (2, 6), (2, 3, 5), (2, 3, 4, 5, 1)])
-def test_a_mask_of_another_shape_is_refused(mask):
-    with pytest.raises(ValueError, match="`mask` must have the shape") as error:
-        mask_shape(mask, (2, 3, 4, 5), -1)
-    assert f"mask.shape={mask}, inputs.shape=(2, 3, 4, 5)" in str(error.value)
+    tensors = ops.ones(mask, "int32"), ops.zeros((2, 3, 4, 5))
+    if expected:
+        found = arguments.broadcast_mask(*tensors, axis)
+        assert keras.backend.standardize_dtype(found.dtype) == "bool"
+        assert tuple(found.shape) == expected
+    else:
+        with pytest.raises(ValueError, match="`mask` must have the shape") as error:
+            arguments.broadcast_mask(*tensors, axis)
+        received = f"mask.shape={mask}, inputs.shape=(2, 3, 4, 5)"
+        assert str(error.value).endswith(f"Received: {received}")

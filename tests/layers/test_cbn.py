@@ -8,9 +8,8 @@ import pytest
 
 from keras_norms import AMAT, CBN
 from keras_norms.layers import cbn, learning_rate
-from tests.support.autodiff import FAST, training_step
 from tests.support.backend import jax_only, numpy, tensorflow_only, thorough_on
-from tests.support.cbn_reference import CBNReference, relative_error
+from tests.support.cbn_reference import relative_error
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(1, 2, (6, 3)).astype("float32")
@@ -40,79 +39,6 @@ def test_rho_can_be_assigned():
     assert_close(norm(X, training=True), in_training / 2)
 
 
-@pytest.mark.parametrize("is_built", [False, True])
-def test_a_rate_is_told_before_and_after_build(is_built):
-    layer = CBN()
-    if is_built:
-        layer.build((None, 3))
-    layer.set_learning_rate(0.05)
-    layer(X, training=True)
-    assert_close(layer.average_weight, 0.5)
-
-
-def test_a_mask_of_time_steps_where_time_is_the_channel_axis():
-    x = RNG.normal(size=(5, 3, 4)).astype("float32")
-    mask = np.array([[True, True, False]] * 5)
-    layer, expected = CBN(axis=1), CBN(axis=1)
-    layer(x, training=True, mask=mask)
-    expected(x, training=True)
-    # Channel 2 saw nothing and stays as it was made.
-    assert_close(layer.moving_mean, numpy(expected.moving_mean) * [1, 1, 0])
-
-
-# Saving
-
-
-def trained(schedule, epochs=2):
-    """A trained model whose norms follow a schedule, or not."""
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh")])
-    model.add(CBN())
-    model.add(keras.layers.Dense(4, "tanh"))
-    model.add(CBN(rho=0.5))
-    model.add(keras.layers.Dense(1))
-    rate = keras.optimizers.schedules.CosineDecay(0.1, 100) if schedule else 0.1
-    model.compile(keras.optimizers.SGD(rate), "mse")
-    return fit(model, AMAT(), epochs=epochs)
-
-
-def fit(model, *callbacks, epochs=1):
-    options = {"shuffle": False, "verbose": 0, "callbacks": list(callbacks)}
-    model.fit(X, X[:, :1], 3, epochs, **options)
-    return model
-
-
-def weights(model):
-    """Every weight of a model but the counters that a schedule adds."""
-    return [numpy(v) for v in model.weights if v.name != "step"]
-
-
-def assert_same(actual, expected, rtol=0, atol=0):
-    for value, wanted in zip(weights(actual), weights(expected), strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=rtol, atol=atol)
-
-
-# In `make test`, `test_models` does it.
-@pytest.mark.thorough
-@pytest.mark.parametrize("schedule", [False, True])
-def test_a_saved_model_goes_on(tmp_path, schedule):
-    model = trained(schedule)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert_same(loaded, model)
-    assert_same(fit(loaded, AMAT()), fit(model, AMAT()), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "schedule", [True, pytest.param(False, marks=pytest.mark.thorough)]
-)
-def test_saved_weights_load_with_and_without_a_schedule(tmp_path, schedule):
-    model, other = trained(schedule), trained(not schedule, epochs=1)
-    model.save_weights(tmp_path / "model.weights.h5")
-    other.load_weights(tmp_path / "model.weights.h5")
-    assert_same(other, model)
-
-
 # Without AMAT
 
 
@@ -136,9 +62,12 @@ def test_the_hint_about_amat_comes_once_where_it_is_due():
         frozen(X, training=True)
         known_rate()(X, training=True)
 
+    def fit(**options):
+        model.fit(X, X[:, :1], 3, verbose=0, **options)
+
     assert not caught_hints(none_is_due)
-    assert len(caught_hints(lambda: fit(fit(model)))) == 1
-    assert not caught_hints(lambda: fit(model, AMAT()))
+    assert len(caught_hints(lambda: fit(epochs=2))) == 1
+    assert not caught_hints(lambda: fit(callbacks=[AMAT()]))
 
 
 # Batches of one
@@ -148,11 +77,9 @@ def test_the_hint_about_amat_comes_once_where_it_is_due():
     ("shape", "axis", "training", "warned"),
     [
         ((1, 3), -1, True, True),
-        ((1, 1, 1, 3), -1, True, True),
         ((1, 3, 1), 1, True, True),
         ((1, 3), -1, False, False),
         ((2, 3), -1, True, False),
-        ((1, 4, 3), -1, True, False),
     ],
 )
 def test_batches_of_one_are_warned_of_once(shape, axis, training, warned):
@@ -182,23 +109,6 @@ def test_batches_of_unknown_size_are_not_warned_of():
         )(X[:1])
 
 
-def test_batches_of_one_are_those_of_the_equations():
-    """Where they diverge, the method does: without a mistake it is float64's way."""
-    layer, reference = known_rate(), CBNReference(3)
-    layer.build((1, 3))
-    ones, beta = np.ones(3), np.full(3, 0.5)
-    layer.beta.assign(beta)
-    g = np.array([[1.0, -2.0, 0.5]], "float32")
-    step = training_step(
-        layer, lambda y: keras.ops.sum(y * keras.ops.convert_to_tensor(g)), FAST
-    )
-    for x in X[:, None]:
-        expected, constants = reference.train(x, ones, beta, 0.02)
-        wanted = reference.gradients(g, x, ones, beta, constants)
-        for actual, other in zip(step(x), (expected, *wanted)):
-            np.testing.assert_allclose(actual, other, rtol=1e-4, atol=1e-5)
-
-
 # In programs
 
 
@@ -220,15 +130,13 @@ def test_many_trials_in_one_program():
     upstream = RNG.normal(size=X.shape).astype("float32")
     layer = known_rate()
     layer(X, training=True)
-    before = layer.get_weights()
 
     def step(trainable, state):
         def loss(trainable):
             y, new_state = layer.stateless_call(trainable, state, X, training=True)
             return jnp.sum(y * upstream), (y, new_state)
 
-        gradient, (y, new_state) = jax.grad(loss, has_aux=True)(trainable)
-        return gradient, y, new_state
+        return jax.value_and_grad(loss, has_aux=True)(trainable)
 
     def trial(i):
         values = {"learning_rate": rates[i], "rho": rhos[i]}
@@ -239,15 +147,12 @@ def test_many_trials_in_one_program():
 
     trials = [trial(i) for i in range(len(rates))]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trials)
-    together = jax.jit(jax.vmap(step))(*stacked)
+    together = jax.tree.leaves(jax.jit(jax.vmap(step))(*stacked))
     alone = jax.jit(step)
     for i, arguments in enumerate(trials):
-        mine = jax.tree.map(lambda leaf, i=i: leaf[i], together)
         expected = jax.tree.leaves(alone(*arguments))
-        for actual, wanted in zip(jax.tree.leaves(mine), expected, strict=True):
-            assert_close(actual, wanted, atol=1e-5)
-    for value, start in zip(layer.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(value, start)
+        for actual, wanted in zip(together, expected, strict=True):
+            assert_close(actual[i], wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("rho", [pytest.param(1.0, marks=thorough_on("jax"))])

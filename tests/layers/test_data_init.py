@@ -6,16 +6,11 @@ import pytest
 from keras import layers
 
 from keras_norms import WN
-from tests.layers.test_weight_normalization import (
-    SOME,
-    assert_close,
-    data,
-    randomize,
-    thorough,
-)
-from tests.layers.test_wrapped_layers import Doubled, Noisy
 from tests.support.backend import has_channels_first, numpy
 from tests.support.weight_reference import CASES
+from tests.support.wrapped import Doubled, Noisy, assert_close, data, randomize
+
+thorough = pytest.mark.thorough
 
 
 def assert_normalised(y, units):
@@ -25,18 +20,15 @@ def assert_normalised(y, units):
     assert_close(deviation, np.ones(mean.shape), atol=1e-5)
 
 
-EINSUM = [name for name in CASES if "einsum" in name]
-KEPT = {("dense", True), ("separable_conv1d", False), ("einsum_swapped", False)}
-KEPT |= {("conv1d_transpose", True), ("einsum_kernel_per_step", False)}
+QUICK = {"dense": True, "separable_conv1d": False, "einsum_swapped": False}
+QUICK |= {"conv1d_transpose": True, "einsum_kernel_per_step": False}
+LATER = {name: False for name in CASES if "einsum" in name and name not in QUICK}
+LATER |= {"depthwise_conv2d": True}
 
 
 @pytest.mark.parametrize(
     ("name", "built"),
-    [
-        pytest.param(*each, marks=() if each in KEPT else thorough)
-        for each in [(name, False) for name in SOME + EINSUM]
-        + [(name, True) for name in SOME]
-    ],
+    [*QUICK.items(), *(pytest.param(*each, marks=thorough) for each in LATER.items())],
 )
 def test_data_init(name, built):
     linear = CASES[name]

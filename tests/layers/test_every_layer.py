@@ -28,19 +28,20 @@ from tests.support.backend import BACKEND, has_float64, not_torch, numpy
 from tests.support.weight_reference import AsLayer
 
 thorough = pytest.mark.thorough
+OTHER_MODES = [mode for mode in MODES if mode != FAST]
 
 
-# Kinds of layers that a faster one stands for.
-NEIGHBOURS = {f"FusedCBN({kind})" for kind in ("conv1d", "conv2d_pointwise", "conv3d")}
-NEIGHBOURS |= {"CBN(coupled, no gamma)", "NoisyBN(no beta)", "LpNorm(3, no gamma)"}
-KEPT = FORMS.keys() - NEIGHBOURS
+# Forms that run the code of a faster one.
+SAME_CODE = {f"FusedCBN({kind})" for kind in ("conv1d", "conv3d")}
+SAME_CODE |= {"NoisyBN(no beta)", "LpNorm(1, centered)"}
+QUICK = FORMS.keys() - SAME_CODE
 if BACKEND == "jax":  # Which compiles each of them; the kinds of layers are Keras'.
-    KEPT = {*CHANNELS, *ONE_EACH, "FusedCBN(dense, tanh)", "CWN(dense)"} - NEIGHBOURS
+    QUICK = {*CHANNELS, *ONE_EACH, "FusedCBN(dense, tanh)", "CWN(dense)"} - SAME_CODE
 
 
-def forms(names, kept=ONE_EACH):
-    """Those that are kept; all of them in `make test-all`."""
-    marks = {name: () if name in kept else thorough for name in names}
+def forms(names, quick=ONE_EACH):
+    """Those that are quick; all of them in `make test-all`."""
+    marks = {name: () if name in quick else thorough for name in names}
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=mark) for name, mark in marks.items()]
     )
@@ -71,8 +72,8 @@ def expected_results(each, reference, values):
 
 
 def assert_steps(each, mode=FAST):
-    """From any state, with the learning rate unknown and known."""
-    for seed, rate in enumerate((-1.0, 0.03)):
+    """From any state, with the learning rate unknown, known, and large: eta is 0."""
+    for seed, rate in enumerate((-1.0, 0.03, 0.2)):
         x, start = example(each, seed, rate)
         each.assign(start)
         reference, values = reference_of(each), each.values(x)
@@ -89,16 +90,14 @@ def assert_unchanged(each, state):
         np.testing.assert_array_equal(value, numpy(variable))
 
 
-@forms(FORMS, kept=KEPT)
+@forms(FORMS, QUICK)
 def test_training_and_inference(name):
     assert_steps(case(name))
 
 
 @not_torch
-@forms(
-    FORMS, kept=["CBN", "LpNorm(2.5, centered)", "FusedCBN(conv2d_same)", "WN(dense)"]
-)
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != FAST])
+@forms(FORMS, ["CBN", "LpNorm(2.5, centered)", "FusedCBN(conv2d_same)", "WN(dense)"])
+@pytest.mark.parametrize("mode", OTHER_MODES)
 def test_training_in_other_modes(name, mode):
     assert_steps(case(name), mode)
 
@@ -126,8 +125,11 @@ def in_one_vector(each, values):
     return np.concatenate([values[name].reshape(-1) for name in names]), split
 
 
-@forms(FORMS)
-def test_second_derivatives(name):
+@forms(FORMS, [*ONE_EACH, "CBN(coupled, ratio)", "LpNorm(1.5)", "LpNorm(2, centered)"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=[thorough] * (m != FAST)) for m in MODES]
+)
+def test_second_derivatives(name, mode):
     """Of input and weights together, along one direction, times the rest."""
     each = case(name)
     x, start = example(each, 2, 0.03)
@@ -154,11 +156,11 @@ def test_second_derivatives(name):
     small = 1e-6 * direction.astype("float64")
     expected = (gradient(vector + small) - gradient(vector - small)) / 2e-6
     arguments = AsLayer(output), vector.astype("float32"), loss, direction
-    actual = split(second_derivative(*arguments, FAST))
+    actual = split(second_derivative(*arguments, mode))
     assert_near(actual, split(expected), bound=2e-5)
 
 
-@forms(FORMS, kept=FORMS)
+@forms(FORMS, FORMS)
 def test_reference_gradients_are_finite_differences(name):
     each = case(name)
     x, start = example(each, 3, 0.03)
@@ -223,7 +225,7 @@ def test_policies(name, policy, unit):
 # Masks, and layers that do not train
 
 
-@forms(CHANNELS, kept=["CBN", "CBN(coupled)", "LpNorm(1)", "LpNorm(inf)", *ONE_EACH])
+@forms(CHANNELS, [*ONE_EACH, "CBN(coupled)", "LpNorm(1)", "LpNorm(inf)"])
 def test_what_a_mask_hides_is_not_there(name):
     each = case(name)
     x, start = example(each, 4, 0.03)
@@ -275,7 +277,7 @@ def test_frozen_is_inference(name):
 # Shapes
 
 
-@forms(FORMS, kept=KEPT)
+@forms(FORMS, QUICK)
 def test_shapes(name):
     form, each = FORMS[name], case(name)
     expected = reference_of(each).inference(each.values(np.zeros(each.shape))).shape

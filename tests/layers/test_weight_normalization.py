@@ -1,6 +1,4 @@
-"""WS, CWN and WN: what their formulas promise, weights of any size, and precision."""
-
-import math
+"""WS, CWN and WN: gains, weights of any size, and precision."""
 
 import keras
 import numpy as np
@@ -20,57 +18,20 @@ from tests.support.any_layer import (
 from tests.support.backend import has_float64, numpy
 from tests.support.cbn_reference import relative_error
 from tests.support.weight_reference import CASES
+from tests.support.wrapped import assert_close, data, randomize, wrapped
 
-thorough = pytest.mark.thorough
 DENSE = ["WS(dense)", "CWN(dense)", "WN(dense)"]
-TINY = {"epsilon": 1e-12}
-SOME = ["dense", "conv1d_transpose", "depthwise_conv2d", "separable_conv1d"]
 
 
-def data(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
-
-
-def assert_close(actual, expected, rtol=1e-5, atol=1e-6):
-    np.testing.assert_allclose(numpy(actual), numpy(expected), rtol=rtol, atol=atol)
-
-
-def randomize(layer):
-    """Give each weight of a layer random values that are not centered at 0."""
-    rng = np.random.default_rng(0)
-    for weight in layer.weights:
-        weight.assign(rng.normal(0.5, 1.0, weight.shape))
-
-
-def wrapped(wrapper, layer, shape, **arguments):
-    """A wrapper that is built for inputs of that shape."""
-    layer = wrapper(layer, **arguments)
-    layer.build(shape)
-    return layer
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_cwn_is_on_the_unit_sphere_and_ws_is_root_n_times_cwn(name):
-    linear = CASES[name]
-    layer = linear.make()
-    layer.build(linear.input_shape)
-    randomize(layer)
-    on_sphere, standard = (
-        wrapped(cls, layer, linear.input_shape, **TINY).normalized_kernels()
-        for cls in (CWN, WS)
-    )
-    assert on_sphere.keys() == standard.keys() == linear.fan_in.keys()
-    for key, axes in linear.fan_in.items():
-        kernel = numpy(on_sphere[key])
-        n = math.prod(kernel.shape[i] for i in axes)
-        units = kernel.sum(axes).shape
-        assert_close(np.sum(kernel**2, axes), np.ones(units))
-        assert_close(np.sum(kernel, axes), np.zeros(units))
-        assert_close(standard[key], np.sqrt(n) * kernel)
-
-
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("dense", False),
+        ("conv1d_transpose", True),
+        ("depthwise_conv2d", True),
+        ("separable_conv1d", False),
+    ],
+)
 def test_wn_changes_nothing_at_the_start(name, trained):
     linear = CASES[name]
     layer, x = linear.make(activation="tanh"), data(*linear.input_shape)
@@ -83,48 +44,29 @@ def test_wn_changes_nothing_at_the_start(name, trained):
         assert_close(kernel, getattr(layer, key), rtol=1e-6, atol=1e-7)
 
 
-def kernel_and_gradient(name, change):
-    """The kernel in use and the gradient of the stored one; and as they should be."""
-    each = case(name)
-    x, start = example(each, 0)
-    each.assign({**start, "kernel": change(start["kernel"])})
-    reference, values = reference_of(each), each.values(x)
-    g = slope_of(each) + reference.forward(values)
-    gradients = dict(zip(values, step_of(each)(x)[1:]))
-    found = each.layer.normalized_kernels()["kernel"], gradients["kernel"]
-    expected = reference.kernels(values)["kernel"]
-    return *map(numpy, found), expected, reference.gradients(g, values)["kernel"]
-
-
-@pytest.mark.parametrize("size", [1e-18, 1e-9, 1.0, 1e9, 1e18])
+@pytest.mark.parametrize("size", [1e-18, 1e-9, 1e9, 1e18])
 @pytest.mark.parametrize("name", DENSE)
 def test_weights_of_any_size(name, size):
-    kernel, gradient, *expected = kernel_and_gradient(name, lambda v: v * size)
-    assert relative_error(kernel, expected[0]) < 1e-5
+    each = case(name)
+    x, start = example(each, 0)
+    each.assign({**start, "kernel": start["kernel"] * size})
+    reference, values = reference_of(each), each.values(x)
+    gradients = dict(zip(values, step_of(each)(x)[1:]))
+    g = slope_of(each) + reference.forward(values)
+    expected = reference.gradients(g, values)["kernel"]
+    kernel = each.layer.normalized_kernels()["kernel"]
+    assert relative_error(kernel, reference.kernels(values)["kernel"]) < 1e-5
     # Where epsilon counts for less than rounding, the rest is a difference.
     small, bound = (size, 1e-4) if size >= 1e9 else (1, 1e-5)
-    assert relative_error(gradient * small, expected[1] * small) < bound
-
-
-@pytest.mark.parametrize("value", [0.0, 0.3, 1e15])
-@pytest.mark.parametrize("name", DENSE)
-def test_units_whose_weights_are_equal(name, value):
-    def change(kernel):
-        return np.where(np.arange(3) == 1, np.float32(value), kernel)
-
-    kernel, gradient, *expected = kernel_and_gradient(name, change)
-    if name != "WN(dense)":
-        assert np.all(kernel[:, 1] == 0)
-    assert_close(kernel, expected[0])
-    assert np.all(np.isfinite(gradient))
+    assert relative_error(gradients["kernel"] * small, expected * small) < bound
 
 
 def test_gain_initializers():
     layer = wrapped(WS, layers.Dense(3), (None, 4), gain=True)
     assert_close(layer.gains["kernel"], [1] * 3)
-    arguments = {"gain": True, "gain_initializer": keras.initializers.Constant(0.5)}
-    layer = wrapped(CWN, layers.Dense(3), (None, 4), scale=4.0, **TINY, **arguments)
-    assert_close(layer.gains["kernel"], [0.5] * 3)
+    half = keras.initializers.Constant(0.5)
+    layer = CWN(layers.Dense(3), 4.0, True, half, 1e-12)
+    layer.build((None, 4))
     kernel = numpy(layer.normalized_kernels()["kernel"])
     assert_close(np.sum(kernel**2, 0), [4.0] * 3)
 
@@ -146,12 +88,7 @@ def test_reset_gain():
 
 @pytest.mark.parametrize(
     ("policy", "tolerance", "inside_of_a_model"),
-    [
-        ("mixed_float16", 2e-3, False),
-        ("mixed_bfloat16", 2e-2, True),
-        pytest.param("mixed_float16", 2e-3, True, marks=thorough),
-        pytest.param("mixed_bfloat16", 2e-2, False, marks=thorough),
-    ],
+    [("mixed_float16", 2e-3, False), ("mixed_bfloat16", 2e-2, True)],
 )
 @pytest.mark.parametrize("name", DENSE)
 def test_mixed_precision(name, policy, tolerance, inside_of_a_model):
@@ -168,8 +105,7 @@ def test_mixed_precision(name, policy, tolerance, inside_of_a_model):
         each.layer.kernel.assign(100 + 0.1 * data(4, 3))
     x = numpy(ops.cast(ops.cast(data(5, 4), layer.compute_dtype), "float32"))
     y = call(x)
-    assert keras.backend.standardize_dtype(y.dtype) == layer.compute_dtype
-    assert layer.compute_dtype == policy.removeprefix("mixed_")
+    assert keras.backend.standardize_dtype(y.dtype) == policy.removeprefix("mixed_")
     assert_close(ops.cast(y, "float32"), exact(x), tolerance, tolerance)
     kernels = [each.normalized_kernels()["kernel"] for each in (layer, exact)]
     assert_close(*kernels, rtol=1e-6)

@@ -127,20 +127,6 @@ def test_kernels_for_the_cpu_stay_out_of_xla():
 
 
 @tensorflow_only
-def test_xla_compiles_on_a_cpu_where_shapes_are_few():
-    import tensorflow as tf
-
-    def compiles(xla, *shape):
-        return single_pass._compiles(xla, [tf.TensorSpec(shape), tf.TensorSpec(())])
-
-    assert compiles(True, None, 32, 32, 64)
-    assert not compiles(True, None, None, 64)
-    assert not compiles(False, None, 64)
-    assert compiles("small", None, 64)
-    assert not compiles("small", None, 32, 32, 64)
-
-
-@tensorflow_only
 @pytest.mark.parametrize("training", [True, False])
 def test_inference_can_be_exported_to_where_there_is_no_xla(training):
     import tensorflow as tf

@@ -1,11 +1,11 @@
-"""LpNorm against float64 NumPy where maxima tie, and where a mask hides elements."""
+"""LpNorm where maxima tie and where a mask hides elements; channels with nothing."""
 
 import numpy as np
 import pytest
 from keras import ops
 
 from keras_norms import LpNorm
-from tests.support.autodiff import training_step
+from tests.support.autodiff import MODES, second_derivative, training_step
 from tests.support.cbn_reference import relative_error
 from tests.support.normalizations import (
     CASES,
@@ -19,7 +19,9 @@ from tests.support.normalizations import (
     expected_step,
     in_modes,
     linear_loss,
+    some,
 )
+from tests.support.weight_reference import AsLayer
 
 SHAPE = (8, 3, 4)
 TIES = np.array(
@@ -70,18 +72,14 @@ def test_masks(name, mode):
     assert relative_error(expected[0][..., 3], unseen) < 1e-6
     tensor = ops.convert_to_tensor(mask)
     step = training_step(layer, linear_loss(g), mode, mask=tensor)
-    start = layer.get_weights()
-    for hidden in (x, 1e30):  # An element that enters nowhere may be huge.
-        layer.set_weights(start)
-        actual = list(step(np.where(unused, hidden, x).astype("float32")))
-        actual[0] = np.where(unused, expected[0], actual[0])
-        for part in ([0, 1, 2], [3]):
-            assert_near(
-                [v[..., part] for v in actual], [v[..., part] for v in expected]
-            )
-        moving = averages(layer)
-        assert_near(moving, averages(reference))
-        assert moving[0][3] == 0 and moving[1][3] == 1
+    # An element that enters nowhere may be huge.
+    actual = list(step(np.where(unused, 1e30, x).astype("float32")))
+    actual[0] = np.where(unused, expected[0], actual[0])
+    for part in ([0, 1, 2], [3]):
+        assert_near([v[..., part] for v in actual], [v[..., part] for v in expected])
+    moving = averages(layer)
+    assert_near(moving, averages(reference))
+    assert moving[0][3] == 0 and moving[1][3] == 1
 
 
 @pytest.mark.parametrize(("name", "mode"), in_modes(NAMES[4:], FEW[4:]))
@@ -96,3 +94,33 @@ def test_batches_of_one_and_of_none(name, mode):
         for value, wanted in pairs:
             # A batch of one is its mean, exactly, so that many results are 0.
             np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+# Whether a channel is hidden by a mask, else it is zero.
+NOTHING = {"shift": True, "l2 input": False, "l3 input": False, "l3 centered": True}
+
+
+@pytest.mark.parametrize("name", some(NOTHING, ["shift", "l3 centered"]))
+def test_second_derivative_where_a_channel_has_nothing(name):
+    rng = np.random.default_rng(0)
+    x, g, direction = rng.normal(1, 2, (3, 9, 3)).astype("float32")
+    mask = None
+    if NOTHING[name]:
+        mask = ops.convert_to_tensor(np.tile([True, False, True], (9, 1)))
+    else:
+        x[:, 1] = 0
+    layer, *_ = case(name, x.shape, rng, epsilon=0.1)
+    parameters, state = (
+        [v.value for v in variables]
+        for variables in (layer.trainable_variables, layer.non_trainable_variables)
+    )
+
+    def call(x):
+        return layer.stateless_call(parameters, state, x, training=True, mask=mask)[0]
+
+    def loss(y):
+        return ops.sum(ops.convert_to_tensor(g) * y * y / 2)
+
+    second = second_derivative(AsLayer(call), x, loss, direction, MODES[-1])
+    assert np.all(np.isfinite(second))
+    assert np.all(second[:, [0, 2]] != 0)

@@ -1,11 +1,10 @@
-"""CBN where a mask leaves nothing and where a mean is 0; what its state passes on."""
+"""CBN where a mask or a batch leaves nothing, and where a mean is 0."""
 
 import numpy as np
 import pytest
 from keras import ops
 
-from keras_norms.ops import normalize
-from tests.support.autodiff import MODES, training_step
+from tests.support.autodiff import training_step
 from tests.support.cbn_reference import CBNReference, relative_error
 from tests.support.normalizations import (
     FORMS,
@@ -15,10 +14,8 @@ from tests.support.normalizations import (
     expected_step,
     in_modes,
     linear_loss,
-    quadratic_loss,
     set_rate,
 )
-from tests.support.weight_reference import AsLayer
 
 
 @pytest.mark.parametrize(("form", "mode"), in_modes(["shift", "coupled_ratio"]))
@@ -97,30 +94,3 @@ def test_the_ratio_where_a_mean_is_0_and_where_it_is_not(form, mode):
         assert_near(actual, [expected, *wanted])
     # Bounded where the mean is next to 0, and 1 where it is 0.
     np.testing.assert_allclose(constants.mean_weight[[0, 1, 4]], [1, 1, 10])
-
-
-@pytest.mark.parametrize("form", ["shift", "coupled_ratio"])
-def test_the_new_state_is_a_constant(form):
-    rng = np.random.default_rng(3)
-    x, g = rng.normal(1, 2, (2, 10, 3)).astype("float32")
-    static = {name: value for name, value in FORMS[form].items() if name != "rho"}
-    settings = normalize.CBNSettings(epsilon=1e-5, axis=-1, **static)
-    rho, rate = map(ops.convert_to_tensor, (0.7, 0.03))
-    reference = CBNReference(3, **FORMS[form])
-    reference.weight = 0.5
-    expected, constants = reference.train(x, np.ones(3), np.zeros(3), 0.03)
-    factor = 1 + reference.mean + reference.square + reference.weight
-
-    def with_state(x):
-        ones, zeros = ops.ones(3), ops.zeros(3)
-        state = normalize.CBNState(zeros, ones, ops.convert_to_tensor(0.5))
-        y, state = normalize.cbn_training(x, ones, zeros, state, rho, rate, settings)
-        return y * (1 + state.mean + state.square + state.weight)
-
-    loss = quadratic_loss(g, np.zeros_like(g))[0]
-    y, dx = training_step(AsLayer(with_state), loss, MODES[-1])(x)
-    assert relative_error(y, expected * factor) < 1e-5
-    wanted, _, _ = reference.gradients(
-        g * factor, x, np.ones(3), np.zeros(3), constants
-    )
-    assert relative_error(dx, wanted) < 1e-5

@@ -3,8 +3,6 @@
 A layer's own centres, offsets and pivots are often 0, or equal to each other.
 """
 
-import math
-
 import keras
 import numpy as np
 import pytest
@@ -12,10 +10,8 @@ from keras import ops
 
 from keras_norms.ops import passes
 from keras_norms.ops.shapes import channel_groups
-from tests.support.autodiff import MODES, second_derivative
 from tests.support.backend import BACKEND, has_float64, numpy
 from tests.support.cbn_reference import relative_error
-from tests.support.weight_reference import AsLayer
 
 # Shape and channel axis: tensors that the kernels for a CPU take, whose neighbouring
 # positions are channels of their own or not, and tensors that they leave alone.
@@ -65,31 +61,6 @@ def test_values(shape, axis):
     assert relative_error(actual, expected) < 1e-6
 
 
-def test_second_derivatives():
-    shape, axis = SHAPES[1]
-    (x, direction, *vectors), exact = operands(shape, axis, 3)
-    affine = AsLayer(lambda x: passes.affine(x, *vectors, axis=axis))
-    x, direction = (ops.convert_to_numpy(v) for v in (x, direction))
-    actual = second_derivative(affine, x, lambda y: ops.sum(y * y), direction, MODES[0])
-    assert relative_error(actual, 2 * exact[3] ** 2 * exact[1]) < 1e-5
-
-
-def test_gradient_sums_of_what_a_mask_hides():
-    """A hidden element counts where its output has a gradient; else it may be NaN."""
-    (_, x, center), exact = operands((6, 4), -1, 1)
-    g = np.array([1, -1, 0, 0, 2, 1], "float32")[:, None] * np.ones((6, 4), "float32")
-    mask = np.array([[True], [False], [True], [False], [False], [False]])
-    hidden = np.where(np.arange(6)[:, None] == 3, np.nan, numpy(x))
-    sums = passes.masked_gradient_sums(
-        *map(ops.convert_to_tensor, (g, hidden.astype("float32"))),
-        center,
-        ops.convert_to_tensor(np.broadcast_to(mask, (6, 4))),
-        axis=-1,
-    )
-    expected = np.stack([g.sum(0), (g * (exact[1] - exact[2])).sum(0)])
-    assert relative_error(sums, expected) < 1e-6
-
-
 @pytest.mark.parametrize(
     ("dtype", "wide", "rounding"),
     [
@@ -130,24 +101,18 @@ def test_vectors_may_be_wider_than_the_tensors(dtype, wide, rounding):
         ((64, 32, 32, 64), 64),  # rows of 4096
         ((64, 32, 32, 63), 64),  # 65 would fit, but divides nothing
         ((64, 37, 3, 64), 37),
-        ((64, 8, 8, 4096), 1),
-        ((64, 8, 8, 5000), 1),
         ((64, 8, 8, 2048), 2),
         ((64, 8, 8, 2049), 1),
         ((64, 67, 3, 64), 3),  # 67 is too many
         ((None, 32, 32, 64), 64),
-        ((None, 3, 4, 64), 12),
         ((None, None, 12, 64), 12),  # whatever the other size is
         ((None, None, 3, 4, 64), 4),
-        ((None, 12, None, 64), 1),
         ((None, 12, None, 10, 64), 10),
         ((4, 0, 3, 8), 3),
     ],
 )
 def test_channel_groups(shape, expected):
     assert channel_groups(shape) == expected
-    if None not in shape:
-        assert math.prod(shape[1:-1]) % expected == 0
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="XLA fuses the passes themselves")

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from keras_norms import CBN, LpNorm, NoisyBN
-from keras_norms.ops import spheres
+from keras_norms.ops import weight_norms
 from tests.support.autodiff import MODES, training_step
 from tests.support.backend import BACKEND, numpy
 from tests.support.normalizations import built, expected_step, linear_loss, set_rate
@@ -88,7 +88,7 @@ LP_NORMS = {
     for of in ("input", "centered")
     for p in (1, 2, np.inf)
 }
-WEIGHTS = {"WS": spheres.ws, "CWN": spheres.cwn, "WN": spheres.wn}
+WEIGHTS = {"WS": weight_norms.ws, "CWN": weight_norms.cwn, "WN": weight_norms.wn}
 UNKNOWN_RATE = {"CBN, rate unknown": (CBN, {})}
 LAYERS = BATCH | UNKNOWN_RATE | LP_NORMS
 

@@ -80,22 +80,10 @@ def set_rate(layer, rate):
     return float(numpy(layer.learning_rate))
 
 
-def batch(rng, shape, mean=None, std=None):
-    """A float32 batch; by default every channel has its own mean and scale."""
-    channels = shape[-1]
-    mean = rng.normal(0, 1, channels) if mean is None else mean
-    std = rng.uniform(0.5, 2, channels) if std is None else std
+def batch(rng, shape):
+    """A float32 batch; every channel has its own mean and scale."""
+    mean, std = rng.normal(0, 1, shape[-1]), rng.uniform(0.5, 2, shape[-1])
     return (mean + std * rng.normal(size=shape)).astype("float32")
-
-
-def quadratic_loss(g, h):
-    """sum(g * y + h * y^2 / 2), and its derivative with respect to y in NumPy."""
-
-    def loss(y):
-        weights = [ops.convert_to_tensor(v, "float32") for v in (g, h)]
-        return ops.sum(weights[0] * y + 0.5 * weights[1] * y * y)
-
-    return loss, lambda y: g + h * y
 
 
 def linear_loss(g):
@@ -103,17 +91,12 @@ def linear_loss(g):
     return lambda y: ops.sum(ops.convert_to_tensor(g, y.dtype) * y)
 
 
-def train(reference, x, gamma, beta, rate=-1.0, mask=None):
-    """A step of a reference: the output, and the last argument of its gradients."""
-    if isinstance(reference, CBNReference):
-        return reference.train(x, gamma, beta, rate)
-    return reference.train(x, gamma, beta, mask), mask
-
-
 def expected_step(reference, x, gamma, beta, g, rate=-1.0, mask=None):
-    """Output and gradients, as of `training_step`; g may be a function of y."""
-    y, last = train(reference, x, gamma, beta, rate, mask)
-    g = g(y) if callable(g) else g
+    """Output and gradients of sum(g * y), as of `training_step`."""
+    if isinstance(reference, CBNReference):
+        y, last = reference.train(x, gamma, beta, rate)
+    else:
+        y, last = reference.train(x, gamma, beta, mask), mask
     return [y, *reference.gradients(g, x, gamma, beta, last)]
 
 

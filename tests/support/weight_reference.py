@@ -226,9 +226,6 @@ CASES = {
     "conv2d_dilated": _case(
         "Conv2D", convolution, IMAGES, (0, 1, 2), 3, 2, dilation_rate=2, **SAME
     ),
-    "conv2d_pointwise": _case(
-        "Conv2D", convolution, IMAGES, (0, 1, 2), 3, 1, strides=2
-    ),
     "conv2d_in_groups": _case("Conv2D", convolution, EVEN, (0, 1, 2), 4, 2, groups=2),
     "conv3d": _case("Conv3D", convolution, (2, 3, 3, 3, 2), (0, 1, 2, 3), 3, (2, 1, 2)),
     "conv1d_transpose": _case(
@@ -236,14 +233,6 @@ CASES = {
     ),
     "conv2d_transpose": _case(
         "Conv2DTranspose", transposed_convolution, (2, 3, 3, 2), (0, 1, 3), 3, 2
-    ),
-    "conv3d_transpose": _case(
-        "Conv3DTranspose",
-        transposed_convolution,
-        (2, 2, 2, 2, 2),
-        (0, 1, 2, 4),
-        3,
-        (2, 1, 2),
     ),
     "depthwise_conv1d": _case(
         "DepthwiseConv1D", depthwise_convolution, (2, 6, 3), (0,), 3, depth_multiplier=2

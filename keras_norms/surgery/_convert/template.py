@@ -6,9 +6,11 @@ import keras
 
 from keras_norms._checks import arguments
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.cwn import CWN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
-from keras_norms.layers.weight_normalization import CWN, WN, WS
+from keras_norms.layers.wn import WN
+from keras_norms.layers.ws import WS
 from keras_norms.surgery._graph.remake import config_of, from_config
 
 NAMES = {

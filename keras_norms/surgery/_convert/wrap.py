@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from keras_norms.layers import kernels
-from keras_norms.layers.weight_normalization import WN
+from keras_norms.layers.wn import WN
 from keras_norms.surgery._graph import affine, linear
 from keras_norms.surgery._graph.units import assign, to_float64
 

@@ -9,7 +9,9 @@ import numpy as np
 from keras import layers
 
 from keras_norms.layers.channel_affine import ChannelAffine
-from keras_norms.layers.weight_normalization import CWN, WN, WS
+from keras_norms.layers.cwn import CWN
+from keras_norms.layers.wn import WN
+from keras_norms.layers.ws import WS
 
 CONV = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
 TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)

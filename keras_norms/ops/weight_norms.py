@@ -1,4 +1,4 @@
-"""Projections of weights onto spheres, one unit at a time.
+"""Weights that are centered and of unit norm or variance, one unit at a time.
 
 A unit is a vector `v` of `n` numbers that lie along `axes` of a tensor, whose other
 axes count units. Everything is computed in float32 or wider and returned in that dtype.
@@ -15,17 +15,41 @@ Reference:
 """
 
 import math
+from typing import NamedTuple
 
 import keras
 from keras import ops
 
+from keras_norms._types import Tensor
 
-def center(v, axes=-1):
+Axes = int | tuple[int, ...]
+
+
+class Decomposition(NamedTuple):
+    """`v = gamma * direction + beta`: each vector `v` has one `gamma` and one `beta`.
+
+    `gamma` is the standard deviation and `beta` the mean, of the shape of `v` without
+    the axes of a vector; `direction` is `N(v)`, of the shape of `v`.
+    """
+
+    gamma: Tensor
+    beta: Tensor
+    direction: Tensor
+
+
+class LinearMap(NamedTuple):
+    """`x W' + b'`: `weight` is `(inputs, units)`, `bias` is `(units,)`."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+def center(v: Tensor, axes: Axes = -1) -> Tensor:
     """`v - mean(v)`, the projection onto the hyperplane orthogonal to `(1, ..., 1)`.
 
     Args:
-        v: Tensor.
-        axes: Integer or tuple of integers, the axes of a vector.
+        v: The vectors.
+        axes: The axes of a vector.
 
     Returns:
         A tensor of the shape of `v`, exactly zero where a vector is constant.
@@ -33,13 +57,13 @@ def center(v, axes=-1):
     return _mean_and_centered(_wide(v), _normal(axes, v))[1]
 
 
-def norm(v, axes=-1, epsilon=0.0):
+def norm(v: Tensor, axes: Axes = -1, epsilon: float = 0.0) -> Tensor:
     """`sqrt(|v|^2 + epsilon)`, the length of each vector.
 
     Args:
-        v: Tensor.
-        axes: Integer or tuple of integers, the axes of a vector.
-        epsilon: Non-negative float.
+        v: The vectors.
+        axes: The axes of a vector.
+        epsilon: Not negative.
 
     Returns:
         A tensor of the shape of `v` without `axes`. Without `epsilon`, the gradient is
@@ -49,13 +73,13 @@ def norm(v, axes=-1, epsilon=0.0):
     return _squeeze(_length(_wide(v), axes, _sum, epsilon), axes)
 
 
-def unit_norm(v, axes=-1, epsilon=0.0):
+def unit_norm(v: Tensor, axes: Axes = -1, epsilon: float = 0.0) -> Tensor:
     """`v / sqrt(|v|^2 + epsilon)`, the projection onto the sphere of radius 1.
 
     Args:
-        v: Tensor.
-        axes: Integer or tuple of integers, the axes of a vector.
-        epsilon: Non-negative float.
+        v: The vectors.
+        axes: The axes of a vector.
+        epsilon: Not negative.
 
     Returns:
         A tensor of the shape of `v`, zero where a vector is zero.
@@ -63,16 +87,16 @@ def unit_norm(v, axes=-1, epsilon=0.0):
     return _over_length(_wide(v), _normal(axes, v), _sum, epsilon)
 
 
-def standardize(v, axes=-1, epsilon=0.0):
+def standardize(v: Tensor, axes: Axes = -1, epsilon: float = 0.0) -> Tensor:
     """`N(v) = (v - mean(v)) / sqrt(var(v) + epsilon)`.
 
     Without `epsilon`, `N(v)` lies on the sphere of radius `sqrt(n)` in the hyperplane
     orthogonal to `(1, ..., 1)`, and `N(a v + t) = N(v)` for `a > 0`.
 
     Args:
-        v: Tensor.
-        axes: Integer or tuple of integers, the axes of a vector.
-        epsilon: Non-negative float.
+        v: The vectors.
+        axes: The axes of a vector.
+        epsilon: Not negative.
 
     Returns:
         A tensor of the shape of `v`, zero where a vector is constant.
@@ -80,32 +104,30 @@ def standardize(v, axes=-1, epsilon=0.0):
     return _over_length(center(v, axes), _normal(axes, v), _mean, epsilon)
 
 
-def decompose(v, axes=-1):
+def decompose(v: Tensor, axes: Axes = -1) -> Decomposition:
     """Split `v = gamma * N(v) + beta` (Lemma 1); `|v|^2 = n * (gamma^2 + beta^2)`.
 
     Args:
-        v: Tensor.
-        axes: Integer or tuple of integers, the axes of a vector.
-
-    Returns:
-        `gamma`, the standard deviation, and `beta`, the mean, each of the shape of `v`
-        without `axes`, and `N(v)`.
+        v: The vectors.
+        axes: The axes of a vector.
     """
     axes = _normal(axes, v)
     mean, centered = _mean_and_centered(_wide(v), axes)
     gamma = _length(centered, axes, _mean, 0.0)
     direction = _over_length(centered, axes, _mean, 0.0)
-    return _squeeze(gamma, axes), _squeeze(mean, axes), direction
+    return Decomposition(_squeeze(gamma, axes), _squeeze(mean, axes), direction)
 
 
-def ws(weight, axes, gain=None, epsilon=1e-5):
+def ws(
+    weight: Tensor, axes: Axes, gain: Tensor | None = None, epsilon: float = 1e-5
+) -> Tensor:
     """`gain * (w - mean(w)) / sqrt(var(w) + epsilon)`: weight standardization.
 
     Args:
-        weight: Tensor.
-        axes: Integer or tuple of integers, the axes that a unit sums over (its fan-in).
-        gain: Optional tensor of the shape of `weight` without `axes`.
-        epsilon: Non-negative float.
+        weight: The weights of all units.
+        axes: The axes that a unit sums over (its fan-in).
+        gain: `None` for 1, or of the shape of `weight` without `axes`.
+        epsilon: Not negative.
 
     Returns:
         A tensor of the shape of `weight`.
@@ -113,14 +135,16 @@ def ws(weight, axes, gain=None, epsilon=1e-5):
     return _times(gain, standardize(weight, axes, epsilon), axes)
 
 
-def cwn(weight, axes, gain=None, epsilon=1e-5):
+def cwn(
+    weight: Tensor, axes: Axes, gain: Tensor | None = None, epsilon: float = 1e-5
+) -> Tensor:
     """`gain * (w - mean(w)) / sqrt(|w - mean(w)|^2 + epsilon)`: centered weight norm.
 
     Args:
-        weight: Tensor.
-        axes: Integer or tuple of integers, the axes that a unit sums over (its fan-in).
-        gain: Optional tensor of the shape of `weight` without `axes`.
-        epsilon: Non-negative float.
+        weight: The weights of all units.
+        axes: The axes that a unit sums over (its fan-in).
+        gain: `None` for 1, or of the shape of `weight` without `axes`.
+        epsilon: Not negative.
 
     Returns:
         A tensor of the shape of `weight`.
@@ -128,16 +152,18 @@ def cwn(weight, axes, gain=None, epsilon=1e-5):
     return _times(gain, unit_norm(center(weight, axes), axes, epsilon), axes)
 
 
-def wn(weight, axes, gain=None, epsilon=1e-5):
+def wn(
+    weight: Tensor, axes: Axes, gain: Tensor | None = None, epsilon: float = 1e-5
+) -> Tensor:
     """`gain * w / sqrt(|w|^2 + epsilon)`: weight normalization.
 
     With `gain = norm(weight, axes, epsilon)` it returns `weight`.
 
     Args:
-        weight: Tensor.
-        axes: Integer or tuple of integers, the axes that a unit sums over (its fan-in).
-        gain: Optional tensor of the shape of `weight` without `axes`.
-        epsilon: Non-negative float.
+        weight: The weights of all units.
+        axes: The axes that a unit sums over (its fan-in).
+        gain: `None` for 1, or of the shape of `weight` without `axes`.
+        epsilon: Not negative.
 
     Returns:
         A tensor of the shape of `weight`.
@@ -145,7 +171,14 @@ def wn(weight, axes, gain=None, epsilon=1e-5):
     return _times(gain, unit_norm(weight, axes, epsilon), axes)
 
 
-def effective_weight(kernel, gamma, beta, mean, covariance, epsilon=0.0):
+def effective_weight(
+    kernel: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mean: Tensor,
+    covariance: Tensor,
+    epsilon: float = 0.0,
+) -> LinearMap:
     """The linear map that a linear layer and batch normalization after it make.
 
     ```
@@ -163,7 +196,7 @@ def effective_weight(kernel, gamma, beta, mean, covariance, epsilon=0.0):
         mean: `(inputs,)`, the mean of the inputs.
         covariance: `(inputs, inputs)`, the covariance of the inputs, divided by the
             batch size.
-        epsilon: Non-negative float, of the batch normalization.
+        epsilon: Not negative, of the batch normalization.
 
     Returns:
         `W'`, `(inputs, units)`, and `b'`, `(units,)`. Where the output of a unit does
@@ -179,17 +212,19 @@ def effective_weight(kernel, gamma, beta, mean, covariance, epsilon=0.0):
     shape = covariance / input_size / input_size
     # Not `ops.matmul`: it has the precision of float32 on PyTorch.
     variance = ops.sum(direction * (shape @ direction), 0, keepdims=True)
-    # The variance of outputs is that of directions times output_size^2.
-    output_size = kernel_size * input_size
-    root_epsilon = _root_of(epsilon, kernel)
-    size = _larger(output_size, root_epsilon)
-    square = ops.square(output_size / size) * ops.relu(variance)
-    square = square + ops.square(root_epsilon / size)
+    # The variance of outputs is that of directions times (kernel_size input_size)^2, a
+    # number that may be too large or too small: epsilon is divided by it instead.
+    relative = _root_of(epsilon, kernel) / kernel_size / input_size
+    decides = relative > 1
+    one = ops.ones_like(relative)
+    square = ops.square(ops.where(decides, 1 / relative, one)) * ops.relu(variance)
+    square = square + ops.square(ops.where(decides, one, relative))
+    size = ops.where(decides, kernel_size / math.sqrt(epsilon or 1), 1 / input_size)
     constant = ops.equal(square, 0)
     root = ops.sqrt(ops.where(constant, ops.ones_like(square), square))
     scale = ops.where(constant, ops.zeros_like(root), gamma / root)
-    effective = direction * (scale * (kernel_size / size))
-    return effective, beta - (mean[None] @ effective)[0]
+    effective = direction * (scale * size)
+    return LinearMap(effective, beta - (mean[None] @ effective)[0])
 
 
 def _wide(x):

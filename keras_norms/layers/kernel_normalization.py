@@ -1,0 +1,156 @@
+"""What the wrappers that normalise the kernel of a layer have in common."""
+
+import math
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from keras_norms import _keras
+from keras_norms._checks import arguments
+from keras_norms._types import Shape, Tensor
+from keras_norms.layers.kernels import check_layer, check_unchanged, kernels_of
+
+
+class KernelNormalization(keras.layers.Wrapper):
+    """Base of wrappers that call a layer with its kernel normalised.
+
+    The layer keeps its weights, which are trained and saved. It is called in a scope
+    in which a function of the kernel takes the place of the kernel.
+
+    A subclass defines `_normalize`, `_gain_initializer_of` and `smallest_fan_in`.
+    """
+
+    smallest_fan_in = 1
+
+    def __init__(self, layer: keras.layers.Layer, epsilon: float, **kwargs: Any):
+        check_layer(layer)
+        super().__init__(layer, **{"dtype": layer.dtype_policy, **kwargs})
+        if not self.trainable:
+            layer.trainable = False
+        self.epsilon = arguments.number("epsilon", epsilon, above=0)
+        self.gains: dict[str, keras.Variable] = {}
+
+    def _normalize(self, weight, axes, gain):
+        """`weight` with each unit normalised and multiplied by its `gain`, if any."""
+        raise NotImplementedError
+
+    def _gain_initializer_of(self, kernel):
+        """The initializer of the gain of a kernel, `None` where units have no gain."""
+        raise NotImplementedError
+
+    def build(self, input_shape: Shape) -> None:
+        super().build(input_shape)
+        kernels = kernels_of(self.layer)
+        gains = {kernel.name: self._add_gain(kernel) for kernel in kernels}
+        self.gains = {name: gain for name, gain in gains.items() if gain is not None}
+        self.input_spec = self.layer.input_spec
+
+    @property
+    def _kernels(self):
+        if not self.built:
+            raise ValueError(
+                f"Layer '{self.name}' has no weights yet. Call it, or its `build`."
+            )
+        return kernels_of(self.layer)
+
+    def _add_gain(self, kernel):
+        shape = tuple(getattr(self.layer, kernel.name).shape)
+        if math.prod(shape[i] for i in kernel.fan_in) < self.smallest_fan_in:
+            raise ValueError(
+                f"{type(self).__name__} cannot normalise `{kernel.name}` of layer "
+                f"'{self.layer.name}', in which a unit has a single weight: less its "
+                "mean it is zero. Use WN, or leave the layer unwrapped. "
+                f"Received: {kernel.name}.shape={shape}"
+            )
+        initializer = self._gain_initializer_of(kernel)
+        if initializer is None:
+            return None
+        return self.add_weight(
+            name=kernel.name.replace("kernel", "gain"),
+            shape=kernel.unit_shape(shape),
+            initializer=initializer,
+            dtype=self.layer.variable_dtype,
+            autocast=False,
+        )
+
+    def _stored(self, kernel):
+        """The kernel as it is stored: in a call, mixed precision would cast it."""
+        check_unchanged(self.layer)
+        with _keras.without_autocast():
+            return getattr(self.layer, kernel.name).value
+
+    def _normalized(self, kernel, gain):
+        weight = self._normalize(self._stored(kernel), kernel.fan_in, gain)
+        return ops.cast(weight, self.layer.variable_dtype)
+
+    def normalized_kernels(self) -> dict[str, Tensor]:
+        """The kernels that the wrapped layer is called with.
+
+        Returns:
+            A dict from the name of the layer's attribute (`"kernel"`; for a separable
+            convolution, `"depthwise_kernel"` and `"pointwise_kernel"`) to a tensor in
+            the dtype of the weight.
+        """
+        return {
+            kernel.name: self._normalized(kernel, self.gains.get(kernel.name))
+            for kernel in self._kernels
+        }
+
+    def call(
+        self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        accepted = self.layer.call_signature_parameters
+        optional = {"training": training, "mask": mask}
+        optional = {
+            name: value
+            for name, value in optional.items()
+            if name in accepted and value is not None
+        }
+        outputs = self._call_layer(self.normalized_kernels(), inputs, **optional)
+        if self.compute_dtype == self.layer.compute_dtype:
+            return outputs
+        return tree.map_structure(
+            lambda each: ops.cast(each, self.compute_dtype), outputs
+        )
+
+    def _call_layer(self, values, inputs, **optional):
+        """Call the layer with `values`, by attribute, in place of its weights."""
+        layer, outer = self.layer, _keras.get_stateless_scope()
+        scope = keras.StatelessScope(
+            collect_losses=outer is None or outer.collect_losses
+        )
+        if outer is not None:
+            # A scope hides the one around it.
+            scope.state_mapping.update(outer.state_mapping)
+        for name, value in values.items():
+            scope.add_update((getattr(layer, name), value))
+        before = dict(scope.state_mapping)
+        with scope:
+            outputs = layer(inputs, **optional)
+        for variable in [*layer.variables, *layer.metrics_variables]:
+            value = scope.get_current_value(variable)
+            if value is not before.get(id(variable)):
+                variable.assign(value)
+        for loss in scope.losses:
+            # They are known to be the layer's, or a layer's in it, where scopes count.
+            (layer.add_loss if outer is None else outer.add_loss)(loss)
+        return outputs
+
+    def compute_output_shape(self, input_shape: Shape) -> Shape:
+        return self.layer.compute_output_shape(input_shape)
+
+    def compute_mask(
+        self, inputs: Tensor, previous_mask: Tensor | None = None
+    ) -> Tensor | None:
+        if not self.layer.supports_masking:
+            return None
+        return self.layer.compute_mask(inputs, previous_mask)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "epsilon": self.epsilon}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        # The method of Keras takes the layer out of the dict that it is given.
+        return super().from_config(dict(config), custom_objects)

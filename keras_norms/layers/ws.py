@@ -1,0 +1,104 @@
+"""WS: weight standardization."""
+
+from typing import Any
+
+import keras
+from keras import initializers
+
+from keras_norms._checks import arguments
+from keras_norms.layers.kernel_normalization import KernelNormalization
+from keras_norms.ops import weight_norms
+
+
+@keras.saving.register_keras_serializable(package="keras_norms")
+class WS(KernelNormalization):
+    """WS: weight standardization.
+
+    A wrapper around a layer with a kernel. With `w` the weights that one unit of the
+    layer sums over, the layer is called with
+
+    ```
+    w_hat = (w - mean(w)) / sqrt(var(w) + epsilon)
+    ```
+
+    in place of `w`. The layer stores and saves `w`, its regularizers and constraints
+    act on `w`, and the gradient goes through the normalisation.
+
+    A unit is an output channel of a `Dense` or (transposed) convolution layer, an
+    element of the axes that kernel and output share in `EinsumDense`, and a pair of
+    input channel and multiplier in a depthwise convolution. Both kernels of a separable
+    convolution are normalised.
+
+    Without a gain, `w_hat` has unit variance, so that outputs grow with the root of the
+    fan-in: use it before a normalisation of activations.
+
+    Args:
+        layer: `Dense`, `EinsumDense`, `Conv1D` to `3D`, `Conv1DTranspose` to `3D`,
+            `DepthwiseConv1D` or `2D`, `SeparableConv1D` or `2D`, or a layer of a class
+            derived from one of these. A `call` of that class' own reads `w_hat` as the
+            kernel; a `kernel` of its own is refused. It may be built and trained.
+        gain: Whether `w_hat` is multiplied by a learned number per unit, which
+            starts at 1.
+        epsilon: Positive, added to the variance inside the root.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name`. `dtype` is that of
+            the wrapped layer; another one is that of inputs and outputs, as in the
+            wrappers of Keras, and the layer computes in its own.
+
+    Call arguments:
+        inputs: The input of the wrapped layer.
+        training: Passed on where the wrapped layer takes it.
+        mask: Passed on where the wrapped layer takes it.
+
+    Input shape:
+        That of the wrapped layer.
+
+    Output shape:
+        That of the wrapped layer.
+
+    Weights:
+        With `gain=True`, `gain`, one number per unit in the order of the kernel's axes
+        (for a separable convolution, `depthwise_gain` and `pointwise_gain`). They are
+        in `gains`, by the name of the kernel.
+
+    Raises:
+        ValueError: If `layer` has no kernel, is of a class that overrides it, has LoRA
+            enabled, is quantized, is a wrapper or a model, or if a unit has only one
+            weight.
+
+    Example:
+
+    >>> model = keras.Sequential([
+    ...     keras.Input((32, 32, 3)),
+    ...     WS(keras.layers.Conv2D(64, 3, use_bias=False)),
+    ...     keras.layers.GroupNormalization(8),
+    ...     keras.layers.ReLU(),
+    ... ])
+
+    Reference:
+
+    - Qiao et al., Micro-Batch Training with Batch-Channel Normalization and Weight
+      Standardization, 2019. https://arxiv.org/abs/1903.10520
+
+    The gain is not part of the paper, which leaves scaling to the layer that follows.
+    """
+
+    smallest_fan_in = 2
+
+    def __init__(
+        self,
+        layer: keras.layers.Layer,
+        gain: bool = False,
+        epsilon: float = 1e-5,
+        **kwargs: Any,
+    ):
+        super().__init__(layer, epsilon, **kwargs)
+        self.gain = arguments.boolean("gain", gain)
+
+    def _normalize(self, weight, axes, gain):
+        return weight_norms.ws(weight, axes, gain, self.epsilon)
+
+    def _gain_initializer_of(self, kernel):
+        return initializers.Ones() if self.gain else None
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "gain": self.gain}
