@@ -1,4 +1,4 @@
-"""What this package needs of Keras that is not public: all of it, as in Keras 3.15.
+"""What is not public of Keras and this package needs, in Keras 3.11 to 3.15: all of it.
 
 One function a need. Where another version of Keras has it elsewhere, this says so.
 """
@@ -131,6 +131,14 @@ def compile_settings(model):
 def is_state_current(model):
     """Whether variables have their values, which JAX's trainer holds in an epoch."""
     return getattr(model, "_jax_state_synced", True)
+
+
+def remake_train_function(model):
+    """Compile the training step anew, in `fit`, for variables that are new."""
+    model.make_train_function(force=True)
+    # Keras 3.11 on JAX lists the variables before.
+    if hasattr(model, "_record_training_state_sharding_spec"):
+        model._record_training_state_sharding_spec()
 
 
 def step_counter(optimizer):
