@@ -64,7 +64,7 @@ def descriptions(value):
     if not as_array.size:
         yield from ("[]", "0 ")
     elif as_array.ndim:
-        yield type(as_array[0]).__name__
+        yield from (type(as_array[0]).__name__, str(as_array[0]))
     if isinstance(value, (list, tuple, dict, set)):
         yield from (text for each in value for text in descriptions(each))
 
