@@ -64,7 +64,8 @@ def descriptions(value):
     if not as_array.size:
         yield from ("[]", "0 ")
     elif as_array.ndim:
-        yield from (type(as_array[0]).__name__, str(as_array[0]))
+        first = as_array[0]
+        yield from (type(first).__name__, str(first), arguments.shown(first))
     if isinstance(value, (list, tuple, dict, set)):
         yield from (text for each in value for text in descriptions(each))
 
