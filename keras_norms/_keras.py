@@ -35,7 +35,11 @@ __all__ = [
 # Layers
 
 
-def layers_of(model, kind=keras.layers.Layer, include_self=True):
+def layers_of(
+    model: keras.layers.Layer,
+    kind: type | tuple[type, ...] = keras.layers.Layer,
+    include_self: bool = True,
+) -> list:
     """List the layers of a model: itself, and all layers in it, however deep.
 
     Args:

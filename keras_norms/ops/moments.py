@@ -146,7 +146,10 @@ def _bounded(variance):
 
 
 @single_pass()
-def mean_and_variance(x, prior, count, *, axis):
+def mean_and_variance(
+    x: Tensor, prior: Tensor, count: Tensor, *, axis: int
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of every channel; see `moments`, without a mask."""
     half = keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16")
     if devices_share_batches():
         around = _around_prior_or_zero if half else _around_prior_if_near
