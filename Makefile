@@ -2,6 +2,7 @@
 # make quick     the tests that find most mistakes, on TensorFlow
 # make test      the tests, on TensorFlow and JAX, and the coverage of keras_norms
 # make test-all  everything there is: PyTorch, the compilers, kills, every combination
+# make test-oldest  the tests on the oldest Keras and backends that work
 # make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ THOROUGH := $(PYTEST) -m thorough
 QUICK := tests/layers/test_every_layer.py tests/recipes/test_train.py \
 	tests/surgery/test_together.py tests/test_readme.py
 
-.PHONY: demo quick test test-all test-thorough lint format install
+.PHONY: demo quick test test-all test-oldest test-thorough lint format install
 .DELETE_ON_ERROR:
 
 demo: install
@@ -43,6 +44,12 @@ test-thorough: .venv/installed-extra
 	$(call timed,TensorFlow thorough,KERAS_BACKEND=tensorflow $(THOROUGH))
 	$(call timed,JAX thorough,KERAS_BACKEND=jax $(THOROUGH))
 
+# Files of a later Keras do not load in an earlier one.
+test-oldest: .venv-oldest/installed
+	for backend in tensorflow jax torch; do \
+		KERAS_BACKEND=$$backend $(subst .venv,.venv-oldest,$(PYTEST)) \
+			--ignore=tests/test_golden.py || exit; done
+
 lint: install
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -62,4 +69,10 @@ install: .venv/installed
 
 .venv/installed-extra: .venv/installed
 	.venv/bin/pip install -q -c constraints.txt -e '.[torch,tpu,hub]'
+	touch $@
+
+.venv-oldest/installed: setup.cfg constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install -q -c constraints-oldest.txt \
+		-e '.[tensorflow,jax,torch,recipes,tuner,dev]'
 	touch $@
