@@ -1,4 +1,4 @@
-"""What is not public of Keras and this package needs, in Keras 3.11 to 3.15: all of it.
+"""What is not public of Keras and this package needs, in Keras 3.12 to 3.15: all of it.
 
 One function a need. Where another version of Keras has it elsewhere, this says so.
 """
@@ -137,14 +137,6 @@ def is_state_current(model):
     return getattr(model, "_jax_state_synced", True)
 
 
-def remake_train_function(model):
-    """Compile the training step anew, in `fit`, for variables that are new."""
-    model.make_train_function(force=True)
-    # Keras 3.11 on JAX lists the variables before.
-    if hasattr(model, "_record_training_state_sharding_spec"):
-        model._record_training_state_sharding_spec()
-
-
 def step_counter(optimizer):
     """The variable that counts the steps of an optimizer."""
     return optimizer._iterations
@@ -161,7 +153,10 @@ def batches_of(data, batch_size):
     Raises:
         ValueError: If `fit` takes no such data.
     """
-    adapter = get_data_adapter(data, batch_size=batch_size)
+    try:
+        adapter = get_data_adapter(data, batch_size=batch_size)
+    except IndexError as error:  # Keras 3.12
+        raise ValueError("There are no data.") from error
     unpack = data_adapter_utils.unpack_x_y_sample_weight
     return (unpack(batch)[0] for batch in adapter.get_numpy_iterator())
 

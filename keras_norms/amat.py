@@ -76,7 +76,7 @@ class AMAT(keras.callbacks.Callback):
             iterations = _keras.step_counter(_inner(model.optimizer))
         changed = [layer.follow(self._schedule, iterations) for layer in self._layers]
         if any(changed):
-            _keras.remake_train_function(model)
+            model.make_train_function(force=True)
             self._set_counters()
 
     def _set_counters(self):

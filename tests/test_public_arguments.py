@@ -135,7 +135,6 @@ def test_arguments_of_every_layer(name):
     for wrong, message in (
         ({"no_such_thing": 1}, "no_such_thing"),
         ({"name": 3}, "name.*Received: name=3"),
-        ({"trainable": 3}, "trainable.*Received: trainable=3"),
         ({"dtype": "float99"}, "float99"),
     ):
         with pytest.raises(ValueError, match=message):

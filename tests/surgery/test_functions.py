@@ -113,7 +113,7 @@ MODELS = {
         activation(ops.cos),
         dense(kernel_initializer=ones, kernel_regularizer=Sum()),
         lambda x: bn(x, gamma_regularizer=Sum(), beta_initializer=ones),
-        *(relu, dense(bias_regularizer=lambda x: ops.sum(x))),
+        *(relu, dense(bias_regularizer=Sum())),
     ],
     "Lambda": [
         *(function(lambda x: x / np.pi), dense(), bn),
