@@ -68,7 +68,7 @@ install: .venv/installed
 	touch $@
 
 .venv/installed-extra: .venv/installed
-	.venv/bin/pip install -q -c constraints.txt -e '.[torch,tpu,hub]'
+	.venv/bin/pip install -q -c constraints.txt -e '.[torch,tpu,gpu-compiler,hub]'
 	touch $@
 
 .venv-oldest/installed: setup.cfg constraints-oldest.txt

@@ -12,6 +12,7 @@ os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
+import keras  # noqa: E402
 from jax._src.lib import _jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
@@ -45,6 +46,10 @@ def chips(topology):
     described = topologies.get_topology_desc(
         platform="cuda", target_config=_TARGET.read_text(), topology=topology
     )
+    # By this, layers know that devices share a batch.
+    shared = keras.distribution.DataParallel(devices=["cpu:0"])
+    several = len(described.devices) > 1
+    keras.distribution.set_distribution(shared if several else None)
     return compiled.Chips(described.devices)
 
 
