@@ -212,9 +212,14 @@ def test_policies(name, policy, unit):
     state = {k: found.pop(k) for k in each.state()}
     assert_near(state, {k: expected.pop(k) for k in state}, min(bound, 1e-5))
     # These are sums, with an error of each term.
-    slope = np.abs(slope_of(each) + expected["y"]).sum() / each.channels
-    for name, size in ("beta", slope), ("gamma", slope * np.abs(expected["y"]).max()):
+    terms = np.abs(slope_of(each) + expected["y"]).sum()
+    for name, factor in (
+        ("beta", 1),
+        ("gamma", np.abs(expected["y"]).max()),
+        ("bias", 1),
+    ):
         if name in expected:
+            size = factor * terms / expected[name].size
             error = np.abs(found.pop(name) - expected.pop(name)).max()
             assert error < bound * size, name
     assert_near(found, expected, bound)
