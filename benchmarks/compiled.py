@@ -56,13 +56,15 @@ class Chips:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_batch)
 
 
-def compile_step(model, chips, batch_per_chip):
+def compile_step(model, chips, batch_per_chip, loss_last=False):
     """Compile the training step of a Keras model: SGD with momentum, logits.
 
     Args:
         model: A `keras.Model` that returns logits.
         chips: The `Chips` to compile for.
         batch_per_chip: Integer.
+        loss_last: Whether the step returns the loss behind the state, not before it as
+            that of Keras does. For GPUs, XLA else copies each donated scalar.
     """
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
@@ -77,7 +79,8 @@ def compile_step(model, chips, batch_per_chip):
             trainable
         )
         trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
-        return trainable, updated, slots, value
+        state = trainable, updated, slots
+        return (state, value) if loss_last else (value, state)
 
     return (
         jax.jit(step, donate_argnums=(0, 1, 2))

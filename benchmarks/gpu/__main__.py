@@ -74,7 +74,9 @@ def steps():
                 keras.config.set_dtype_policy(_POLICY.value)
                 model = networks.build(_NETWORK.value, norm)
                 chips = compiler.chips(topology)
-                return compiler.cost(compiled.compile_step(model, chips, _BATCH.value))
+                return compiler.cost(
+                    compiled.compile_step(model, chips, _BATCH.value, loss_last=True)
+                )
 
             yield {"gpus": topology, "norm": norm}, costs
 
