@@ -18,7 +18,8 @@ TORCH := KERAS_BACKEND=torch $(PYTEST) -m "thorough or not thorough"
 THOROUGH := $(PYTEST) -m thorough
 # All layers against their references, one training, one conversion, the README.
 QUICK := tests/layers/test_every_layer.py tests/recipes/test_train.py \
-	tests/surgery/test_together.py tests/test_readme.py
+	tests/surgery/test_inline.py::test_convert_save_recalibrate_prune_and_fold \
+	tests/test_readme.py
 
 .PHONY: demo quick test test-all test-oldest test-thorough lint format install
 .DELETE_ON_ERROR:

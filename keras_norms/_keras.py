@@ -1,4 +1,4 @@
-"""What is not public of Keras and this package needs, in Keras 3.12 to 3.15: all of it.
+"""All that this package needs of Keras and is not public, in Keras 3.12 to 3.15.
 
 One function a need. Where another version of Keras has it elsewhere, this says so.
 """
@@ -52,6 +52,11 @@ def layers_of(
     """
     every = model._flatten_layers(include_self=include_self)
     return [layer for layer in every if isinstance(layer, kind)]
+
+
+def own_weights(layer):
+    """The trainable variables of a layer, without those of the layers in it."""
+    return layer._trainable_variables
 
 
 def without_autocast():

@@ -1,6 +1,6 @@
 """What a training step costs on H100 GPUs, by XLA's GPU compiler, without a GPU.
 
-    python -m benchmarks.gpu                       # ResNet-50 on one GPU, 8 minutes
+    python -m benchmarks.gpu                       # ResNet-50 on one GPU, 12 minutes
     python -m benchmarks.gpu --network=efficientnetb0 --topologies=1x1x1,1x1x4
 
 Compiles the whole step of a Keras model (forward, backward, SGD with momentum, moving

@@ -13,6 +13,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
 import keras  # noqa: E402
+
+# JAX has no public way to the costs of a program for a device that is not there.
 from jax._src.lib import _jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 

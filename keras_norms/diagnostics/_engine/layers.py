@@ -53,7 +53,7 @@ def names_of(layers):
 
 def kernels_owned_by(layer):
     """List the trainable weights of rank 2 or more that are a layer's own."""
-    own = {id(v) for v in layer._trainable_variables if len(v.shape) > 1}
+    own = {id(v) for v in _keras.own_weights(layer) if len(v.shape) > 1}
     return [v for v in layer.trainable_variables if id(v) in own]
 
 
