@@ -1,4 +1,4 @@
-"""The examples that README shows run, and what they make loads again."""
+"""The examples of README and the guides run, and what they make loads again."""
 
 import pathlib
 import re
@@ -12,9 +12,11 @@ from tests.support.backend import tensorflow_only, thorough_on
 
 pytestmark = thorough_on("jax")
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
-FIRST, SURGERY, DIAGNOSTICS = re.findall(
-    r"```python\n(.*?)```", README.read_text(), re.DOTALL
+ROOT = pathlib.Path(__file__).parent.parent
+FIRST, SURGERY, DIAGNOSTICS = (
+    example
+    for page in ("README.md", "docs/diagnostics.md")
+    for example in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
 )
 
 

@@ -19,11 +19,26 @@ def test_network(tmp_path):
     assert "| vgg16, 2 x 4 | bn |" in printed
 
 
+def test_sweep(tmp_path):
+    output = tmp_path / "report.json"
+    small = ["--largest=100", "--rounds=4"]
+    printed = run("-m", "benchmarks.sweep", *small, f"--output={output}")
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["shape"] for row in rows] == 2 * [[33, 3], [8, 2, 2, 3]]
+    assert printed.count("| 33x3 |") == printed.count("| 8x2x2x3 |") == 2
+
+
 def test_quantization():
     small = ["--norms=cbn,fused_cbn", "--seeds=1", "--epochs=1"]
     *_, cbn, fused = run("-m", "benchmarks.quantization", *small).splitlines()
     assert cbn.startswith("| cbn |")
     assert fused == cbn.replace("cbn", "fused_cbn")
+
+
+def test_groups():
+    small = ["--group_sizes=0,1024", "--seeds=2", "--steps=1"]
+    *_, whole, one_group = run("-m", "benchmarks.groups", *small).splitlines()
+    assert one_group == whole.replace("whole batch", "1024")
 
 
 @pytest.mark.parametrize(

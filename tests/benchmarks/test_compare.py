@@ -1,7 +1,9 @@
 """What the benchmarks make of their times."""
 
 import functools
+import itertools
 import json
+import time
 
 import pytest
 
@@ -24,6 +26,13 @@ def test_candidates_take_turns():
     assert times == {"a": [1, 3, 5], "b": [2, 4, 6]}
     assert compare.timer(lambda: calls.append("once"))() >= 0
     assert calls[6:] == ["once"]
+
+
+def test_what_is_short_is_repeated(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)
+    calls = []
+    timed = compare.timer(lambda: calls.append("once"), at_least=3)
+    assert len(calls) == 1 and timed() == 1 / 3 and len(calls) == 4
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,18 @@ SCRIPT = """
 from benchmarks.gpu import compiler
 import json
 import jax, keras
-from keras_norms import CBN
+from keras_norms import CBN, FusedCBN
 
 shape, dtype = (128, 32, 32, 128), "bfloat16"
 
-def cost(layer, topology):
+def cost(model, topology="1x1x1"):
     chips = compiler.chips(topology)
-    if not layer.built:
-        layer.build(shape)
+    if not model.built:
+        model.build(shape)
 
     def step(trainable, state, x, g):
         def forward(trainable, x):
-            return layer.stateless_call(trainable, state, x, training=True)
+            return model.stateless_call(trainable, state, x, training=True)
 
         y, pullback, state = jax.vjp(forward, trainable, x, has_aux=True)
         # As in a network, where other layers stand between both passes.
@@ -33,18 +33,35 @@ def cost(layer, topology):
 
     x = chips.batch(shape[0], shape[1:], dtype)
     return compiler.cost(jax.jit(step).lower(
-        chips.shapes(layer.trainable_variables),
-        chips.shapes(layer.non_trainable_variables), x, x,
+        chips.shapes(model.trainable_variables),
+        chips.shapes(model.non_trainable_variables), x, x,
     ).compile())
 
+def conv(size):
+    return keras.layers.Conv2D(128, size, padding="same")
+
+def cbn():
+    layer = CBN()
+    layer.set_learning_rate(0.01)
+    return layer
+
+def between(size, *layers):
+    relu = keras.layers.ReLU
+    return cost(keras.Sequential([conv(size), relu(), *layers, relu()]))
+
 keras.config.set_dtype_policy("mixed_bfloat16")
-cbn = CBN()
-cbn.set_learning_rate(0.01)
-print(json.dumps({
-    "bn": cost(keras.layers.BatchNormalization(), "1x1x1"),
-    "cbn": cost(cbn, "1x1x1"),
-    "shared": cost(cbn, "1x1x4"),
-}))
+costs = {
+    "bn": cost(keras.layers.BatchNormalization()),
+    "cbn": cost(cbn()),
+    "shared": cost(cbn(), "1x1x4"),
+}
+for size in (1, 3):
+    costs |= {
+        f"none {size}": between(size, conv(size)),
+        f"cbn {size}": between(size, cbn(), conv(size)),
+        f"fused_cbn {size}": between(size, FusedCBN(conv(size), cbn())),
+    }
+print(json.dumps(costs))
 """
 
 
@@ -60,8 +77,14 @@ def test_passes_and_collectives_of_a_layer():
     assert passes["cbn"] == pytest.approx(8, abs=0.1)
     assert passes["cbn"] < passes["bn"]
     assert costs["cbn"]["all_reduces"] == 0
+    assert passes["shared"] == pytest.approx(8, abs=0.1)
     # One each way.
     assert costs["shared"]["collectives"] == {"all-reduce": 2}
+    for size in "13":
+        without = passes[f"none {size}"]
+        assert passes[f"cbn {size}"] - without < 4.2
+        # Two: the output of the convolution before, beside the activation, and x.
+        assert passes[f"fused_cbn {size}"] - without < 2.2
 
 
 PROGRAM = """HloModule jit_step

@@ -12,6 +12,7 @@ from tests.support.any_layer import (
     CHANNELS,
     FORMS,
     FUSED,
+    GROUPS,
     ONE_EACH,
     REFERENCES,
     Case,
@@ -102,7 +103,6 @@ def test_training_in_other_modes(name, mode):
     assert_steps(case(name), mode)
 
 
-@not_torch
 @forms(CHANNELS)
 def test_on_one_device_synchronized_changes_nothing(name):
     assert_steps(case(name, synchronized=True))
@@ -185,7 +185,7 @@ def test_reference_gradients_are_finite_differences(name):
 # Precision
 
 
-@forms(CHANNELS | FUSED)
+@forms(CHANNELS | FUSED | GROUPS)
 @pytest.mark.parametrize(
     ("policy", "unit"),
     [
@@ -197,7 +197,7 @@ def test_reference_gradients_are_finite_differences(name):
 def test_policies(name, policy, unit):
     # What is rounded: y, the two terms of its gradient and their sum, dx. FusedCBN also
     # rounds the normalised input, the kernel and the product.
-    bound = (8 if name in FUSED else 5) * unit
+    bound = (8 if FORMS[name].inner else 5) * unit
     each = case(name, dtype=policy)
     wide = "float64" if policy == "float64" else "float32"
     x = np.random.default_rng(0).normal(1, 2, each.shape).astype(wide)

@@ -89,27 +89,29 @@ def test_channels_first():
 
 
 @jax_only
-def test_kernel_gradient_as_on_a_tpu(monkeypatch):
+@pytest.mark.parametrize(("platform", "size"), [("tpu", 3), ("cuda", 3), ("cuda", 1)])
+def test_in_half_precision_as_on(platform, size, monkeypatch):
     import jax
 
-    def on_tpu(*tensors, tpu, default):
-        return tpu(*tensors)
+    def on_platform(*tensors, default, **others):
+        return others.get(platform, default)(*tensors)
 
-    x, g, kernel = data(8, 6, 6, 4), data(8, 6, 6, 5), data(3, 3, 4, 5)
+    x, g, kernel = data(8, 6, 6, 4), data(8, 6, 6, 5), data(size, size, 4, 5)
 
-    def gradients():
-        fused = FusedCBN(layers.Conv2D(5, 3, padding="same", dtype="mixed_bfloat16"))
+    def outputs_and_gradients():
+        layer = layers.Conv2D(5, size, padding="same", dtype="mixed_bfloat16")
+        fused = FusedCBN(layer)
         fused.build(x.shape)
-        fused.layers[0].kernel.assign(kernel)
+        layer.kernel.assign(kernel)
         slope = ops.convert_to_tensor(g)
         return training_step(fused, lambda y: ops.sum(slope * ops.cast(y, "float32")))(
             x
         )
 
-    here = gradients()
-    monkeypatch.setattr(jax.lax, "platform_dependent", on_tpu)
-    for tpu, expected in zip(gradients(), here, strict=True):
-        assert relative_error(tpu, expected) < 2e-2
+    here = outputs_and_gradients()
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_platform)
+    for there, expected in zip(outputs_and_gradients(), here, strict=True):
+        assert relative_error(there, expected) < 2e-2
 
 
 class Halved(layers.Conv2D):

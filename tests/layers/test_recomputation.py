@@ -22,14 +22,15 @@ torch_only = pytest.mark.skipif(BACKEND != "torch", reason="PyTorch only")
 thorough = pytest.mark.thorough
 
 
-def cbn():
-    layer = CBN()
+def cbn(**arguments):
+    layer = CBN(**arguments)
     layer.set_learning_rate(0.03)
     return layer
 
 
 NORMS = {
     "cbn": cbn,
+    "groups": lambda: cbn(group_size=4),
     "fused": lambda: FusedCBN(layers.Dense(5), cbn()),
     "noisy": lambda: NoisyBN(momentum=0.5, seed=1),
     "lp": lambda: LpNorm(3, momentum=0.5),
@@ -117,7 +118,7 @@ def assert_remat_changes_nothing(make, names, mode="eager", repeat=1):
 @runs_twice
 @pytest.mark.parametrize(
     ("names", "mode"),
-    [(["cbn", "noisy"], "eager")]
+    [(["cbn", "groups", "noisy"], "eager")]
     + [pytest.param(list(NORMS), mode, marks=thorough) for mode in MODES],
 )
 def test_every_layer(names, mode):

@@ -6,7 +6,7 @@ from keras import ops
 
 from keras_norms import CBN
 from keras_norms.ops.moments import moments, moving_averages
-from tests.support.backend import BACKEND, numpy
+from tests.support.backend import BACKEND, jax_only, numpy
 from tests.support.cbn_reference import CBNReference, relative_error
 
 
@@ -95,6 +95,25 @@ def test_a_prior_that_is_wrong(shape, dtype, shared, monkeypatch):
     batch = moments(x, "float32", -1, prior=ops.convert_to_tensor(prior))
     assert relative_error(batch.mean, mean) < 1e-6
     assert relative_error(batch.variance, variance) < 1e-5
+
+
+@jax_only
+def test_of_bfloat16_on_gpus(monkeypatch):
+    """Rounding to bfloat16 adds about 2^-18 of the mean square to a variance."""
+    import jax
+
+    def on_gpu(*tensors, cuda, **others):
+        return cuda(*tensors)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_gpu)
+    means = np.array([0, 1, -10, 100])
+    x = np.random.default_rng(4).normal(means, 1, (32, 16, 16, 4)).astype("float32")
+    x = ops.cast(ops.convert_to_tensor(x), "bfloat16")
+    mean, variance = exact_moments(numpy(ops.cast(x, "float32")))
+    batch = moments(x, "float32", -1, prior=ops.full(4, 1e6))
+    np.testing.assert_allclose(numpy(batch.mean), mean, rtol=1e-6, atol=1e-6)
+    error = np.abs(numpy(batch.variance) - variance)
+    assert np.all(error < 2**-20 * (variance + mean**2))
 
 
 def test_averages_of_nothing_new_are_the_old_ones():

@@ -17,6 +17,7 @@ from keras import layers
 import keras_norms
 from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from keras_norms.layers.channel_affine import ChannelAffine
+from keras_norms.layers.frozen import FROZEN
 
 DIRECTORY = pathlib.Path(__file__).parents[2] / "saved_models" / "golden"
 RANDOM = ("noisy_bn",)  # in training mode
@@ -44,6 +45,7 @@ MODELS = {
     "channel_affine": lambda: [
         ChannelAffine("abcd,d->abcd", output_shape=(6, 6, 3), bias_axes="d")
     ],
+    "frozen": lambda: [layer for cls in FROZEN.values() for layer in _after(cls())],
     "fused_cbn": lambda: [FusedCBN(layers.Conv2D(4, 3, padding="same"))],
     "noisy_bn": lambda: _after(NoisyBN(seed=1)),
     "lp_norm_1": lambda: _after(LpNorm(p=1)),

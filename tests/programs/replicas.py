@@ -16,7 +16,16 @@ import tensorflow as tf
 
 from keras_norms import AMAT, NoisyBN
 from tests.support import rates
-from tests.support.device_cases import CASES, build, data, errors, numpy
+from tests.support.device_cases import (
+    CASES,
+    Case,
+    build,
+    cbn,
+    data,
+    errors,
+    in_groups,
+    numpy,
+)
 
 # How many replicas, and how many samples they share.
 SIZES = {name: [(2, 13)] for name in CASES} | {
@@ -105,10 +114,9 @@ def collectives(program, count):
     return sum(name.startswith("Collective") for name in operations) / count
 
 
-def check_not_synchronized():
+def check_not_synchronized(case):
     """Each replica normalises alone, and both keep the mean of their averages."""
     strategy = mirrored(2)
-    case = CASES["cbn, ratio"]
     arrays = data(case, 8)
     with strategy.scope():
         layer = build(case, 8)
@@ -177,7 +185,8 @@ def main(names):
         for name in names or CASES
     }
     if not names:
-        check_not_synchronized()
+        for case in (CASES["cbn, ratio"], Case(in_groups(cbn))):
+            check_not_synchronized(case)
         check_noise()
     print(json.dumps(found))
 

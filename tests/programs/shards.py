@@ -21,7 +21,11 @@ from tests.support.device_cases import CASES, build, data, errors, numpy
 
 BATCH = 16
 # How many devices.
-SIZES = {name: [2] for name in CASES} | {"cbn": [8], "cbn, ratio": [2, 4]}
+SIZES = {name: [2] for name in CASES} | {
+    "cbn": [8],
+    "cbn, ratio": [2, 4],
+    "cbn, groups": [4, 8],
+}
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|collective-permute)(?:-start)?\("
 )

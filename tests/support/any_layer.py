@@ -18,6 +18,7 @@ from tests.support.layer_reference import (
     REFERENCES,
     Fused,
     OfChannels,
+    OfGroups,
     Wrapped,
     known_to,
 )
@@ -99,6 +100,19 @@ FUSED = {
         ("depthwise_conv2d", "", {}, {}),
     )
 }
+GROUPS = {
+    "CBN(groups)": _channels(CBN, (6, 2, 4), group_size=2),
+    "CBN(groups, ratio)": _channels(
+        CBN, SERIES, axis=1, mean_gradient="ratio", group_size=1
+    ),
+    "CBN(groups, coupled)": _channels(CBN, DENSE, decouple=False, group_size=3),
+    "NoisyBN(groups)": _channels(NoisyBN, (4, 3, 4), axis=1, group_size=2),
+    "LpNorm(groups)": _channels(LpNorm, DENSE, p=1.5, group_size=3),
+    "LpNorm(groups, inf)": _channels(
+        LpNorm, (4, 3, 2, 3), axis=1, p=np.inf, norm_of="centered", group_size=2
+    ),
+    "FusedCBN(groups)": _fused("dense_of_sequences", group_size=1),
+}
 # Every kind of layer in one wrapper, and one kind in all.
 WRAPPERS = (WS, CWN, WN)
 WRAPPED = {
@@ -106,10 +120,15 @@ WRAPPED = {
     for i, inner in enumerate(CASES)
     for cls in (WRAPPERS if inner == "dense" else [WRAPPERS[i % 3]])
 }
-FORMS = CHANNELS | FUSED | WRAPPED
+FORMS = CHANNELS | FUSED | GROUPS | WRAPPED
 # One form of each layer.
 ONE_EACH = ["CBN", "NoisyBN", "LpNorm(2.5, centered)", "FusedCBN(conv2d_same)"]
-ONE_EACH += ["WS(dense)", "CWN(conv1d_transpose)", "WN(separable_conv1d)"]
+ONE_EACH += [
+    "CBN(groups)",
+    "WS(dense)",
+    "CWN(conv1d_transpose)",
+    "WN(separable_conv1d)",
+]
 
 
 @dataclasses.dataclass(eq=False)
@@ -249,4 +268,6 @@ def reference_of(each):
         known = known_to(WeightReference, form.arguments)
         return Wrapped(linear, WeightReference(form.cls.__name__.lower(), **known))
     norm = OfChannels(each)
+    if "group_size" in form.arguments:
+        norm = OfGroups(norm, form.arguments["group_size"])
     return Fused(linear, norm, form.inner_arguments) if linear else norm

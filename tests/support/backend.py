@@ -8,6 +8,7 @@ BACKEND = keras.backend.backend()
 
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow only")
 jax_only = pytest.mark.skipif(BACKEND != "jax", reason="JAX only")
+torch_only = pytest.mark.skipif(BACKEND != "torch", reason="PyTorch only")
 not_torch = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch runs eagerly")
 has_float64 = pytest.mark.skipif(
     BACKEND == "jax", reason="float64 is a process-wide switch of JAX"

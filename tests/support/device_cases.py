@@ -46,6 +46,11 @@ def wrapped(wrapper, synchronized):
     return wrapper(keras.layers.Dense(4, kernel_initializer=ramp))
 
 
+def in_groups(make):
+    """Of two samples, with which no device waits for another but for averages."""
+    return lambda synchronized: make(group_size=2)
+
+
 # Noise depends on the position: without it, elements can be compared.
 quiet_bn = partial(
     NoisyBN, mean_range=0, scale_range=1, mean_jitter=0, scale_jitter=0, seed=1
@@ -82,6 +87,14 @@ CASES = {
     "cwn": Case(partial(wrapped, CWN), collectives=(0, 1)),
     "wn": Case(partial(wrapped, WN), collectives=(0, 1)),
 }
+if keras.backend.backend() == "jax":
+    # A replica of TensorFlow has no part in the groups of another.
+    CASES |= {
+        "cbn, groups": Case(in_groups(cbn), collectives=(0, 1)),
+        "cbn, groups, masked": Case(in_groups(cbn), masked=True, collectives=(0, 1)),
+        "noisy, groups": Case(in_groups(quiet_bn), collectives=(0, 1)),
+        "lp 3, groups": Case(in_groups(partial(lp, 3)), collectives=(0, 1)),
+    }
 
 
 def data(case, batch):

@@ -5,6 +5,7 @@ Each has `train(values)`, which moves its state on, `forward(values)` and
 `values`, "x" is the input. `tests.support.any_layer.reference_of` makes them.
 """
 
+import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -75,11 +76,57 @@ class OfChannels:
         return np.moveaxis(x, -1, self.axis)
 
 
+class OfGroups:
+    """Each group of samples as a batch of its own, from the same averages."""
+
+    def __init__(self, norm, size):
+        self.norm, self.size = norm, size
+
+    def train(self, values):
+        """The averages become the mean over groups of what each makes of them."""
+        parts = self._parts(values)
+        self.groups = [copy.deepcopy(self.norm) for _ in parts]
+        y = [group.train(part) for group, part in zip(self.groups, parts)]
+        for name, value in vars(self.norm.reference).items():
+            if isinstance(value, np.ndarray) or name == "weight":
+                found = [getattr(group.reference, name) for group in self.groups]
+                setattr(self.norm.reference, name, np.mean(found, 0))
+        return np.concatenate(y)
+
+    def forward(self, values):
+        parts = zip(self.groups, self._parts(values))
+        return np.concatenate([group.forward(part) for group, part in parts])
+
+    def gradients(self, g, values):
+        found = [
+            group.gradients(slope, part)
+            for group, slope, part in zip(
+                self.groups, self._cut(g), self._parts(values)
+            )
+        ]
+        return {
+            name: (np.concatenate if name == "x" else sum)([f[name] for f in found])
+            for name in found[0]
+        }
+
+    def inference(self, values):
+        return self.norm.inference(values)
+
+    def state(self):
+        return self.norm.state()
+
+    def _cut(self, x):
+        return np.split(x, len(x) // self.size)
+
+    def _parts(self, values):
+        return [{**values, "x": part} for part in self._cut(values["x"])]
+
+
 class Fused(NamedTuple):
     """CBN, a linear layer, and its activation."""
 
     linear: Linear
-    norm: OfChannels
+    norm: OfChannels | OfGroups
     arguments: dict
 
     def state(self):

@@ -51,6 +51,46 @@ def test_what_was_planted_goes_and_nothing_else(tmp_path):
     assert np.isfinite(loaded.train_on_batch(data, np.zeros((16, 3))))
 
 
+def costs(x, first, second):
+    """Of each channel between two Dense layers, as a constant, in float64."""
+    kernel, bias = (numpy(w).astype("float64") for w in (first.kernel, first.bias))
+    made = np.maximum(x @ kernel + bias, 0)
+    rows = np.square(numpy(second.kernel).astype("float64")).sum(1)
+    return made, made.var(0) * rows / np.sum(made.var(0) * rows)
+
+
+def test_the_cheapest_of_the_whole_network_go():
+    steps = m.dense(5, "relu", name="one"), m.dense(6, "relu", name="two")
+    model = planted.draw_kernels(m.model_of((4,), *steps, m.dense(2, name="head")))
+    x = m.images(64, 4)
+    one, two, head = planted.layers_of(model, "one", "two", "head")
+    made, first = costs(x.astype("float64"), one, two)
+    _, second = costs(made, two, head)
+    cheapest = np.argsort(np.concatenate([first, second]), kind="stable")
+    for count in 1, 4:
+        pruned = prune(model, x, similarity=None, ratio=(count + 0.5) / 13)
+        expected = np.sort(cheapest[:count])
+        found = planted.removed(pruned)
+        assert found.get("one", []) == expected[expected < 5].tolist()
+        assert found.get("two", []) == (expected[expected >= 5] - 5).tolist()
+        assert pruned.channels == (13, 13 - count)
+
+
+@pytest.mark.parametrize("round_to", [1, 2])
+def test_a_share_of_all_channels(round_to):
+    """What is free goes first; sums and other layers keep whole blocks."""
+    model, x = plant(chain()), m.images(16, 6, 6, 3, seed=3)
+    if round_to == 1:
+        assert planted.removed(planted.check(model, ratio=5 / 14)) == PLANTED
+    else:
+        # Each has 3 left, then 4; two more may go.
+        pruned = prune(model, x, ratio=5 / 14, round_to=2)
+        sizes = [pruned.model.get_layer(name).filters for name in ("one", "two")]
+        assert sizes in ([4, 2], [2, 4]) and pruned.channels == (14, 9)
+    with pytest.raises(ValueError, match="`ratio` must be None where.*gamma=0.1"):
+        prune(model, x, gamma=0.1, ratio=0.5)
+
+
 @tensorflow_only
 @pytest.mark.parametrize("name", m.some_later(m.MODELS, set(m.MODELS) - {"residual"}))
 def test_float64_shows_that_the_algebra_is_exact(name):

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from recipes.engine import classifier, together
+from recipes.engine import classifier, joint_training
 from tests.support import small
 from tests.support import synthetic_search as synthetic
 from tests.support.backend import BACKEND, jax_only
@@ -85,7 +85,7 @@ def test_killed_and_again(fatal, arguments, alone, tmp_path, monkeypatch):
         expected = alone[0]["trials"][:2]
     else:
         expected = run(tmp_path / "whole", **arguments)[0]["trials"]
-    monkeypatch.setattr(together, "CHECKPOINT_SECONDS", 0)
+    monkeypatch.setattr(joint_training, "CHECKPOINT_SECONDS", 0)
     with synthetic.ends_at_write(fatal, synthetic.Killed()):
         run(tmp_path, **arguments)
     paths = list(tmp_path.glob("a/runs/*/results.json"))
@@ -110,7 +110,7 @@ def test_hyperband_goes_on_with_the_weights_of_a_trial(tmp_path):
     # A run that was stopped and went on is that of an uninterrupted training.
     best = found["best"]
     values = found["settings"] | best["values"] | {"runs_dir": str(tmp_path / "again")}
-    (again,) = together.train([classifier.Saved(**values, saved_models_dir=None)])
+    (again,) = joint_training.train([classifier.Saved(**values, saved_models_dir=None)])
     accuracy = again.results["test_accuracy"]
     assert accuracy == pytest.approx(best["accuracies"][0], abs=1e-6)
 

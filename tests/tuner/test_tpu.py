@@ -15,7 +15,7 @@ import jax, numpy as np
 from benchmarks.tpu import compiler
 from benchmarks.compiled import COLLECTIVES
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from recipes.engine import classifier, data, population, together
+from recipes.engine import classifier, data, population, joint_training
 
 chips = compiler.chips("v5e:2x2")
 rng = np.random.default_rng(0)
@@ -27,7 +27,7 @@ runs = [
     for k in range(4)
 ]
 data.images = lambda settings: images
-trials = together.of(runs)
+trials = joint_training.of(runs)
 
 mesh = Mesh(chips.by_batch.mesh.devices, ("trial",))
 by_trial = NamedSharding(mesh, PartitionSpec("trial"))

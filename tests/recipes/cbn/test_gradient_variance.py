@@ -2,9 +2,11 @@ import keras
 import numpy as np
 import pytest
 
+from keras_norms import CBN
 from recipes.cbn import gradient_variance
 from recipes.engine import data
 from tests.support import small
+from tests.support.backend import numpy
 
 
 def test_measure_of_a_linear_model(monkeypatch):
@@ -27,6 +29,33 @@ def test_measure_of_a_linear_model(monkeypatch):
     square = np.square(np.mean(gradients, 0)).sum() - variance / 6
     assert values["gradient_variance"] == pytest.approx(variance, rel=1e-4)
     assert values["gradient_squared_norm"] == pytest.approx(square, rel=1e-4)
+    assert values["gradient_squared_bias"] == 0
+
+
+def test_bias_of_old_statistics():
+    """CBN on a scalar that has moved: against derivatives by hand, rho = 2."""
+    rng = np.random.default_rng(0)
+    norm = CBN(rho=2.0, center=False, scale=False, epsilon=1e-12)
+    dense = keras.layers.Dense(1, use_bias=False)
+    model = keras.Sequential([keras.layers.Input((1,)), norm, dense])
+    model.compile("sgd", lambda y, found: found)
+    dense.kernel.assign([[1.0]])
+    norm.set_learning_rate(0.1 * 0.25)  # eta = 0.75
+    for name, value in (("moving_mean", [3.0]), ("moving_square", [4.0])):
+        getattr(norm, name).assign(value)
+    norm.average_weight.assign(1.0)
+    batches = rng.normal(1, 2, (3, 8, 1)).astype("float32")
+    batches = [(x, np.zeros_like(x)) for x in batches]
+    differences = []
+    for x, _ in batches:
+        # dL/dw = mean(y): 0 with the mean of the batch.
+        mean = 0.75 * 3 + 0.25 * x.mean()
+        square = 0.75 * 4 + 0.25 * np.mean((x - mean) ** 2)
+        differences.append((x.mean() - mean) / 2 / np.sqrt(square))
+    pairs = sum(differences) ** 2 - np.square(differences).sum()
+    found = gradient_variance.squared_bias(model, batches)
+    assert found == pytest.approx(pairs / 6, rel=1e-4)
+    assert numpy(norm.learning_rate) == pytest.approx(0.025)
 
 
 def test_run(tmp_path, small_network):
@@ -36,7 +65,8 @@ def test_run(tmp_path, small_network):
     (row,) = found["rows"]
     assert row["norm"] == "bn" and "batches3" in row["runs"][0]["name"]
     assert row["gradient_variance"]["first rate"] > 0
-    assert table.count(" BN |") == 2
+    assert table.count(" BN |") == 3
+    assert row["test_accuracy"] in table.partition("Test accuracy")[2]
 
 
 def test_by_phase():
@@ -56,7 +86,7 @@ def test_by_phase():
 def test_ratios_are_to_cbn_without_amat():
     values = dict.fromkeys(gradient_variance.PHASES, 4.0) | {"a tenth": None}
     rows = [
-        {"activation": "relu", "norm": norm}
+        {"activation": "relu", "norm": norm, "test_accuracy": "98.00"}
         | {key: values for key in gradient_variance.VALUES}
         for norm in ("cbn", "cbn_batch")
     ]

@@ -120,6 +120,15 @@ def test_batches_are_a_function_of_seed_and_number(augment):
     epochs = np.reshape([batches[i][1] for i in range(8)], (2, 20))
     assert [len(set(epoch)) for epoch in epochs] == [20, 20]
     assert (epochs[0] != epochs[1]).any()
+    # With replacement, each image is any of all, in every place.
+    drawn = made(3, replacement=True)
+    found = np.concatenate([drawn[i][1] for i in range(4 * 250)])
+    assert len(set(found[:20])) < 20
+    np.testing.assert_array_equal(drawn[7][1], made(3, replacement=True)[7][1])
+    counts = np.bincount(found, minlength=23)
+    expected = len(found) / 23
+    # Pearson's statistic is above 60 with a probability of 2e-5.
+    assert np.square(counts - expected).sum() / expected < 60
 
 
 def test_crop_and_flip():

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.engine import classifier, data, devices, population, together
+from recipes.engine import classifier, data, devices, joint_training, population
 from recipes.models import norms
 from tests.recipes.engine.test_imagenet import SIZE, TEST, read, stream
 from tests.recipes.engine.test_imagenet import data_dir as data_dir  # a fixture
@@ -27,7 +27,7 @@ def test_what_a_backend_does_not_have_is_refused():
 def test_populations_of_other_backends_are_refused():
     for make in (
         lambda: population.Population(None, [{}], None, epochs=1, batch_size=1),
-        lambda: together.train([classifier.Saved()]),
+        lambda: joint_training.train([classifier.Saved()]),
     ):
         with pytest.raises(ValueError, match="KERAS_BACKEND=jax.*Received: backend"):
             make()

@@ -68,7 +68,7 @@ def together():
     return trials, scores
 
 
-def by_hand(settings, amat=True):
+def by_hand(settings, amat=True, replacement=False):
     """The weights, and the mean loss of each epoch, by the layers of Keras."""
     import jax
 
@@ -90,7 +90,11 @@ def by_hand(settings, amat=True):
     means = []
     for epoch in range(EPOCHS):
         order_key, key = trial.epoch_keys(settings["seed"], epoch)
-        order = np.asarray(jax.random.permutation(order_key, 35))
+        if replacement:
+            order = np.asarray(jax.random.choice(order_key, 35, (35,)))
+            assert len(set(order.tolist())) < 35
+        else:
+            order = np.asarray(jax.random.permutation(order_key, 35))
         losses = []
         for step in range(4):
             for layer in model.layers:
@@ -122,12 +126,13 @@ def by_hand(settings, amat=True):
     ],
 )
 def test_a_trial_among_others_equals_the_steps_by_hand(together, k, amat):
-    """Though one of the others diverges."""
+    """Though one of the others diverges; without AMAT also with replacement."""
     trials, scores = together
+    options = {"amat": amat, "replacement": not amat}
     if not amat:
-        trials = make(TRIALS[:1], amat=False)
+        trials = make(TRIALS[:1], **options)
         scores = [trials.train() for _ in range(EPOCHS)]
-    values, losses = by_hand(TRIALS[k], amat=amat)
+    values, losses = by_hand(TRIALS[k], **options)
     found = [score["train_loss"][k] for score in scores]
     np.testing.assert_allclose(found, losses, **SAME)
     assert_same(weights(trials, k), values)

@@ -54,6 +54,19 @@ def test_places_of_norms(name, convs):
     assert not of(model, NORMS) and all(layer.use_bias for layer in of(model, LINEAR))
 
 
+def test_noise_alone():
+    """Nothing is normalised: y = s x + m, with s and m of Algorithm 1."""
+    layer = norms.get("noise").layer(30, name="noise")
+    for training in (True, False):
+        shift = numpy(layer(np.zeros((500, 30), "float32"), training=training))
+        assert 0.3 < np.abs(shift).max() <= 0.6
+        scale = numpy(layer(np.full((500, 30), 1e6, "float32"), training=training))
+        means = scale.mean(0) / 1e6
+        assert means.min() > 0.98 and 1.15 < means.max() < 1.27
+        np.testing.assert_allclose(scale.std(0) / 1e6, 0.1, rtol=0.2)
+        assert not layer.trainable_variables
+
+
 @pytest.mark.parametrize("norm", ["bn", "cbn"])
 def test_residual_blocks(norm):
     model = build("resnet20", norm)

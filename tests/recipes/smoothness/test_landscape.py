@@ -1,3 +1,4 @@
+import keras
 import numpy as np
 import pytest
 
@@ -44,8 +45,9 @@ def test_deep_linear_network(tmp_path):
 
 
 def test_classifier(tmp_path, small_network):
-    """Also of half the width, and with a run that diverges."""
-    changes = {"norms": ["lp1"], "width": 0.5}
+    """Also of half the width, another direction, and with a run that diverges."""
+    changes = {"norms": ["lp1"], "width": 0.5, "initializer": "glorot_uniform"}
+    changes |= {"direction": "random", "longest": 6.0}
     settings, _, (row,) = reference.run(
         landscape, tmp_path, reference.IMAGES, **changes
     )
@@ -53,12 +55,15 @@ def test_classifier(tmp_path, small_network):
     assert 0 <= row["test_accuracy"]["mean"] <= 1
     assert row["effective_beta"]["mean"] > 0
     one = settings.one(norm="lp1", seed=0)
-    lengths = [0.1 * s for s in np.linspace(0.5, 4, 8)]
+    lengths = [0.1 * s for s in np.linspace(0.5, 6, 8)]
     lines = landscape.train(one).metrics
     np.testing.assert_allclose(lines[1]["step_lengths"], lengths)
     problem = _training.problem(one)
     model = problem.network()
-    assert [model.get_layer(name).filters for name in ("stem", "conv")] == [2, 2]
+    for layer in (model.get_layer(name) for name in ("stem", "conv")):
+        assert layer.filters == 2
+        kind = keras.initializers.GlorotUniform
+        assert isinstance(layer.kernel_initializer, kind)
     # Digits of 8x8 are enlarged, and batches go on where the steps are.
     assert model.input_shape == (None, 32, 32, 1)
     for x, y in zip(problem.batches(1)[1], problem.batches(0)[3], strict=True):

@@ -40,14 +40,19 @@ def test_activations_are_those_of_training():
     x = np.random.default_rng(1).normal(size=(16, 6, 6, 1)).astype("float32")
     weights = [training.numpy_copy(v) for v in model.trainable_variables]
     state = [training.numpy_copy(v) for v in model.non_trainable_variables]
-    (found, _), moved = noisy_shift.activations(model, layers, weights, state, x)
-    assert found.shape == (16 * 3 * 3, 4)
+    layers = noisy_shift.places(model, layers)
+    arrays, moved = noisy_shift.activations(model, layers, weights, state, x)
+    assert list(layers)[:2] == ["stem", "stem, before the norm"] and len(arrays) == 4
+    found, conv = arrays[:2]
+    assert found.shape == conv.shape == (16 * 3 * 3, 4)
+    expected = numpy(model.get_layer("stem")(x)).reshape(-1, 4)
+    np.testing.assert_allclose(conv, expected, rtol=1e-4, atol=1e-5)
     # The model was left alone: in training mode it moves its state to the same place.
     model(x, training=True)
     for variable, value in zip(model.non_trainable_variables, moved, strict=True):
         np.testing.assert_allclose(numpy(variable), numpy(value), rtol=1e-5)
     # The noise of the next call is another one.
-    (again, _), _ = noisy_shift.activations(model, layers, weights, moved, x)
+    (again, *_), _ = noisy_shift.activations(model, layers, weights, moved, x)
     assert np.abs(again.mean(0) - found.mean(0)).max() > 0.05
 
 
@@ -103,7 +108,8 @@ def test_classifier(tmp_path, small_network):
     _, directory, (row,) = reference.run(noisy_shift, tmp_path, asked)
     for key in ("test_accuracy", "recalibrated_test_accuracy"):
         assert 0 <= row[key]["mean"] <= 1
-    assert (directory / "table.md").read_text().count("\n| conv ") == 1
+    table = (directory / "table.md").read_text()
+    assert table.count("\n| conv ") == table.count("\n| conv, before the norm ") == 1
     lines = [{"step": 0, "train_accuracy": None}, {"step": 5, "train_accuracy": 0.95}]
     assert noisy_shift.first_step(lines) == 5
     assert noisy_shift.first_step(lines[:1]) is None

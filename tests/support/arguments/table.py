@@ -30,7 +30,6 @@ from tests.support.arguments.kinds import (
     is_real,
     number,
 )
-from tests.support.backend import BACKEND
 
 
 class Tripwire(layers.Layer):
@@ -141,7 +140,7 @@ KINDS = {
     # Of layers.
     "axis": integer(),
     "momentum": number(least=0, below=1),
-    "synchronized": Argument(lambda v: v is False or v is True and BACKEND != "torch"),
+    "group_size": integer(1).or_none(),
     "mean_gradient": choice("shift", "ratio").refuses("Shift"),
     "scale_range": number(least=1),
     "p": Argument(lambda v: is_real(v) and v >= 1),
@@ -164,13 +163,21 @@ KINDS = {
         (0.2, 2)
     ),
 }
-KINDS |= dict.fromkeys(["batch_size", "every", "points", "steps"], COUNT)
+KINDS |= dict.fromkeys(["batch_size", "every", "points", "round_to", "steps"], COUNT)
 KINDS |= dict.fromkeys(["deviation", "epsilon", "rho"], POSITIVE)
 for name in "noise", "omega", "mean_jitter", "mean_range", "scale_jitter", "tolerance":
     KINDS[name] = NOT_NEGATIVE
-for name in "center", "decouple", "gain", "log", "noise_at_inference", "scale":
+for name in (
+    "center",
+    "decouple",
+    "gain",
+    "log",
+    "noise_at_inference",
+    "scale",
+    "synchronized",
+):
     KINDS[name] = SWITCH
-for name in "fused", "inline", "preserve", "training":
+for name in "affine", "fused", "inline", "preserve", "training":
     KINDS[name] = SWITCH
 BY_ENDING = {
     "_initializer": INITIALIZER,
@@ -214,10 +221,20 @@ OWN = {
         "steps": COUNT.or_none(),
         "batch_size": COUNT.or_none(),
     },
+    "Recalibrate": {
+        "data": Argument(lambda v: is_array(v, 1, 2, 3)).refuses(
+            X[:0], TEXTS, [None, X], (TEXTS, Y), iter([X])
+        ),
+        "steps": COUNT.or_none(),
+        "batch_size": COUNT.or_none(),
+    },
+    "freeze": {"model": NORMALIZED},
+    "unfreeze": {"model": NORMALIZED},
     "prune": {
         "model": NORMALIZED,
         "gamma": NOT_NEGATIVE.or_none(),
         "steps": COUNT.or_none(),
+        "ratio": number(least=0, below=1).or_none(),
     },
     "bim": ATTACK,
     "robustness": ATTACK,

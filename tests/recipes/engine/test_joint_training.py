@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from recipes import compare, train
-from recipes.engine import classifier, data, population, together
+from recipes.engine import classifier, data, joint_training, population
 from tests.support import small
 from tests.support.backend import jax_only
 from tests.support.small import dense_networks as dense_networks
@@ -34,7 +34,7 @@ def several(tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("finished")
-    return tmp_path, together.train(several(tmp_path))
+    return tmp_path, joint_training.train(several(tmp_path))
 
 
 def test_runs_are_recorded_as_those_of_train(finished, tmp_path):
@@ -70,8 +70,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkey
     def scores(outcome):
         return small.without_times(outcome.metrics)
 
-    monkeypatch.setattr(together, "CHECKPOINT_SECONDS", 0)
-    finish, done = together.finish, []
+    monkeypatch.setattr(joint_training, "CHECKPOINT_SECONDS", 0)
+    finish, done = joint_training.finish, []
 
     def die(*arguments, **more):
         if done:
@@ -80,16 +80,16 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkey
 
     asked = several(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(together, "finish", die)
+        patch.setattr(joint_training, "finish", die)
         with pytest.raises(RuntimeError):
-            together.train(asked)
+            joint_training.train(asked)
     # All epochs were behind.
     monkeypatch.setattr(population.Population, "train", None)
-    found = together.train(asked)
+    found = joint_training.train(asked)
     for outcome, reference in zip(found, finished[1], strict=True):
         assert scores(outcome) == scores(reference)
     assert not list(tmp_path.glob("runs/*/checkpoint.npz"))
-    assert together.train(asked) == found
+    assert joint_training.train(asked) == found
 
 
 @pytest.mark.thorough
@@ -103,7 +103,7 @@ def test_compare_in_chunks(tmp_path):
 
 def test_runs_must_be_those_of_one_network(tmp_path):
     with pytest.raises(ValueError, match="differ in seed, rho.*that differ in norm"):
-        together.train([one(tmp_path), one(tmp_path, norm="bn")])
+        joint_training.train([one(tmp_path), one(tmp_path, norm="bn")])
     streamed = one(tmp_path, dataset="imagenet2012", train_size=None)
     with pytest.raises(ValueError, match="imagenet2012.*cannot be arrays"):
-        together.train([streamed])
+        joint_training.train([streamed])

@@ -1,0 +1,118 @@
+"""freeze and unfreeze: stored statistics while the rest trains, in saved files too."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_norms
+from keras_norms import CBN, FusedCBN, LpNorm, NoisyBN, freeze, prune, unfreeze
+from tests.support import surgery_models as m
+from tests.support.backend import numpy
+
+STATISTICS = "moving_mean", "moving_variance", "moving_square", "moving_norm"
+
+
+def network():
+    """Every norm, in other layers and models too."""
+    inner = m.model_of((6, 3), m.apply(LpNorm, p=1), m.dense(3))
+    fused = FusedCBN(layers.Dense(3), CBN(name="inside"))
+    return m.model_of(
+        (6, 3),
+        *(m.bn, m.apply(CBN, rho=2.0), m.dense(3), m.apply(NoisyBN), inner, fused),
+        *(m.apply(layers.TimeDistributed, layers.BatchNormalization()), m.dense(2)),
+    )
+
+
+def weights(model, names):
+    return [numpy(v) for v in model.weights if v.name in names]
+
+
+def moved(model, names, **options):
+    """Trains; returns which weights of these names changed."""
+    before = weights(model, names)
+    x = m.images(12, 6, 3)
+    model.fit(x, np.zeros((12, 6, 2)), batch_size=4, verbose=0, **options)
+    return [not np.array_equal(a, b) for a, b in zip(before, weights(model, names))]
+
+
+def test_statistics_stay_and_the_rest_trains_through_files(tmp_path):
+    model = network()
+    model.compile("sgd", "mse")
+    assert all(moved(model, STATISTICS))
+    # The step that is compiled has training calls in it.
+    assert freeze(model) is freeze(model) is model
+    x = m.batch_for(model)
+    np.testing.assert_array_equal(
+        numpy(model(x, training=True)), numpy(model(x, training=False))
+    )
+    before = weights(model, STATISTICS)
+    assert len(before) == 12
+    assert all(moved(model, ("gamma", "beta", "kernel")))
+    model.save(tmp_path / "frozen.keras")
+    model = keras.saving.load_model(tmp_path / "frozen.keras")
+    assert all(moved(model, ("gamma", "beta", "kernel")))
+    assert all(map(np.array_equal, before, weights(model, STATISTICS)))
+    m.quiet(unfreeze, model)
+    assert all(moved(model, STATISTICS))
+    assert "Frozen" not in str(keras.saving.serialize_keras_object(model))
+
+
+def test_a_step_is_that_of_a_scale_and_shift():
+    """The gradients of gamma, beta and the input, against float64."""
+    dense = layers.Dense(3, use_bias=False, kernel_initializer="random_normal")
+    model = m.model_of((4,), dense, layers.BatchNormalization(name="norm"))
+    norm = freeze(model).get_layer("norm")
+    names = "gamma", "beta", "moving_mean", "moving_variance"
+    gamma, beta, mean, variance = (
+        numpy(getattr(norm, name)).astype("float64") for name in names
+    )
+    kernel, x = numpy(dense.kernel).astype("float64"), m.images(8, 4)
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    model.fit(x, np.zeros((8, 3)), batch_size=8, verbose=0)
+    deviation = np.sqrt(variance + norm.epsilon)
+    normalized = (x @ kernel - mean) / deviation
+    slope = 2 / 24 * (gamma * normalized + beta)
+    for found, expected in (
+        (norm.gamma, gamma - 0.5 * np.sum(slope * normalized, 0)),
+        (norm.beta, beta - 0.5 * np.sum(slope, 0)),
+        (dense.kernel, kernel - 0.5 * x.T @ (slope * gamma / deviation)),
+    ):
+        np.testing.assert_allclose(numpy(found), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gamma_and_beta_fixed_too():
+    model = m.model_of((6, 3), m.bn, m.dense(2))
+    freeze(model, affine=True).compile("sgd", "mse")
+    assert not any(moved(model, (*STATISTICS, "gamma", "beta")))
+    model.trainable = False
+    model.trainable = True
+    model.compile("sgd", "mse")
+    assert not any(moved(model, STATISTICS))
+    assert all(moved(model, ("gamma", "beta")))
+
+
+def test_surgery_knows_them():
+    model = m.model_of((4,), m.dense(5), m.bn, m.relu, m.dense(2), m.bn)
+    x = m.batch_for(model, 16)
+    gamma = m.of_class(freeze(model), layers.BatchNormalization)[0].gamma
+    gamma.assign(numpy(gamma) * [0, 1, 1, 1, 1])
+    assert not m.norms_in(m.check_fold(model))
+    smaller = prune(model, x).model
+    before = weights(smaller, STATISTICS)
+    assert before[0].size < 5
+    smaller(x, training=True)
+    assert all(map(np.array_equal, before, weights(smaller, STATISTICS)))
+    with pytest.raises(ValueError, match="not frozen"):
+        keras_norms.recalibrate(model, x, verbose=0)
+
+
+def test_a_derived_class_is_fixed_as_keras_fixes_it():
+    class Own(layers.BatchNormalization):
+        pass
+
+    model = m.model_of((4,), m.dense(3), m.apply(Own, name="own"))
+    with pytest.warns(UserWarning, match=r"derived.*\['own'\]"):
+        freeze(model)
+    assert not model.get_layer("own").trainable
+    m.quiet(freeze, unfreeze(model), affine=True)

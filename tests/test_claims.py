@@ -1,0 +1,54 @@
+"""docs/claims.md is what docs/claims.py writes, which checks its numbers and pages."""
+
+import collections
+import importlib.util
+import pathlib
+
+import pytest
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def claims():
+    spec = importlib.util.spec_from_file_location("claims", DOCS / "claims.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def text():
+    return (DOCS / "claims.txt").read_text()
+
+
+def test_the_page_is_up_to_date(claims, text):
+    assert claims.written(text) == (DOCS / "claims.md").read_text()
+    items = collections.Counter((of, cells[0]) for of, cells in claims.rows(text))
+    assert len(items) > 110 and set(items.values()) == {1}
+    # Whoever has not run something says how to.
+    for _, (*_, here, _, agreement, where, command) in claims.rows(text):
+        waits = agreement == "not yet measured"
+        assert not waits or ("no recipe" in here) == (command == "-")
+        assert where != "-" or command != "-"
+
+
+ROW = "| Table 1 | {} | {} | exact | {} | {} | {} |"
+
+
+@pytest.mark.parametrize(
+    "cells, message",
+    [
+        (("1", "{9.99e-99}", "holds", "blindness", "-"), "9.99e-99 does not stand"),
+        (("1", "{.8e-07}", "holds", "blindness", "-"), ".8e-07 does not stand"),
+        (("1", "1", "yes", "blindness", "-"), "no such agreement, 'yes'"),
+        (("1", "1", "holds", "blindnes", "-"), "no docs/results/blindnes.md"),
+        (("1", "1", "holds", "tests/test_no.py", "-"), "no tests/test_no.py"),
+        (("1", "1", "holds", "-", "recipes.no --a=1"), "no recipes.no"),
+        (("{statements_cbn.json:L}", "1", "holds", "-", "-"), "no 'L'"),
+        (("1 | 2", "1", "holds", "-", "-"), "8 cells, not 7"),
+    ],
+)
+def test_what_is_wrong_is_named(claims, cells, message):
+    with pytest.raises(ValueError, match=f"^Table 1: .*{message}"):
+        claims.written(ROW.format(*cells))
