@@ -3,7 +3,16 @@
 from keras_norms import diagnostics
 from keras_norms.amat import AMAT
 from keras_norms.layers import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
-from keras_norms.surgery import convert, fold, prune, recalibrate
+from keras_norms.surgery import (
+    ProjectWeights,
+    Recalibrate,
+    convert,
+    fold,
+    freeze,
+    prune,
+    recalibrate,
+    unfreeze,
+)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -13,11 +22,15 @@ __all__ = [
     "FusedCBN",
     "LpNorm",
     "NoisyBN",
+    "ProjectWeights",
+    "Recalibrate",
     "WN",
     "WS",
     "convert",
     "diagnostics",
     "fold",
+    "freeze",
     "prune",
     "recalibrate",
+    "unfreeze",
 ]

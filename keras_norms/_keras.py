@@ -11,6 +11,7 @@ from keras.src.backend import (
     compute_output_spec,
     get_keras_mask,
     get_stateless_scope,
+    in_symbolic_scope,
 )
 from keras.src.backend.common.masking import set_keras_mask
 from keras.src.layers.input_spec import assert_input_compatibility
@@ -28,6 +29,7 @@ __all__ = [
     "functional_like_constructor",
     "get_keras_mask",
     "get_stateless_scope",
+    "in_symbolic_scope",
     "set_keras_mask",
 ]
 
@@ -52,6 +54,11 @@ def layers_of(
     """
     every = model._flatten_layers(include_self=include_self)
     return [layer for layer in every if isinstance(layer, kind)]
+
+
+def layers_directly_in(layer: keras.layers.Layer) -> list:
+    """List the layers that a layer holds itself, not those in them."""
+    return list(layer._layers)
 
 
 def own_weights(layer):

@@ -183,13 +183,15 @@ def _get(get, value):
         return None
 
 
-def synchronized(value: object) -> bool:
-    """Return `value` if it is a boolean that the backend supports."""
-    found = boolean("synchronized", value)
-    if found and keras.backend.backend() == "torch":
+def group_size(value: Any, synchronized: bool) -> int | None:
+    """Return `value` if it is `None` or a number of samples."""
+    if value is None:
+        return None
+    found = integer("group_size", value, at_least=1)
+    if synchronized:
         raise ValueError(
-            "Argument `synchronized` must be False on the PyTorch backend, where "
-            "statistics are those of each replica. Received: synchronized=True"
+            "Argument `group_size` must be None where statistics are those of all "
+            f"replicas. Received: group_size={found} with synchronized=True"
         )
     return found
 

@@ -161,7 +161,8 @@ def weight_gradient_bound(
     ```
 
     The theorem as printed subtracts `largest^2 <g, y_hat>^2`, without `1/m`, and its
-    Eq. 17 has `1/sqrt(m)`. Neither follows from Theorem 4.1, nor holds.
+    Eq. 17 has `1/sqrt(m)`. Neither follows from Theorem 4.1, nor holds. It also squares
+    the first bound once more, and its `m mean(g)^2` lacks `largest^2`.
 
     Returns:
         The bound without and with normalisation.

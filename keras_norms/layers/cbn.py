@@ -14,6 +14,8 @@ from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.learning_rate import FollowsLearningRate
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import normalize
+from keras_norms.ops.replicas import warn_of_drift
+from keras_norms.ops.shapes import out_of_groups, reduction_axes
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
@@ -40,6 +42,19 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 
     **At inference**, `y` is the same map with the stored averages, affine in `x`. As in
     `keras.layers.BatchNormalization`, `layer.trainable = False` means inference mode.
+
+    **In groups** (`group_size=k`, "ghost batches"), each `k` consecutive samples of a
+    training batch are normalised as a batch of their own would be, all with the
+    averages from before the step. With `mu_A[g]` and `sq_A[g]` those that the equations
+    above make of group `g`, the averages become
+
+    ```
+    mu_A = mean over g of mu_A[g],    sq_A = mean over g of sq_A[g]
+    ```
+
+    so that inference has the spread within groups. A group in which a mask hides a
+    channel does not count there. The batch size is a multiple of `k`. See
+    docs/groups.md.
 
     **Batches of one** (one element for each channel, before `Dense` layers) have no
     variance. Where `eta` is 0, the output is `gamma / rho * sign(beta)`, whatever the
@@ -74,9 +89,11 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         mean_gradient: `"shift"` or `"ratio"`, how the gradient passes the moving mean.
             The values are the same. `"shift"` sends it to the batch mean with weight 1,
             `"ratio"` with weight `mu_A / mean(x)` (bounded by 10), as in the paper.
-        synchronized: Boolean, whether statistics are those of all TensorFlow replicas
-            of a `tf.distribute` strategy, on one device the same as `False`. On JAX
-            they always are those of the whole batch. Not available on PyTorch.
+        synchronized: Boolean, whether statistics are those of all replicas, of a
+            `tf.distribute` strategy or of `torch.distributed`, on one device the same
+            as `False`. On JAX they always are those of the whole batch. If not, the
+            averages of replicas are their mean on TensorFlow, and on PyTorch those of
+            each process: a warning says so.
         beta_initializer: Initializer of `beta`.
         gamma_initializer: Initializer of `gamma`.
         moving_mean_initializer: Initializer of the moving mean.
@@ -85,6 +102,9 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         gamma_regularizer: Optional regularizer of `gamma`.
         beta_constraint: Optional constraint of `beta`.
         gamma_constraint: Optional constraint of `gamma`.
+        group_size: Optional positive integer. In training, each group of that many
+            consecutive samples of a batch is normalised with its own statistics, see
+            above. Not with `synchronized`.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
@@ -111,7 +131,9 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 
     Raises:
         ValueError: If an argument is out of its range, if `axis` is not an axis of the
-            input or has no known size, or if a mask does not fit the input.
+            input or has no known size, if a mask does not fit the input, or if
+            `group_size` does not divide the batch size (where TensorFlow knows the size
+            only at run time, a `tf.errors.InvalidArgumentError`).
 
     Example:
 
@@ -127,12 +149,19 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 
     - Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and Beyond,
       TPAMI 2023, Eqs. 4-9 and Algorithm 1. https://doi.org/10.1109/TPAMI.2023.3319005
+    - Hoffer, Hubara and Soudry, Train Longer, Generalize Better, NeurIPS 2017,
+      Algorithm 1: ghost batches. https://arxiv.org/abs/1705.08741
 
-    It departs from the printed algorithm in three places. Algorithm 1 normalises with
+    It departs from the printed algorithm as follows. Algorithm 1 normalises with
     averages that do not hold the current batch yet, which diverges where `eta` is 0;
     its Appendix I and this layer include the batch. Its last line squares `eta`; Eq. 9
     and this layer do not. The printed gradient is `mean_gradient="ratio"`; its weight
-    has no bound where the batch mean is near 0, so `"shift"` is the default.
+    has no bound where the batch mean is near 0, so `"shift"` is the default. Averages
+    are debiased, `epsilon` is inside of the root (Eqs. 4-9 have none), and a batch
+    enters with weight 1e-6 at least, so that averages start at learning rate 0 too. At
+    rates of `1 / omega` and more, as in the paper's first 60 epochs, `eta` is 0 and
+    inference has the statistics of the last batch alone: `recalibrate` takes better
+    ones. The paper does not say how averages are made without AMAT; here by `momentum`.
     """
 
     def __init__(
@@ -155,6 +184,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         gamma_regularizer: Regularizer = None,
         beta_constraint: Constraint = None,
         gamma_constraint: Constraint = None,
+        group_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -170,6 +200,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             gamma_regularizer=gamma_regularizer,
             beta_constraint=beta_constraint,
             gamma_constraint=gamma_constraint,
+            group_size=group_size,
             **kwargs,
         )
         self.initial_rho = arguments.number("rho", rho, above=0)
@@ -221,14 +252,15 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         state, rho, settings = self._state(), self._rho(), self._settings()
         if not training or not self.trainable:
             return normalize.cbn_inference(inputs, gamma, beta, state, rho, settings)
-        _warn_if_alone(inputs.shape, self.axis)
         mask = arguments.broadcast_mask(mask, inputs, self.axis)
         rate = self._learning_rate()
+        x, gamma, beta, mask, axis = self.in_groups(inputs, gamma, beta, mask)
+        _warn_if_alone(x.shape, axis)
         outputs, state = normalize.cbn_training(
-            inputs, gamma, beta, state, rho, rate, settings, mask
+            x, gamma, beta, state, rho, rate, settings._replace(axis=axis), mask
         )
         self._assign(state)
-        return outputs
+        return out_of_groups(outputs, inputs)
 
     @moves_state
     def scale_and_shift(
@@ -245,7 +277,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             inputs, training, mask: See the call arguments.
 
         Returns:
-            Two tensors of shape `(channels,)`, float32 in mixed precision.
+            Two tensors of shape `(channels,)`, float32 in mixed precision. In training
+            with `group_size`, a row for each group: `(groups, channels)`.
         """
         inputs = ops.cast(inputs, self.compute_dtype)
         gamma, beta = self.affine()
@@ -254,11 +287,12 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             return normalize.cbn_stored_scale_and_shift(
                 gamma, beta, state, rho, settings
             )
-        _warn_if_alone(inputs.shape, self.axis)
         mask = arguments.broadcast_mask(mask, inputs, self.axis)
         rate = self._learning_rate()
+        x, gamma, beta, mask, axis = self.in_groups(inputs, gamma, beta, mask)
+        _warn_if_alone(x.shape, axis)
         scale, shift, state = normalize.cbn_scale_and_shift(
-            inputs, gamma, beta, state, rho, rate, settings, mask
+            x, gamma, beta, state, rho, rate, settings._replace(axis=axis), mask
         )
         self._assign(state)
         return scale, shift
@@ -283,6 +317,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         )
 
     def _assign(self, state):
+        warn_of_drift(self)
         self.moving_mean.assign(state.mean)
         self.moving_square.assign(state.square)
         self.average_weight.assign(state.weight)
@@ -314,8 +349,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 
 def _warn_if_alone(shape, axis):
     """Warn of a batch of one element for each channel, where its size is known."""
-    sizes = list(shape)
-    del sizes[axis]
+    sizes = [shape[i] for i in reduction_axes(len(shape), axis)]
     if None not in sizes and math.prod(sizes) == 1:
         _explain_batches_of_one_once()
 

@@ -3,9 +3,11 @@
 import keras
 from keras import constraints, initializers, ops, regularizers
 
+from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms.ops.moments import moving_averages
-from keras_norms.ops.replicas import check_strategy
+from keras_norms.ops.replicas import check_strategy, warn_of_drift
+from keras_norms.ops.shapes import in_groups, not_divisible
 
 
 class ChannelNormalization(keras.layers.Layer):
@@ -30,6 +32,7 @@ class ChannelNormalization(keras.layers.Layer):
         gamma_regularizer,
         beta_constraint,
         gamma_constraint,
+        group_size,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -38,7 +41,7 @@ class ChannelNormalization(keras.layers.Layer):
         self.epsilon = arguments.number("epsilon", epsilon, above=0)
         self.center = arguments.boolean("center", center)
         self.scale = arguments.boolean("scale", scale)
-        self.synchronized = arguments.synchronized(synchronized)
+        self.synchronized = arguments.boolean("synchronized", synchronized)
         self.beta_initializer = arguments.initializer(
             "beta_initializer", beta_initializer
         )
@@ -55,6 +58,7 @@ class ChannelNormalization(keras.layers.Layer):
         self.gamma_constraint = arguments.constraint(
             "gamma_constraint", gamma_constraint
         )
+        self.group_size = arguments.group_size(group_size, self.synchronized)
         self.supports_masking = True
         self.gamma = None
         self.beta = None
@@ -63,6 +67,12 @@ class ChannelNormalization(keras.layers.Layer):
         """Make `gamma` and `beta`. Returns the number of channels."""
         check_strategy(self)
         channels = arguments.channels(self, input_shape)
+        if self.group_size and self.axis % len(input_shape) == 0:
+            raise ValueError(
+                "Argument `group_size` must be None where the first axis is that of "
+                f"channels, not of samples. Received: group_size={self.group_size} "
+                f"with axis={self.axis}"
+            )
         if self.scale:
             self.gamma = self.add_weight(
                 name="gamma",
@@ -108,6 +118,7 @@ class ChannelNormalization(keras.layers.Layer):
             count: How many elements the batch has.
             *pairs: An average of this layer, and the statistic of the batch.
         """
+        warn_of_drift(self)
         averages, values = zip(*pairs)
         stored = tuple(ops.cast(average, self.statistics_dtype) for average in averages)
         moved = moving_averages(stored, values, self.momentum, count)
@@ -138,6 +149,15 @@ class ChannelNormalization(keras.layers.Layer):
         )
         return gamma, beta
 
+    def in_groups(self, inputs, gamma, beta, mask):
+        """What maps of training take; see `keras_norms.ops.shapes.in_groups`."""
+        size, batch = self.group_size, inputs.shape[0]
+        if _keras.in_symbolic_scope():
+            size = None  # JAX and PyTorch make up a size of the batch there.
+        elif size and batch is not None and batch % size:
+            raise ValueError(not_divisible(size, batch))
+        return in_groups(inputs, gamma, beta, mask, self.axis, size)
+
     def compute_output_shape(self, input_shape):
         arguments.channels(self, input_shape, known=False)
         return input_shape
@@ -158,6 +178,7 @@ class ChannelNormalization(keras.layers.Layer):
                 "gamma_regularizer": regularizers.serialize(self.gamma_regularizer),
                 "beta_constraint": constraints.serialize(self.beta_constraint),
                 "gamma_constraint": constraints.serialize(self.gamma_constraint),
+                "group_size": self.group_size,
             }
         )
         return config

@@ -36,6 +36,10 @@ class FusedCBN(Recomputable, keras.layers.Layer):
     inference. With a mean much larger than the standard deviation it loses digits that
     CBN keeps, for it subtracts the mean last.
 
+    With a `norm` that has a `group_size`, layers are called on the tensor that CBN
+    writes in training, as without fusion: no one kernel has the scales of all groups in
+    it. Inference is fused.
+
     Layers may have LoRA, enabled before or after. Layers that are quantized
     (`model.quantize`) are called on the tensor that CBN writes, as without fusion. Then
     expect what quantization costs BatchNormalization too: three Dense layers trained on
@@ -118,8 +122,11 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         mask: Tensor | None = None,
     ) -> Tensor | list[Tensor]:
         inputs = ops.cast(inputs, self.norm.compute_dtype)
-        if any(each.quantization_mode for each in self.layers):
-            # Their kernels are no numbers to multiply by a scale.
+        size = self.norm.group_size if training and self.norm.trainable else None
+        in_groups = size is not None and size != inputs.shape[0]
+        if in_groups or any(each.quantization_mode for each in self.layers):
+            # There is a scale for each group; quantized kernels are no numbers to
+            # multiply by one.
             inputs = self.norm(inputs, training=training, mask=mask)
             outputs = [each(inputs) for each in self.layers]
         else:
@@ -229,19 +236,27 @@ def _call(layer, inputs, scale, shift):
         bias,
         convolution,
         groups=1 if depthwise else layer.groups,
-        border=_border(layer, inputs),
+        depthwise=depthwise,
+        inside=_inside(layer, inputs),
         channels_first=_channels_first(layer),
     )
     return layer.activation(outputs)
 
 
-def _border(layer, inputs):
-    """The smallest image that shows a convolution of a constant: border and inside."""
-    reach = tuple(
-        (size - 1) * dilation + 1
-        for size, dilation in zip(layer.kernel_size, layer.dilation_rate)
-    )
-    if layer.padding == "valid" or max(reach) == 1:
-        return reach
+def _inside(layer, inputs):
+    """For each spatial axis, `(outputs, taps)`: which taps read no padding."""
+    if layer.padding == "valid" or max(layer.kernel_size) == 1:
+        return None
     shape = ops.shape(inputs)
-    return tuple(shape[2:] if _channels_first(layer) else shape[1:-1])
+    sizes = shape[2:] if _channels_first(layer) else shape[1:-1]
+    result = []
+    for size, taps, stride, dilation in zip(
+        sizes, layer.kernel_size, layer.strides, layer.dilation_rate
+    ):
+        outputs = (size + stride - 1) // stride
+        reach = (taps - 1) * dilation + 1
+        padding = ops.maximum((outputs - 1) * stride + reach - size, 0)
+        first = ops.arange(outputs)[:, None] * stride - padding // 2
+        place = first + ops.arange(taps) * dilation
+        result.append(ops.logical_and(place >= 0, place < size))
+    return result

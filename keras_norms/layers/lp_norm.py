@@ -11,6 +11,7 @@ from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tens
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import lp_norm
+from keras_norms.ops.shapes import out_of_groups
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
@@ -44,9 +45,11 @@ class LpNorm(Recomputable, ChannelNormalization):
         epsilon: Positive, added to the norm.
         center: Whether there is a `beta`.
         scale: Whether there is a `gamma`.
-        synchronized: Whether statistics are those of all TensorFlow replicas
-            of a `tf.distribute` strategy, on one device the same as `False`. On JAX
-            they always are those of the whole batch. Not available on PyTorch.
+        synchronized: Whether statistics are those of all replicas, of a
+            `tf.distribute` strategy or of `torch.distributed`, on one device the same
+            as `False`. On JAX they always are those of the whole batch. If not, moving
+            statistics of replicas are their mean on TensorFlow, and on PyTorch those of
+            each process: a warning says so.
         beta_initializer: Initializer of `beta`.
         gamma_initializer: Initializer of `gamma`.
         moving_mean_initializer: Initializer of the moving mean.
@@ -55,6 +58,10 @@ class LpNorm(Recomputable, ChannelNormalization):
         gamma_regularizer: Regularizer of `gamma`.
         beta_constraint: Constraint of `beta`.
         gamma_constraint: Constraint of `gamma`.
+        group_size: Positive integer, or `None`. In training, each group of that many
+            consecutive samples of a batch is normalised with its own statistics, and
+            the moving ones follow the mean over groups of each statistic. The batch
+            size is a multiple of it. Not with `synchronized`.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
@@ -78,7 +85,8 @@ class LpNorm(Recomputable, ChannelNormalization):
 
     Raises:
         ValueError: If an argument is out of its range, if `axis` is not an axis of the
-            input or has no known size, or if a mask does not fit the input.
+            input or has no known size, if a mask does not fit the input, or if
+            `group_size` does not divide the batch size (see `CBN`).
 
     Example:
 
@@ -116,6 +124,7 @@ class LpNorm(Recomputable, ChannelNormalization):
         gamma_regularizer: Regularizer | None = None,
         beta_constraint: Constraint | None = None,
         gamma_constraint: Constraint | None = None,
+        group_size: int | None = None,
         **kwargs: Any,
     ):
         super().__init__(
@@ -131,6 +140,7 @@ class LpNorm(Recomputable, ChannelNormalization):
             gamma_regularizer=gamma_regularizer,
             beta_constraint=beta_constraint,
             gamma_constraint=gamma_constraint,
+            group_size=group_size,
             **kwargs,
         )
         is_text = isinstance(p, str) and p == "inf"
@@ -172,25 +182,27 @@ class LpNorm(Recomputable, ChannelNormalization):
                 epsilon=self.epsilon,
                 axis=self.axis,
             )
+        mask = arguments.broadcast_mask(mask, inputs, self.axis)
+        x, gamma, beta, mask, axis = self.in_groups(inputs, gamma, beta, mask)
         static = {
             "p": self.p,
             "centered": self.norm_of == "centered",
-            "axis": self.axis,
-            "mask": arguments.broadcast_mask(mask, inputs, self.axis),
+            "axis": axis,
+            "mask": mask,
             "synchronized": self.synchronized,
         }
         batch = lp_norm.lp_statistics(
-            inputs, gamma.dtype, prior=self.prior(self.moving_mean), **static
+            x, gamma.dtype, prior=self.prior(self.moving_mean), **static
         )
         outputs = lp_norm.lp_normalization(
-            inputs, gamma, beta, batch, epsilon=self.epsilon, **static
+            x, gamma, beta, batch, epsilon=self.epsilon, **static
         )
         self.update_statistics(
             batch.count,
             (self.moving_mean, batch.mean),
             (self.moving_norm, batch.norm),
         )
-        return outputs
+        return out_of_groups(outputs, inputs)
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()

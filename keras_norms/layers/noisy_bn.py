@@ -11,6 +11,7 @@ from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import noise, normalize
 from keras_norms.ops.moments import moments
+from keras_norms.ops.shapes import out_of_groups
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
@@ -58,9 +59,11 @@ class NoisyBN(Recomputable, ChannelNormalization):
         noise_at_inference: Whether there is noise at inference as well.
         seed: 0 to 2^31 - 1, or `None`. The same seed gives the same noise again,
             call by call.
-        synchronized: Whether statistics are those of all TensorFlow replicas
-            of a `tf.distribute` strategy, on one device the same as `False`. On JAX
-            they always are those of the whole batch. Not available on PyTorch.
+        synchronized: Whether statistics are those of all replicas, of a
+            `tf.distribute` strategy or of `torch.distributed`, on one device the same
+            as `False`. On JAX they always are those of the whole batch. If not, moving
+            statistics of replicas are their mean on TensorFlow, and on PyTorch those of
+            each process: a warning says so.
         beta_initializer: Initializer of `beta`.
         gamma_initializer: Initializer of `gamma`.
         moving_mean_initializer: Initializer of the moving mean.
@@ -69,6 +72,11 @@ class NoisyBN(Recomputable, ChannelNormalization):
         gamma_regularizer: Regularizer of `gamma`.
         beta_constraint: Constraint of `beta`.
         gamma_constraint: Constraint of `gamma`.
+        group_size: Positive integer, or `None`. In training, each group of that many
+            consecutive samples of a batch is normalised with its own statistics, and
+            the moving ones follow the mean over groups of each statistic. The batch
+            size is a multiple of it. Not with `synchronized`. The noise of a channel is
+            that of the whole batch.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
@@ -93,7 +101,8 @@ class NoisyBN(Recomputable, ChannelNormalization):
 
     Raises:
         ValueError: If an argument is out of its range, if `axis` is not an axis of the
-            input or has no known size, or if a mask does not fit the input.
+            input or has no known size, if a mask does not fit the input, or if
+            `group_size` does not divide the batch size (see `CBN`).
 
     Example:
 
@@ -132,6 +141,7 @@ class NoisyBN(Recomputable, ChannelNormalization):
         gamma_regularizer: Regularizer | None = None,
         beta_constraint: Constraint | None = None,
         gamma_constraint: Constraint | None = None,
+        group_size: int | None = None,
         **kwargs: Any,
     ):
         super().__init__(
@@ -147,6 +157,7 @@ class NoisyBN(Recomputable, ChannelNormalization):
             gamma_regularizer=gamma_regularizer,
             beta_constraint=beta_constraint,
             gamma_constraint=gamma_constraint,
+            group_size=group_size,
             **kwargs,
         )
         self.mean_range = arguments.number("mean_range", mean_range, at_least=0)
@@ -188,24 +199,26 @@ class NoisyBN(Recomputable, ChannelNormalization):
         training = training and self.trainable
         if training:
             mask = arguments.broadcast_mask(mask, inputs, self.axis)
+            x, gamma, beta, mask, axis = self.in_groups(inputs, gamma, beta, mask)
             batch = moments(
-                inputs,
+                x,
                 gamma.dtype,
-                self.axis,
+                axis,
                 mask,
                 self.synchronized,
                 self.prior(self.moving_mean),
             )
             outputs = normalize.batch_normalization(
-                inputs,
+                x,
                 gamma,
                 beta,
                 batch,
                 epsilon=self.epsilon,
-                axis=self.axis,
+                axis=axis,
                 mask=mask,
                 synchronized=self.synchronized,
             )
+            outputs = out_of_groups(outputs, inputs)
             self.update_statistics(
                 batch.count,
                 (self.moving_mean, batch.mean),

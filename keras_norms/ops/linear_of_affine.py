@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_norms._types import Tensor
+from keras_norms.ops.replicas import devices_share_batches
 
 
 def linear_of_affine(
@@ -18,55 +19,112 @@ def linear_of_affine(
     linear: Callable[[Tensor, Tensor], Tensor],
     *,
     groups: int = 1,
-    border: Sequence[int] | None = None,
+    depthwise: bool = False,
+    inside: Sequence[Tensor] | None = None,
     channels_first: bool = False,
 ) -> Tensor:
     """linear(scale * x + shift, kernel) + bias, as linear(x, scale * kernel) and more.
 
-    What the shift gives is the linear map of one constant image. With zero padding it
-    differs at the border from the inside, and so does the map of the affine tensor.
+    The shift contributes the linear map of one constant image: each tap of the kernel,
+    summed over the input channels, and added up over the taps that an output reads.
+    With zero padding, outputs at the border read fewer taps.
 
     Args:
         x: Tensor with `channels` in axis 1 or in the last.
         scale, shift: `(channels,)`, in the dtype to compute in.
-        kernel: `(..., channels / groups, units)`, in the same dtype.
+        kernel: `(..., channels / groups, units)`, in the same dtype. The leading axes
+            are those of the taps, one for each spatial axis of `x`.
         bias: `(units,)`, or `None`.
         linear: Function of a tensor and a kernel.
         groups: How many groups of channels the kernel is applied to, each by the kernel
             of an equal part of the units.
-        border: Sizes of the spatial axes of the constant image, or `None` where there
-            are none. An image as large as the kernel is enough without padding.
+        depthwise: Whether each channel is a group of its own, and the kernel is
+            `(..., channels, units / channels)`.
+        inside: For each spatial axis a boolean tensor `(outputs, taps)`, whether a tap
+            of an output reads the tensor, not its padding. `None`: all of them do.
         channels_first: Whether channels are in axis 1.
 
     Returns:
         Tensor in the dtype of `x`.
     """
-    constant = linear(_image(shift, len(x.shape), border, channels_first), kernel)
-    if bias is not None:
-        trailing = (1,) * (len(x.shape) - 2) if channels_first else ()
-        constant = constant + ops.reshape(bias, (-1, *trailing))
-    scaled = kernel * _of_inputs(scale, kernel, groups)
-    if x.dtype == scaled.dtype:
-        outputs = linear(x, scaled)
+    of_inputs = functools.partial(_of_inputs, kernel=kernel, groups=groups)
+    constant = kernel * of_inputs(shift)
+    if depthwise:
+        constant = ops.reshape(constant, (*constant.shape[:-2], -1))
     else:
-        outputs = _linear_in_half_precision(linear, x, scaled)
-    return ops.cast(ops.cast(outputs, constant.dtype) + constant, outputs.dtype)
+        constant = ops.sum(constant, -2)
+    if inside is None:
+        constant = ops.sum(constant, tuple(range(len(constant.shape) - 1)))
+    else:
+        constant = _of_taps(constant, inside)
+    if bias is not None:
+        constant = constant + bias
+    if channels_first:
+        ones = (1,) * (len(x.shape) - 1 - len(constant.shape))
+        constant = ops.moveaxis(ops.reshape(constant, (*ones, *constant.shape)), -1, 0)
+    x, scaled = _apart(x), kernel * of_inputs(scale)
+    if x.dtype == scaled.dtype:
+        return linear(x, scaled) + constant
+    return _in_half_precision(linear, x, scaled, constant, inside is not None)
 
 
-def _linear_in_half_precision(linear, x, kernel):
-    """`linear(x, kernel)` in the dtype of `x`, 16 bits, with a kernel of 32.
+def _of_taps(taps, inside):
+    """What the outputs at each place add up of taps, `(..., units)`."""
+    image = taps
+    for axis, reads in enumerate(inside):
+        # Not a product of matrices, which accelerators round to fewer digits.
+        trailing = (1,) * (len(image.shape) - 1 - axis)
+        reads = ops.split(ops.cast(reads, taps.dtype), taps.shape[axis], 1)
+        parts = ops.split(image, taps.shape[axis], axis)
+        image = sum(
+            ops.reshape(place, (-1, *trailing)) * part
+            for place, part in zip(reads, parts)
+        )
+    return image
 
-    Compiled for TPUs by JAX, the gradient of the kernel has 32 bits before devices add
-    it up, not after. It loses no digits, and goes with gradients of 32 bits that are
-    due at the same time: one all-reduce in place of two.
+
+def _apart(x):
+    """x, which XLA for GPUs writes, and so its gradient, before it goes on with it.
+
+    Else cuDNN adds to a convolution what is added to its result, and that is written
+    first. An affine function of x had better be added in the next pass over the sum.
+    """
+    if keras.backend.backend() != "jax":
+        return x
+    import jax
+
+    return jax.lax.platform_dependent(
+        x, cuda=jax.lax.optimization_barrier, default=lambda x: x
+    )
+
+
+def _in_half_precision(linear, x, kernel, constant, is_image):
+    """`linear(x, kernel) + constant` in the dtype of `x`, 16 bits, of others of 32.
+
+    The gradients of these have 32 bits too. Compiled for TPUs by JAX, that of the
+    kernel has them before devices add it up, not after. It loses no digits, and goes
+    with gradients of 32 bits that are due at the same time: one all-reduce in place of
+    two.
     """
 
     def half(x, kernel):
         return linear(x, ops.cast(kernel, x.dtype))
 
+    def add_first(x, kernel, constant):
+        outputs = ops.cast(half(x, kernel), constant.dtype) + constant
+        return ops.cast(outputs, x.dtype)
+
     if keras.backend.backend() != "jax":
-        return half(x, kernel)
+        return add_first(x, kernel, constant)
     import jax
+
+    def in_cudnn(x, kernel, constant):
+        # It adds a bias, and what the network adds to the sum, before it rounds.
+        return half(x, kernel) + ops.cast(constant, x.dtype)
+
+    def forward(*tensors):
+        on_gpu = add_first if is_image else in_cudnn
+        return jax.lax.platform_dependent(*tensors, cuda=on_gpu, default=add_first)
 
     def gradient(linear, x, kernel, upstream):
         return jax.vjp(functools.partial(linear, x), kernel)[1](upstream)[0]
@@ -76,7 +134,7 @@ def _linear_in_half_precision(linear, x, kernel):
         return gradient(linear, x, kernel, upstream)
 
     def backward(tensors, upstream):
-        x, kernel = tensors
+        x, kernel, constant = tensors
         dx = jax.vjp(lambda x: half(x, kernel), x)[1](upstream)[0]
         dkernel = jax.lax.platform_dependent(
             x,
@@ -85,11 +143,16 @@ def _linear_in_half_precision(linear, x, kernel):
             tpu=gradient_on_tpu,
             default=functools.partial(gradient, half),
         )
-        return dx, dkernel
+        # XLA for GPUs adds up samples where it writes them, and then the small sum. But
+        # devices that share a batch would exchange that one.
+        total = ops.sum(ops.cast(upstream, constant.dtype), 0)
+        total = total if devices_share_batches() else _apart(total)
+        spread = jax.vjp(lambda v: ops.broadcast_to(v, total.shape), constant)[1]
+        return dx, dkernel, spread(total)[0]
 
-    with_gradient = jax.custom_vjp(half)
-    with_gradient.defvjp(lambda *tensors: (half(*tensors), tensors), backward)
-    return with_gradient(x, kernel)
+    with_gradient = jax.custom_vjp(forward)
+    with_gradient.defvjp(lambda *tensors: (forward(*tensors), tensors), backward)
+    return with_gradient(x, kernel, constant)
 
 
 def _of_inputs(scale, kernel, groups):
@@ -98,13 +161,3 @@ def _of_inputs(scale, kernel, groups):
         return scale[:, None]
     by_group = ops.transpose(ops.reshape(scale, (groups, -1)))
     return ops.repeat(by_group, kernel.shape[-1] // groups, axis=1)
-
-
-def _image(shift, ndim, border, channels_first):
-    """One sample that is `shift` everywhere."""
-    if border is None:
-        return ops.reshape(shift, (1,) * (ndim - 1) + (-1,))
-    if channels_first:
-        shift = ops.reshape(shift, (-1,) + (1,) * len(border))
-        return ops.broadcast_to(shift[None], (1, shift.shape[0], *border))
-    return ops.broadcast_to(shift, (1, *border, shift.shape[0]))

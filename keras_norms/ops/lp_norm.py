@@ -22,12 +22,12 @@ from keras_norms.ops.passes import (
     masked_gradient_x,
 )
 from keras_norms.ops.replicas import gather_replicas, sum_over_replicas
-from keras_norms.ops.shapes import per_channel, reduction_axes
+from keras_norms.ops.shapes import Axis, per_channel, reduction_axes
 from keras_norms.ops.single_pass import single_pass
 
 
 class LpStatistics(NamedTuple):
-    """Statistics of one batch: elements per channel, `(channels,)` mean and norm."""
+    """Statistics of one batch: elements per channel, mean and norm, as `Moments`."""
 
     count: Tensor
     mean: Tensor
@@ -40,7 +40,7 @@ def lp_statistics(
     *,
     p: float,
     centered: bool,
-    axis: int,
+    axis: Axis,
     mask: Tensor | None = None,
     synchronized: bool = False,
     prior: Tensor | None = None,
@@ -52,9 +52,9 @@ def lp_statistics(
         dtype: What to compute in, float32 or wider.
         p: 1 to infinity.
         centered: Whether s_p is that of `x - mean` instead.
-        axis: The channel axis.
+        axis: The channel axis, see `shapes`.
         mask: Boolean, broadcasts to `x`; `False` elements do not count.
-        synchronized: Whether statistics are those of all TensorFlow replicas.
+        synchronized: Whether statistics are those of all replicas.
         prior: An estimate of the mean, see `moments`.
 
     Returns:
@@ -118,7 +118,7 @@ def lp_normalization(
     p: float,
     centered: bool,
     epsilon: float,
-    axis: int,
+    axis: Axis,
     mask: Tensor | None = None,
     synchronized: bool = False,
 ) -> Tensor:
@@ -126,7 +126,7 @@ def lp_normalization(
 
     Args:
         x: Tensor of rank 2 or more.
-        gamma, beta: `(channels,)`, in the dtype to compute in.
+        gamma, beta: Of the shape of the statistics, in the dtype to compute in.
         batch: What `lp_statistics` returns for `x` and the same other arguments: the
             gradient passes through it. Where several elements attain the maximum, the
             gradient of s_inf goes to them in equal parts.

@@ -1,6 +1,7 @@
 """Batch statistics in one pass: shifted, masked, and across replicas."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -16,8 +17,8 @@ from keras_norms.ops.replicas import (
     number_of_replicas,
     sum_over_replicas,
 )
-from keras_norms.ops.shapes import per_channel, reduction_axes
-from keras_norms.ops.single_pass import single_pass
+from keras_norms.ops.shapes import Axis, channel_axis, per_channel, reduction_axes
+from keras_norms.ops.single_pass import in_xla, single_pass
 
 # A shift that is off by this many deviations costs six of 24 bits of the variance.
 _FAR = 8.0
@@ -26,7 +27,7 @@ _CLOSE = 2.0**-12
 
 
 class Moments(NamedTuple):
-    """Statistics of one batch, each a tensor of shape `(channels,)`.
+    """Statistics of one batch, each `(channels,)`, with groups `(groups, channels)`.
 
     `count` is how many elements were seen, over all replicas where they are
     synchronized. It is a scalar unless a mask differs between channels.
@@ -40,7 +41,7 @@ class Moments(NamedTuple):
 def moments(
     x: Tensor,
     dtype: str,
-    axis: int,
+    axis: Axis,
     mask: Tensor | None = None,
     synchronized: bool = False,
     prior: Tensor | None = None,
@@ -53,10 +54,10 @@ def moments(
     Args:
         x: Tensor of rank 2 or more.
         dtype: What to compute in, float32 or wider.
-        axis: The channel axis.
+        axis: The channel axis, see `shapes`.
         mask: Boolean tensor that broadcasts to the shape of `x`, `False` where an
             element does not count. Reads `x` twice.
-        synchronized: Whether statistics are those of all TensorFlow replicas.
+        synchronized: Whether statistics are those of all replicas.
         prior: An estimate of the mean, `(channels,)`. It changes the rounding, not the
             result, also where it is wrong.
 
@@ -66,11 +67,11 @@ def moments(
         deviation below 1e19 / sqrt(count). Beyond that the variance is 2^126.
     """
     if prior is None:
-        prior = ops.zeros((x.shape[axis],), dtype)
+        prior = ops.zeros((x.shape[channel_axis(axis)],), dtype)
     if mask is None:
         count = _elements(x, axis, dtype)
         mean, variance = mean_and_variance(x, prior, count, axis=axis)
-    elif devices_share_batches():
+    elif _is_shared(axis):
         count, mean, variance = _masked_and_shared(x, mask, prior, axis)
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
@@ -79,7 +80,7 @@ def moments(
 
 
 def with_gradient(
-    x: Tensor, batch: Moments, axis: int, synchronized: bool = False
+    x: Tensor, batch: Moments, axis: Axis, synchronized: bool = False
 ) -> Moments:
     """The same moments of `x`, whose gradient is one pass over it, but no mask.
 
@@ -109,21 +110,51 @@ def moving_averages(
 
     Args:
         old, new: Tuples of statistics of the same channels, each `(channels,)`: the
-            averages, and those of the batch.
+            averages, and those of the batch, or of its groups `(groups, channels)`.
         momentum: Python float, the weight of `old`.
         count: How many elements the batch has, a scalar or `(channels,)`.
 
     Returns:
         The averages after the batch. A channel without an element, or with a statistic
-        that is not finite, keeps all that it had.
+        that is not finite, keeps all that it had. See `after_batch` for groups.
     """
     usable = count > 0
     for statistic in new:
         usable = ops.logical_and(usable, ops.isfinite(statistic))
-    return tuple(
-        ops.where(usable, momentum * a + (1 - momentum) * b, a)
-        for a, b in zip(old, new)
-    )
+    moved = (momentum * a + (1 - momentum) * b for a, b in zip(old, new))
+    return after_batch(usable, moved, old)[0]
+
+
+def after_batch(
+    usable: Tensor, new: Iterable[Tensor], old: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The averages to keep: new ones where they are usable, else the old ones.
+
+    Args:
+        usable: Boolean, of the shape of the new averages.
+        new: Averages after the batch, `(channels,)`; or after each group of it alone,
+            `(groups, channels)`: the mean over the groups where it is usable is kept.
+        old: Averages before it, `(channels,)`.
+
+    Returns:
+        The averages, and for each channel whether they are new.
+    """
+    if len(usable.shape) == 2:
+        # One sum, so that devices that have some of the groups start one all-reduce.
+        terms = [ops.where(usable, each, ops.zeros_like(each)) for each in new]
+        sums = ops.sum(ops.stack([ops.cast(usable, terms[0].dtype), *terms]), 1)
+        usable = sums[0] > 0
+        groups = ops.where(usable, sums[0], ops.ones_like(sums[0]))
+        new = [sums[1 + i] / groups for i in range(len(terms))]
+    return tuple(ops.where(usable, a, b) for a, b in zip(new, old)), usable
+
+
+def _is_shared(axis):
+    """Whether what statistics are taken of is divided among devices.
+
+    A batch is. Groups go to devices as a whole, where they are to be fast.
+    """
+    return devices_share_batches() and not isinstance(axis, tuple)
 
 
 def _elements(x, axis, dtype):
@@ -147,31 +178,41 @@ def _bounded(variance):
 
 @single_pass()
 def mean_and_variance(
-    x: Tensor, prior: Tensor, count: Tensor, *, axis: int
+    x: Tensor, prior: Tensor, count: Tensor, *, axis: Axis
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance of every channel; see `moments`, without a mask."""
-    half = keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16")
-    if devices_share_batches():
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    half = dtype in ("float16", "bfloat16")
+    if _is_shared(axis):
         around = _around_prior_or_zero if half else _around_prior_if_near
-        return around(x, prior, count, axis)
-    backend = keras.backend.backend()
-    if backend == "torch":
+        found = around(x, prior, count, axis)
+    elif not in_xla():
         # Each operation is a pass of its own: one more costs less than to avoid it.
         return _around(x, _mean(x, prior.dtype, count, axis), count, axis)
-    values = _values_of(x, prior.dtype, axis)
-    shift = ops.clip(prior, ops.min(values, 0), ops.max(values, 0))
-    found = _around(x, shift, count, axis)
-    if not half or backend != "jax":
+    else:
+        values = _values_of(x, prior.dtype, axis)
+        if isinstance(axis, tuple):
+            prior = ops.broadcast_to(prior, ops.shape(values)[1:])
+        shift = ops.clip(prior, ops.min(values, 0), ops.max(values, 0))
+        found = _around(x, shift, count, axis)
+    if not half or keras.backend.backend() != "jax":
         return found
     import jax
 
-    # XLA for TPUs can take the sums in the kernel that makes x, unless it needs a value
-    # of x first. What is not for the platform is not compiled.
+    # XLA can take the sums in the kernel that makes x, unless it needs a value of x
+    # first: on TPUs four sums, on GPUs two. Around zero these err by 2^-22 or so of the
+    # mean square, to which rounding x to bfloat16 added more than 2^-20. What is not
+    # for the platform is not compiled.
+    on_gpu = found
+    if dtype == "bfloat16":
+        on_gpu = _around(x, ops.zeros_like(prior), count, axis)
     return jax.lax.platform_dependent(
         found,
         _around_prior_or_zero(x, prior, count, axis),
-        tpu=lambda found, on_tpu: on_tpu,
-        default=lambda found, on_tpu: found,
+        on_gpu,
+        tpu=lambda found, on_tpu, on_gpu: on_tpu,
+        cuda=lambda found, on_tpu, on_gpu: on_gpu,
+        default=lambda found, on_tpu, on_gpu: found,
     )
 
 
@@ -230,23 +271,20 @@ def _around_prior_if_near(x, prior, count, axis, mask=None):
 
 def _around(x, shift, count, axis, mask=None):
     """Mean and variance from sums of `x - shift`."""
-    axes = reduction_axes(len(x.shape), axis)
     shift = ops.stop_gradient(shift)
     x = ops.cast(x, shift.dtype)
     divisor = ops.maximum(count, ops.ones_like(count))
     # Two differences, not one: XLA on CPU would write a shared one to memory.
     ahead = _visible(x + per_channel(-shift, len(x.shape), axis), mask)
     behind = _visible(per_channel(shift, len(x.shape), axis) - x, mask)
-    mean = ops.sum(ahead, axes) / divisor
-    square = ops.sum(ops.square(behind), axes) / divisor
+    mean = channel_sums(ahead, axis) / divisor
+    square = channel_sums(ops.square(behind), axis) / divisor
     variance = ops.relu(square - ops.square(mean))
     return shift + mean, variance
 
 
 def _mean(x, dtype, count, axis, mask=None):
-    total = ops.sum(
-        _visible(ops.cast(x, dtype), mask), reduction_axes(len(x.shape), axis)
-    )
+    total = channel_sums(_visible(ops.cast(x, dtype), mask), axis)
     return total / ops.maximum(count, ops.ones_like(count))
 
 

@@ -44,7 +44,7 @@ def scale_and_shift(
         `scale` and `shift`, of the shape of `x`, constants for the gradient.
     """
     ndim = len(x.shape)
-    # All TensorFlow replicas draw the same for a channel, as for one large batch.
+    # All replicas draw the same for a channel, as for one large batch.
     _, of_channel = _noise(ops.zeros((2, x.shape[axis]), dtype), seed, dtype)
     mean = mean_range * of_channel[0]
     scale = 1 + (scale_range - 1) * (of_channel[1] + 1) / 2
@@ -58,13 +58,21 @@ def _noise(x, seed, dtype, replica=0):
     """Independent N(0, 1) and U(-1, 1), each a tensor of the shape of `x`."""
     if keras.backend.backend() == "torch":
         shape = ops.shape(x)
-        normal = keras.random.normal(shape, dtype=dtype, seed=seed)
-        return normal, keras.random.uniform(shape, -1, 1, dtype, seed)
+        normal = keras.random.normal(shape, dtype=dtype, seed=_of(replica, seed))
+        uniform = keras.random.uniform(shape, -1, 1, dtype, _of(replica, seed))
+        return normal, uniform
     # Not keras.random, which draws other numbers in XLA than outside on TensorFlow.
     state = ops.cast(seed.next(), "uint32")
     replica = ops.cast(replica, "uint32") * ops.cast(_GOLDEN, "uint32")
     state = ops.stack([state[0], ops.bitwise_xor(state[1], replica)])
     return hashed_noise(x, state, dtype=dtype)
+
+
+def _of(replica, seed):
+    """The seed that a PyTorch replica draws with; the first one as if it was alone."""
+    if replica == 0:
+        return seed
+    return (sum(map(int, seed.next())) + replica * _GOLDEN) % 2**31
 
 
 @single_pass(xla=True)

@@ -12,6 +12,7 @@ from keras_norms._types import Tensor
 from keras_norms.ops.custom_gradient import custom_gradient
 from keras_norms.ops.moments import (
     Moments,
+    after_batch,
     moments,
     number_of_replicas,
     sum_over_replicas,
@@ -24,6 +25,7 @@ from keras_norms.ops.passes import (
     masked_gradient_sums,
     masked_gradient_x,
 )
+from keras_norms.ops.shapes import Axis
 from keras_norms.ops.single_pass import single_pass
 
 # The debiasing weight must grow also at learning rate 0, or the averages never start.
@@ -37,18 +39,18 @@ class CBNSettings(NamedTuple):
 
     Attributes:
         epsilon: Added to the mean square, inside the root.
-        axis: The channel axis.
+        axis: The channel axis; a tuple with groups, see `shapes`.
         omega: In training, the batch enters the moving averages with weight
             `omega * learning_rate`, at most 1.
         momentum: Weight of the old averages while the learning rate is unknown.
         decouple: Whether `beta` is added before the norm is taken (Eq. 5), or after it
             and the variance taken, as in batch normalization.
         mean_gradient: `"shift"` or `"ratio"`, how the gradient passes the moving mean.
-        synchronized: Whether statistics are those of all TensorFlow replicas.
+        synchronized: Whether statistics are those of all replicas.
     """
 
     epsilon: float
-    axis: int
+    axis: Axis
     omega: float = 10.0
     momentum: float = 0.99
     decouple: bool = True
@@ -73,10 +75,11 @@ class CBNState(NamedTuple):
 class BatchMap(NamedTuple):
     """One batch's map, `gamma * inverse * (x - center) + offset`, and its statistics.
 
-    All are vectors over the channels, but `count` may be a scalar.
+    All are vectors over the channels, of each group where there are groups, but `count`
+    may be a scalar.
 
     Attributes:
-        center, inverse, offset: The map.
+        center, inverse, offset: The map. `offset` is 0 where `beta` is decoupled.
         mean: That of the batch.
         square: The variance or mean square of the batch, of which, with epsilon, the
             gradient takes the root.
@@ -106,7 +109,8 @@ def cbn_inference(
     See `cbn_training` for the arguments; `state.weight` is not used.
     """
     center, inverse, offset = _stored_map(beta, state, rho, settings)
-    return affine(x, center, gamma * inverse, offset, axis=settings.axis)
+    offset = () if settings.decouple else (offset,)
+    return affine(x, center, gamma * inverse, *offset, axis=settings.axis)
 
 
 def cbn_training(
@@ -123,7 +127,8 @@ def cbn_training(
 
     Args:
         x: Tensor of rank 2 or more.
-        gamma, beta: `(channels,)`, in the dtype to compute in.
+        gamma, beta: `(channels,)`, in the dtype to compute in; with groups `(groups,
+            channels)`.
         state: `CBNState` before this batch.
         rho: Scalar, the magnitude of the normalisation.
         learning_rate: Scalar that this step uses. Negative means unknown: the batch is
@@ -136,23 +141,12 @@ def cbn_training(
         The output and the `CBNState` after this batch, which carries no gradient. A
         channel whose mean or mean square is not finite keeps its averages.
     """
-    tensors = x, gamma, beta, state, rho, learning_rate
-    if mask is None and not settings.synchronized:
-        return _cbn_training_alone(*tensors, settings=settings)
-    return _cbn_training(*tensors, mask, settings=settings)
-
-
-def _cbn_training(x, gamma, beta, state, rho, learning_rate, mask=None, *, settings):
     axis, synchronized = settings.axis, settings.synchronized
     batch = moments(x, beta.dtype, axis, mask, synchronized, state.mean)
     batch_map, state = _map_of_moments(
         batch, beta, state, rho, learning_rate, settings=settings
     )
     return _normalize(x, gamma, beta, batch_map, mask, settings), state
-
-
-# Where a tensor is small, starting one kernel after the other is what takes the time.
-_cbn_training_alone = single_pass(xla="small")(_cbn_training)
 
 
 def cbn_scale_and_shift(
@@ -171,7 +165,8 @@ def cbn_scale_and_shift(
     through the statistics alone.
 
     Returns:
-        Scale and shift, each `(channels,)`, and the `CBNState` after this batch.
+        Scale and shift, each of the shape of `gamma`, and the `CBNState` after this
+        batch.
     """
     axis, synchronized = settings.axis, settings.synchronized
     batch = moments(x, beta.dtype, axis, mask, synchronized, state.mean)
@@ -199,7 +194,7 @@ def _stored_map(beta, state, rho, settings):
     return center, 1 / (rho * ops.sqrt(state.square + settings.epsilon)), offset
 
 
-@single_pass(xla=True)
+@single_pass()
 def _map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
     """The map that the `Moments` of a batch make: arithmetic of vectors.
 
@@ -234,26 +229,30 @@ def _map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
     if settings.decouple:
         square = square + ops.square(ahead + beta)
         center, offset = mean - beta, ops.zeros_like(beta)
-        # Where nothing was seen, the old averages normalise, which beta does not move.
-        square = ops.where(seen, square, ops.stop_gradient(square))
-    # sqrt(sq_A+ + eps) = r * sqrt(sq_B + eps) with r a constant for the gradient.
-    root = ops.sqrt(square + settings.epsilon)
-    used = square + kept_here * (state.square - square)
-    ratio = ops.stop_gradient(ops.sqrt(used + settings.epsilon) / root)
-    inverse = 1 / (rho * ratio * root)
+        if _is_masked(batch):
+            # Where nothing was seen, the old averages normalise: beta moves nothing.
+            square = ops.where(seen, square, ops.stop_gradient(square))
+    # sq_A+ + eps = r * (sq_B + eps) with r a constant for the gradient.
+    behind = state.square - square
+    of_batch = square + settings.epsilon
+    used = square + kept_here * behind + settings.epsilon
+    ratio = ops.stop_gradient(used / of_batch)
+    inverse = 1 / (rho * ops.sqrt(ratio * of_batch))
 
     # A channel that was not seen, or has statistics that are not finite, keeps its own.
-    usable = ops.logical_and(ops.isfinite(batch.mean), ops.isfinite(square))
-    usable = ops.logical_and(usable, seen)
-    averages = batch.mean - kept * excess, square + kept * (state.square - square)
-    state = CBNState(
-        *(ops.where(usable, new, old) for new, old in zip(averages, state)),
-        ops.where(ops.any(usable), weight, state.weight),
-    )
+    usable = ops.logical_and(ops.isfinite(batch.mean + square), seen)
+    averages = batch.mean - kept * excess, square + kept * behind
+    averages, usable = after_batch(usable, averages, state[:2])
+    state = CBNState(*averages, ops.where(ops.any(usable), weight, state.weight))
     batch_map = BatchMap(
         center, inverse, offset, batch.mean, square, mean_weight, batch.count
     )
     return batch_map, CBNState(*(ops.stop_gradient(value) for value in state))
+
+
+def _is_masked(batch):
+    """Whether a mask may hide whole channels."""
+    return len(batch.count.shape) > 0
 
 
 def _average_weights(weight, step, seen):
@@ -268,6 +267,8 @@ def _average_weights(weight, step, seen):
     """
     total = weight + step * (1 - weight)
     kept = ops.where(seen, (1 - step) * weight / total, ops.ones_like(total))
+    if len(seen.shape) == 2:  # of groups: `after_batch` says whether any was seen
+        return total, kept
     seen_any = ops.any(seen) if len(seen.shape) else seen
     return ops.where(seen_any, total, weight), kept
 
@@ -286,7 +287,7 @@ def batch_normalization(
     batch: Moments,
     *,
     epsilon: float,
-    axis: int,
+    axis: Axis,
     mask: Tensor | None = None,
     synchronized: bool = False,
 ) -> Tensor:
@@ -294,7 +295,7 @@ def batch_normalization(
 
     Args:
         x: Tensor of rank 2 or more.
-        gamma, beta: `(channels,)`, in the dtype to compute in.
+        gamma, beta: Of the shape of the moments, in the dtype to compute in.
         batch: The `Moments` of `x`, with the same `mask` and `synchronized`: the
             gradient passes through them.
         epsilon, axis, mask, synchronized: See `cbn_training` and `CBNSettings`.
@@ -340,7 +341,8 @@ def _normalize(x, gamma, beta, batch_map, mask, settings):
     axis = settings.axis
 
     def forward(x, gamma, beta, center, inverse, offset, *for_gradient):
-        return affine(x, center, gamma * inverse, offset, axis=axis)
+        offset = () if settings.decouple else (offset,)
+        return affine(x, center, gamma * inverse, *offset, axis=axis)
 
     def gradient(upstream, x, gamma, beta, *rest):
         batch_map = BatchMap(*rest[: len(BatchMap._fields)])
@@ -361,7 +363,7 @@ def _normalize(x, gamma, beta, batch_map, mask, settings):
     return custom_gradient(forward, gradient)(x, gamma, beta, *batch_map, *masks)
 
 
-@single_pass(xla=True)
+@single_pass()
 def _gradient_vectors(local, total, gamma, batch_map, *, replicas, settings):
     """What `gradient_x` needs, and the gradients of gamma and beta.
 
@@ -370,10 +372,10 @@ def _gradient_vectors(local, total, gamma, batch_map, *, replicas, settings):
     center, mean = batch_map.center, batch_map.mean
     scale = gamma * batch_map.inverse
     sum_g, sum_gx = total[0], total[1]
-    seen = batch_map.count > 0
     count = ops.maximum(batch_map.count, ops.ones_like(batch_map.count))
     k = sum_gx / count / (batch_map.square + settings.epsilon)
-    k = ops.where(seen, k, ops.zeros_like(k))
+    if _is_masked(batch_map):
+        k = ops.where(batch_map.count > 0, k, ops.zeros_like(k))
     through_mean = sum_g / count
     if settings.decouple:
         # The batch mean of x' is not 0, so the derivative of its norm has a mean.
@@ -381,9 +383,12 @@ def _gradient_vectors(local, total, gamma, batch_map, *, replicas, settings):
         through_mean = through_mean - mean_of_norm
         pivot = center
         # Each replica takes an equal part of the sum; the optimizer adds them up.
-        dbeta = scale * (local[0] - mean_of_norm * (count / replicas))
+        share = count if replicas == 1 else count / replicas
+        dbeta = scale * (local[0] - mean_of_norm * share)
     else:
         pivot = mean
         dbeta = local[0]
-    vectors = scale, k, pivot, batch_map.mean_weight * through_mean
+    if settings.mean_gradient == "ratio":
+        through_mean = batch_map.mean_weight * through_mean
+    vectors = scale, k, pivot, through_mean
     return vectors, local[1] * batch_map.inverse, dbeta

@@ -3,41 +3,48 @@
 import keras
 from keras import ops
 
-from keras_norms.ops.shapes import channel_groups, per_channel, reduction_axes
-from keras_norms.ops.single_pass import single_pass
+from keras_norms.ops.shapes import (
+    channel_axis,
+    channel_groups,
+    per_channel,
+    reduction_axes,
+)
+from keras_norms.ops.single_pass import in_xla, single_pass
 
 
 def channel_sums(x, axis):
     """Sum over every axis but that of the channels."""
-    if (
-        keras.backend.backend() == "tensorflow"
-        and axis % len(x.shape) == len(x.shape) - 1
-    ):
-        # On a CPU it adds one element after the other, see above.
-        x = ops.sum(ops.reshape(x, (-1, channel_groups(x.shape), x.shape[-1])), 0)
-        axis = -1
+    channels_last = channel_axis(axis) % len(x.shape) == len(x.shape) - 1
+    if keras.backend.backend() == "tensorflow" and channels_last and not in_xla():
+        # On a CPU it adds one element after the other, see `channel_groups`.
+        groups = channel_groups(x.shape)
+        if groups > 1:
+            batch = ops.shape(x)[:1] if isinstance(axis, tuple) else ()
+            x = ops.reshape(x, (*batch, -1, groups, x.shape[-1]))
+            x = ops.sum(x, len(batch))
+            axis = (0, -1) if batch else -1
     return ops.sum(x, reduction_axes(len(x.shape), axis))
 
 
 @single_pass()  # not by XLA: inference is exported to where there is none
-def affine(x, center, scale, offset, *, axis):
+def affine(x, center, scale, offset=None, *, axis):
     """scale * (x - center) + offset; subtracting first keeps digits."""
     ndim = len(x.shape)
-    center, scale, offset = (
-        per_channel(v, ndim, axis) for v in (center, scale, offset)
-    )
-    return ops.cast((ops.cast(x, center.dtype) - center) * scale + offset, x.dtype)
+    center, scale = (per_channel(v, ndim, axis) for v in (center, scale))
+    y = (ops.cast(x, center.dtype) - center) * scale
+    if offset is not None:
+        y = y + per_channel(offset, ndim, axis)
+    return ops.cast(y, x.dtype)
 
 
 @single_pass()
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)) over a channel, stacked."""
     ndim = len(x.shape)
-    axes = reduction_axes(ndim, axis)
     g, x = ops.cast(upstream, center.dtype), ops.cast(x, center.dtype)
     # Not x - center, which the forward pass has: XLA on CPU would write it to memory.
     shifted = x + per_channel(-center, ndim, axis)
-    return ops.stack([ops.sum(g, axes), ops.sum(g * shifted, axes)])
+    return ops.stack([channel_sums(g, axis), channel_sums(g * shifted, axis)])
 
 
 @single_pass()
@@ -49,7 +56,7 @@ def masked_gradient_sums(upstream, x, center, mask, *, axis):
     return gradient_sums.__wrapped__(upstream, x, center, axis=axis)
 
 
-@single_pass(xla=True)
+@single_pass(xla="large")
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     """scale * (g - k * (x - pivot) - constant); k may be as small as x is large."""
     ndim = len(x.shape)
@@ -60,7 +67,7 @@ def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     return ops.cast(scale * (g - k * (x - pivot) - constant), upstream.dtype)
 
 
-@single_pass(xla=True)
+@single_pass(xla="large")
 def masked_gradient_x(upstream, x, scale, k, pivot, constant, mask, *, axis):
     """The same where the mask is true, scale * g elsewhere."""
     visible = gradient_x.__wrapped__(upstream, x, scale, k, pivot, constant, axis=axis)

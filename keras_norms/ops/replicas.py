@@ -1,8 +1,12 @@
-"""Sums over the replicas of a `tf.distribute` strategy.
+"""Sums over replicas: of a `tf.distribute` strategy, or of `torch.distributed`.
 
 JAX needs none: under `keras.distribution` an array is the global one, and the compiler
-adds up what its devices hold. PyTorch replicas normalise each by themselves.
+adds up what its devices hold.
 """
+
+import functools
+import types
+import warnings
 
 import keras
 from keras import ops
@@ -43,25 +47,25 @@ def devices_share_batches() -> bool:
 
 
 def number_of_replicas() -> int:
-    """How many TensorFlow replicas run this step together."""
+    """How many replicas run this step together."""
     context = _context()
     return 1 if context is None else context.num_replicas_in_sync
 
 
 def replica_number() -> Tensor:
-    """Which of the TensorFlow replicas this is, from 0 on, an integer or a scalar."""
+    """Which of the replicas this is, from 0 on, an integer or a scalar."""
     context = _context()
     return 0 if context is None else context.replica_id_in_sync_group
 
 
 def sum_over_replicas(x: Tensor) -> Tensor:
-    """Add `x` of all TensorFlow replicas; `x` itself where there is one."""
+    """Add `x` of all replicas; `x` itself where there is one."""
     context = _context()
     return x if context is None else context.all_reduce("sum", x)
 
 
 def gather_replicas(x: Tensor) -> Tensor:
-    """Stack `x` of all TensorFlow replicas along a new first axis."""
+    """Stack `x` of all replicas along a new first axis."""
     context = _context()
     if context is None:
         return x[None]
@@ -72,8 +76,32 @@ def gather_replicas(x: Tensor) -> Tensor:
     return sum_over_replicas(slot * x)
 
 
+def warn_of_drift(layer: keras.layers.Layer) -> None:
+    """Warn once that averages of a PyTorch process are not those of the others.
+
+    It does not average them: a collective that nobody asked for would hang a program in
+    which one process alone trains, and mix models that have nothing in common.
+    """
+    if keras.backend.backend() == "torch" and _context() and not layer.synchronized:
+        _warn_of_drift_once()
+
+
+@functools.cache
+def _warn_of_drift_once():
+    warnings.warn(
+        "This is one of several processes of torch.distributed, and a layer of "
+        "keras_norms that is not synchronized is trained: its moving averages are "
+        "those of what this process has seen, and differ from those of the others. "
+        "Where they train one model, use `synchronized=True`, or average them before "
+        "the model is saved (docs/groups.md).",
+        stacklevel=2,
+    )
+
+
 def _context():
-    """TensorFlow's replica context where there are several replicas, else `None`."""
+    """The context of a replica where there are several replicas, else `None`."""
+    if keras.backend.backend() == "torch":
+        return _torch_context()
     if keras.backend.backend() != "tensorflow":
         return None
     import tensorflow as tf
@@ -82,3 +110,39 @@ def _context():
     if context is None or context.num_replicas_in_sync == 1:
         return None
     return context
+
+
+def _torch_context():
+    """What TensorFlow's context has, for the default group of `torch.distributed`."""
+    import torch
+
+    group = torch.distributed
+    if not group.is_available() or not group.is_initialized():
+        return None
+    if group.get_world_size() == 1:
+        return None
+    return types.SimpleNamespace(
+        num_replicas_in_sync=group.get_world_size(),
+        replica_id_in_sync_group=group.get_rank(),
+        all_reduce=lambda operation, x: _torch_sum().apply(x),
+    )
+
+
+@functools.cache
+def _torch_sum():
+    """A sum over processes whose gradient is one, too, and so on."""
+    import torch
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.set_materialize_grads(False)
+            total = x.clone(memory_format=torch.contiguous_format)
+            torch.distributed.all_reduce(total)
+            return total
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return None if upstream is None else Sum.apply(upstream)
+
+    return Sum

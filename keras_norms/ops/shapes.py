@@ -1,26 +1,112 @@
-"""Axes of activations: that of the channels, and the others."""
+"""Axes of activations: that of the channels, that of groups, and the others.
+
+Where each group of samples is normalised by itself, `axis` is a tuple: an activation is
+`(groups, group_size, ...)`, the axes of its statistics are 0 and that of the channels,
+and a vector is `(groups, channels)`, or `(channels,)` where groups share it.
+"""
 
 import math
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_norms._types import Tensor
 
 _LONGEST_ROW = 4096
+ALIGNED = 4  # oneDNN takes fifteen times as long for a row of 4,095 as for 4,096
+
+Axis = int | tuple[int, int]
 
 
-def reduction_axes(ndim: int, axis: int) -> tuple[int, ...]:
-    """Return every axis of a tensor of rank `ndim` but the channel axis."""
-    return tuple(i for i in range(ndim) if i != axis % ndim)
+def reduction_axes(ndim: int, axis: Axis) -> tuple[int, ...]:
+    """Return every axis of a tensor of rank `ndim` but those of its statistics."""
+    kept = [i % ndim for i in (axis if isinstance(axis, tuple) else (axis,))]
+    return tuple(i for i in range(ndim) if i not in kept)
 
 
-def per_channel(vector: Tensor, ndim: int, axis: int) -> Tensor:
-    """Reshape `(channels,)` so that it broadcasts against a tensor of rank `ndim`."""
-    trailing = ndim - 1 - axis % ndim
+def channel_axis(axis: Axis) -> int:
+    """The channel axis, also where there are groups."""
+    return axis[-1] if isinstance(axis, tuple) else axis
+
+
+def per_channel(vector: Tensor, ndim: int, axis: Axis) -> Tensor:
+    """Reshape a vector so that it broadcasts against a tensor of rank `ndim`."""
+    channel = channel_axis(axis) % ndim
+    trailing = ndim - 1 - channel
+    if len(vector.shape) == 2:
+        groups, channels = ops.shape(vector)
+        between, behind = (1,) * (channel - 1), (1,) * trailing
+        return ops.reshape(vector, (groups, *between, channels, *behind))
     if not trailing or not len(vector.shape):
         return vector
     return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
+
+
+def in_groups(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    axis: int,
+    group_size: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Axis]:
+    """A batch as groups of consecutive samples.
+
+    Args:
+        x: Tensor whose first axis is that of samples.
+        gamma, beta: `(channels,)`.
+        mask: Tensor of the rank of `x` that broadcasts to it, or `None`.
+        axis: The channel axis of `x`.
+        group_size: Samples in a group, or `None`.
+
+    Returns:
+        `x` and `mask` as `(groups, group_size, ...)`, `gamma` and `beta` as `(groups,
+        channels)`, and the axis for them. All is as it was where one group is all.
+    """
+    if group_size is None or x.shape[0] == group_size:
+        return x, gamma, beta, mask, axis
+    size = ops.shape(x)[0]
+    if x.shape[0] is None:
+        size = _divisible(size, group_size)
+    groups = size // group_size
+
+    def cut(x):
+        # XLA drops the check, and then says that this cannot be done, by its name.
+        with keras.name_scope("group_size_must_divide_the_batch_size"):
+            return ops.reshape(x, (groups, group_size, *ops.shape(x)[1:]))
+
+    if mask is not None:
+        mask = cut(ops.broadcast_to(mask, (size, *ops.shape(mask)[1:])))
+    axis = axis % len(x.shape)
+    gamma, beta = (
+        ops.broadcast_to(vector, (groups, x.shape[axis])) for vector in (gamma, beta)
+    )
+    return cut(x), gamma, beta, mask, (0, axis + 1)
+
+
+def out_of_groups(y: Tensor, x: Tensor) -> Tensor:
+    """`y` in the shape of the batch `x`."""
+    return y if len(y.shape) == len(x.shape) else ops.reshape(y, ops.shape(x))
+
+
+def _divisible(size, group_size):
+    """A size that TensorFlow knows only when the graph runs, and then checks."""
+    import tensorflow as tf
+
+    check = tf.debugging.Assert(
+        size % group_size == 0, [not_divisible(group_size), size]
+    )
+    with tf.control_dependencies([check]):
+        return tf.identity(size)
+
+
+def not_divisible(group_size: int, batch: int | str = "") -> str:
+    """What is wrong with a batch that is no whole number of groups."""
+    return (
+        "Argument `group_size` must divide the batch size. "
+        f"Received: group_size={group_size} with a batch size of {batch}"
+    )
 
 
 def channel_groups(shape: Any) -> int:
@@ -36,4 +122,5 @@ def channel_groups(shape: Any) -> int:
     if None in shape[1:-1]:
         positions = shape[-2] or 1
     longest = max(_LONGEST_ROW // shape[-1], 1)
-    return max(n for n in range(1, longest + 1) if positions % n == 0)
+    found = [n for n in range(1, longest + 1) if positions % n == 0]
+    return max([n for n in found if n * shape[-1] % ALIGNED == 0] or found)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import keras
 
@@ -11,7 +12,8 @@ from keras_norms.ops.custom_gradient import (
     torch_function,
 )
 
-_SMALL = 2048  # elements of a sample
+_LARGE = 2**19  # elements
+_BATCH = 64  # samples, where nothing is known of the batch
 
 
 def single_pass(xla: bool | str = False) -> Callable:
@@ -21,16 +23,15 @@ def single_pass(xla: bool | str = False) -> Callable:
     neighbours, under JAX and `jit_compile=True`, and there it is left as it is.
     TensorFlow elsewhere launches a kernel for each operation, and each reads and writes
     the whole tensor: on a GPU the function is compiled by XLA, and on a CPU there are
-    better ways for some passes, as there are for PyTorch.
+    better ways for some passes over large tensors, as there are for PyTorch.
 
     Tensors are positional arguments, everything static (the channel axis) is a hashable
     keyword argument. The function must not communicate between replicas.
 
     Args:
-        xla: Whether TensorFlow compiles the function by XLA on a CPU too, where it has
-            nothing better. XLA there is slow where it reduces large tensors, and fast
-            where it computes element by element. `"small"`: only where the first
-            argument is small, so that starting kernels is what takes the time.
+        xla: Whether TensorFlow compiles the function by XLA on a CPU too: `"large"`
+            where the first tensor is large, `True` always. XLA there is slow where it
+            reduces, and fast where it computes element by element.
 
     Returns:
         A decorator. What it makes of a function has `on_cpu(where)`, a decorator too:
@@ -75,6 +76,17 @@ def single_pass(xla: bool | str = False) -> Callable:
     return decorate
 
 
+def in_xla() -> bool:
+    """Whether XLA compiles what is called here, and fuses it with its neighbours."""
+    if keras.backend.backend() != "tensorflow":
+        return keras.backend.backend() == "jax"
+    import tensorflow as tf
+    from tensorflow.python.ops import control_flow_util
+
+    graph = tf.compat.v1.get_default_graph()
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
 @functools.cache
 def _has_gpu():
     import tensorflow as tf
@@ -82,15 +94,18 @@ def _has_gpu():
     return bool(tf.config.list_physical_devices("GPU"))
 
 
+def is_large(x: Any) -> bool:
+    """Whether passes over a TensorFlow tensor take longer than to start operations."""
+    elements = x.shape[1:].num_elements()
+    return elements is None or elements * (x.shape[0] or _BATCH) >= _LARGE
+
+
 def _compiles(xla, tensors):
     """Whether TensorFlow compiles a function `single_pass(xla=xla)` for a CPU."""
-    import tensorflow as tf
-
-    # XLA compiles anew for every shape: only the batch may vary in size.
-    samples = [tensor.shape[1:] for tensor in tf.nest.flatten(tensors)]
-    if not xla or not all(shape.is_fully_defined() for shape in samples):
+    if not xla or (xla == "large" and not is_large(tensors[0])):
         return False
-    return xla != "small" or samples[0].num_elements() <= _SMALL
+    # XLA compiles anew for every shape: only the batch may vary in size.
+    return all(tensor.shape[1:].is_fully_defined() for tensor in tensors)
 
 
 def _tensorflow_gradient_of(function, kernel, static):

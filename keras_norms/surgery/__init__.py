@@ -1,8 +1,24 @@
-"""A model in, a model out: other norms, folded for inference, recalibrated, pruned."""
+"""A model in, a model out: other norms, folded for inference, smaller, frozen.
+
+And the callbacks that do such things while `fit` runs.
+"""
 
 from keras_norms.surgery.convert import convert
 from keras_norms.surgery.fold import fold
+from keras_norms.surgery.freeze import freeze, unfreeze
+from keras_norms.surgery.project_weights import ProjectWeights
 from keras_norms.surgery.prune import Pruned, prune
 from keras_norms.surgery.recalibrate import recalibrate
+from keras_norms.surgery.recalibration import Recalibrate
 
-__all__ = ["Pruned", "convert", "fold", "prune", "recalibrate"]
+__all__ = [
+    "ProjectWeights",
+    "Pruned",
+    "Recalibrate",
+    "convert",
+    "fold",
+    "freeze",
+    "prune",
+    "recalibrate",
+    "unfreeze",
+]

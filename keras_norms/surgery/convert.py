@@ -10,6 +10,11 @@ from keras_norms._checks import arguments
 from keras_norms._types import Tensor
 from keras_norms.layers.cbn import CBN
 from keras_norms.surgery._convert.insert_cbn import insert_cbn
+from keras_norms.surgery._convert.keras_norms import (
+    KERAS_NORMS,
+    place_keras_norms,
+    remove_norms,
+)
 from keras_norms.surgery._convert.replace_norms import replace_norms
 from keras_norms.surgery._convert.template import Template
 from keras_norms.surgery._convert.wrap import keep_function, wrap
@@ -17,7 +22,7 @@ from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear
 from keras_norms.surgery._graph.blocks import graph_of
 from keras_norms.surgery._graph.data import inputs_of
-from keras_norms.surgery._graph.fused_cbn import fuse_cbn
+from keras_norms.surgery._graph.fused_cbn import fuse_cbn, split_fused_cbn
 from keras_norms.surgery._graph.measure import measure
 from keras_norms.surgery._graph.units import assign
 from keras_norms.surgery.recalibrate import recalibrate
@@ -32,7 +37,7 @@ def convert(
     fused: bool = False,
     inline: bool = True,
 ) -> keras.Model:
-    """Make a copy of a model that normalises in another way.
+    """Make a copy of a model that normalises in another way, or not at all.
 
     **CBN moves.** Every `BatchNormalization` goes, and a `CBN` stands before every
     layer with a kernel (`Dense`, `EinsumDense`, convolutions of all kinds), one where
@@ -51,6 +56,15 @@ def convert(
     name, and leave `BatchNormalization` where it is; `convert(fold(model), "wn")` is
     without.
 
+    **Norms of Keras**, by name or class: `"group_norm"`, `"layer_norm"`, `"rms_norm"`
+    (each position, over its channels) and `"instance_norm"` (each channel, over its
+    positions) take the place of each BatchNormalization, CBN, NoisyBN and LpNorm, for
+    batches that are too small for statistics of their own. Groups are as many as divide
+    the channels, but at most 32 and of 4 channels or more. `"batch_norm"` takes the
+    place of all other norms. `"none"` takes all norms out. A norm stays, and a warning
+    names it, where a single number would be normalised alone, as by `"instance_norm"`
+    after a `Dense` layer.
+
     With `preserve=True` the new model computes what the old one does, at inference:
 
     * `BatchNormalization` is folded into the layer before it, or into the CBN after it.
@@ -63,6 +77,16 @@ def convert(
       gamma = rho * sqrt(q + epsilon). Without `data`, a CBN that takes over from the
       BatchNormalization at its place has that layer's statistics; the others start
       empty, and a warning says so.
+    * Norms of single samples cannot compute what statistics of batches did, nor the
+      other way round: **the function changes**, a warning names the layers, and the
+      network has to be trained on. What each channel was scaled and shifted to is
+      carried over: gamma and beta are the deviation and mean that the old norm gave it
+      (of a BatchNormalization, its gamma and beta; RMSNormalization has no beta).
+      `"batch_norm"` is exact in the place of CBN, NoisyBN and LpNorm; in that of norms
+      of samples, it has the statistics of `data`.
+    * `"none"` folds what BatchNormalization, CBN, NoisyBN and LpNorm are at inference
+      into the layers next to them, or leaves `<name>_affine`, and is exact. Of norms of
+      samples, gamma and beta stay alone.
     * NoisyBN takes all weights over. LpNorm gets a gamma that makes up for its norm.
     * WN is exact. WS and CWN cannot hold a kernel whose units have a mean, so they
       change the function, and a warning names them. That units have other lengths is
@@ -86,9 +110,11 @@ def convert(
         model: A built Functional, Sequential or subclassed model, nested or with shared
             layers. It is not changed. A subclassed one is taken as what it computes of
             the inputs that it was built for.
-        norm: `"cbn"`, `"noisy_bn"`, `"lp_norm"`, `"ws"`, `"cwn"` or `"wn"`; a class of
-            these; or a layer, such as `CBN(rho=2)`, whose configuration all new layers
-            have, but for axis, name and dtype. A function from each
+        norm: `"cbn"`, `"noisy_bn"`, `"lp_norm"`, `"ws"`, `"cwn"`, `"wn"`,
+            `"batch_norm"`, `"group_norm"`, `"instance_norm"`, `"layer_norm"` or
+            `"rms_norm"`; a class of these; or a layer, such as `CBN(rho=2)`, whose
+            configuration all new layers have, but for axis, name and dtype; or
+            `"none"`. A function from each
             `BatchNormalization` to the layer in its place (`None` or the same layer:
             it stays). `functools.partial(WS, gain=True)` gives arguments to a wrapper.
         preserve: Boolean, see above.
@@ -121,6 +147,7 @@ def convert(
     >>> model = convert(model, CBN(rho=2), data=images)
     >>> model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
     >>> model.fit(images, labels, callbacks=[AMAT()])
+    >>> segmentation = convert(network, "group_norm")  # for batches of 2
     """
     arguments.boolean("preserve", preserve)
     template = Template(norm)
@@ -132,20 +159,28 @@ def convert(
     graph = graph_of(model, "convert", inline, skip=skip)
     if data is not None:
         inputs_of(model, data)
+    of_keras = template.is_none or template.cls in KERAS_NORMS
     skipped = _skipped(graph, skip)
+    if of_keras:
+        split_fused_cbn(graph, skipped)
     graphs = [g for g in graph.walk() if id(g) not in skipped]
     called = dict.fromkeys(node.unit for g in graphs for node in g.nodes)
     units = [unit for unit in called if id(unit) not in skipped]
     report = _Report()
-    new = {}
-    if template.cls in linear.WRAPPERS:
+    new, unknown = {}, []
+    if template.is_none:
+        report.changed, report.kept = remove_norms(units, preserve)
+    elif of_keras:
+        found = place_keras_norms(units, template, preserve)
+        new, report.changed, report.kept, unknown = found
+    elif template.cls in linear.WRAPPERS:
         wrapper = functools.partial(template.cls, **template.keywords)
         report.unwrapped = wrap(units, wrapper)
     elif template.cls is CBN:
         new, report.kept = insert_cbn(graph, graphs, units, template, preserve)
-        report.hidden = affine_lib.hidden_norms(graph)
     else:
         new, report.changed = replace_norms(units, template, preserve)
+    if template.cls not in linear.WRAPPERS:
         report.hidden = affine_lib.hidden_norms(graph)
     for unit, (affine, statistics) in new.items():
         if preserve:
@@ -155,8 +190,10 @@ def convert(
     if preserve:
         report.changed += keep_function(units)
         _calibrate(result, new, data, report)
-    elif new and data is not None:
+    if data is not None and (unknown or (new and not preserve)):
         recalibrate(result, data)
+    elif preserve:
+        report.empty += [unit.name for unit in unknown if unit.name not in report.empty]
     report.warn()
     return fuse_cbn(result) if fused else result
 
@@ -177,7 +214,7 @@ class _Report:
             "training step changes the function; pass `data` to measure them, or "
             "preserve=False to train from scratch": self.empty,
             "these do not normalise channels as they come (another axis, an explicit "
-            "mask, training=True) and stay as they are": self.kept,
+            "mask, training=True), or one number, and stay as they are": self.kept,
             "these are inside of other layers, or of classes that override `call`, "
             "and stay as they are": self.hidden,
         }

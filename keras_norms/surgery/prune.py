@@ -1,8 +1,7 @@
-"""prune: the same function with fewer channels, up to an error that is stated."""
+"""prune: fewer channels, up to an error that is stated, or as many as are asked."""
 
 import contextlib
 import itertools
-from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -21,57 +20,9 @@ from keras_norms.surgery._graph.units import to_float64, to_numpy
 from keras_norms.surgery._prune import resize
 from keras_norms.surgery._prune.channels import Channels
 from keras_norms.surgery._prune.macs import macs_of
+from keras_norms.surgery._prune.pruned import Pruned
 from keras_norms.surgery._prune.selection import Selection
 from keras_norms.surgery._prune.substitutes import Site
-
-
-class Pruned(NamedTuple):
-    """What `prune` returns.
-
-    Attributes:
-        model: The smaller model.
-        removed: Dictionary from the name of each convolution and Dense layer that makes
-            fewer channels to the numbers of those that are gone, a sorted integer
-            vector. A layer of a nested model is called `model/layer`.
-        channels: How many channels the convolutions (but depthwise ones) and Dense
-            layers make, before and after: two integers.
-        parameters: How many weights there are, before and after.
-        macs: Multiply-accumulates of convolutions and Dense layers for one sample,
-            before and after; `None` where the model takes more than one size.
-        error: Root of the mean square of the change of the outputs over that of the
-            outputs themselves, over `data` and all outputs.
-        largest: Largest change of an output, over the largest output.
-    """
-
-    model: keras.Model
-    removed: dict[str, np.ndarray]
-    channels: tuple[int, int]
-    parameters: tuple[int, int]
-    macs: tuple[int, int] | None
-    error: float
-    largest: float
-
-    @property
-    def share(self) -> float:
-        """The share of all channels that is gone, from 0 to 1."""
-        return 1 - self.channels[1] / self.channels[0]
-
-    def __str__(self) -> str:
-        lines = [
-            f"{name}: {before:,} -> {after:,} ({after / before - 1:+.1%})"
-            for name, (before, after) in (
-                ("channels", self.channels),
-                ("parameters", self.parameters),
-                ("multiply-accumulates", self.macs or (0, 0)),
-            )
-            if before
-        ]
-        lines.append(
-            f"outputs change by {self.error:.1e} (root mean square) and at most by "
-            f"{self.largest:.1e} of the largest"
-        )
-        lines += [f"  {name}: {len(gone)} gone" for name, gone in self.removed.items()]
-        return "\n".join(lines)
 
 
 def prune(
@@ -82,6 +33,8 @@ def prune(
     steps: int | None = None,
     batch_size: int = 32,
     inline: bool = True,
+    ratio: float | None = None,
+    round_to: int = 1,
 ) -> Pruned:
     """Make a copy with fewer channels, which computes the same up to a stated error.
 
@@ -103,6 +56,12 @@ def prune(
     The defaults, 0 and 1, remove only what is the same on `data` up to rounding:
     channels that are constant, such as dead ReLUs, and duplicates. What is constant or
     the same on `data` need not be so elsewhere: give data as the network will see.
+
+    With `ratio`, the cheapest channels of the whole network go, that share of all,
+    whatever the error is. What a channel costs is the mean square that its substitute,
+    constant or multiple, leaves of it, times that of the kernel rows that read it, as a
+    share of what all rows of this layer make of the deviations of their channels;
+    summed over the layers that read it. Constants and merging compete for each channel.
 
     A convolution with `padding="same"` reads zeros outside of the image, not the
     constant, so that a constant in its bias is right only where the kernel is inside.
@@ -140,6 +99,13 @@ def prune(
         batch_size: Integer, for arrays.
         inline: Boolean, whether blocks are entered. If not, nothing inside of them
             goes, and subclassed models are refused.
+        ratio: Share of all channels to remove, from 0 to 1 (exclusive), counted as
+            `Pruned.channels` does; fewer go where that many cannot, or do not fit
+            `round_to`. `None`: what `gamma` and `similarity` allow. With it, these are
+            0 and 1, or `None` to do without one of both.
+        round_to: Positive integer. A layer that loses channels keeps a multiple of it,
+            such as 8 for hardware that computes in blocks: the most expensive ones
+            stay.
 
     Returns:
         A `Pruned`: the new model, of the same name, with the names of all layers and
@@ -157,6 +123,7 @@ def prune(
     >>> pruned = prune(model, images, gamma=0.05, similarity=0.98)
     >>> print(pruned)
     >>> recalibrate(pruned.model, images).save("smaller.keras")
+    >>> half = prune(model, images, ratio=0.5, round_to=8).model  # to be trained on
 
     Reference: Sun, Cao, Liang, Huang, Chen and Li, New Interpretations of Normalization
     Methods in Deep Learning, AAAI 2020, Section 2.2, which leaves it as future work.
@@ -164,7 +131,7 @@ def prune(
     Efficient Convolutional Networks through Network Slimming, ICCV 2017.
     https://arxiv.org/abs/1708.06519
     """
-    _check(gamma, similarity, steps, batch_size)
+    _check(gamma, similarity, steps, batch_size, ratio, round_to)
     graph = graph_of(model, "prune", inline, holding=linear.PLAIN)
     if any(unit.cls is FusedCBN for unit in graph.all_units()):
         split_fused_cbn(graph)
@@ -188,7 +155,8 @@ def prune(
         )
     batches = _collect(model, data, steps, batch_size)
     outputs = _measure(model, sites, batches)
-    selection = Selection(sites, roots, channels.is_fixed, gamma, similarity)
+    limits = gamma, similarity, ratio, round_to
+    selection = Selection(sites, roots, channels.is_fixed, *limits)
     before = model.count_params(), macs_of(graph)
     for site in sites:
         _substitute(site, selection)
@@ -205,7 +173,7 @@ def prune(
     )
 
 
-def _check(gamma, similarity, steps, batch_size):
+def _check(gamma, similarity, steps, batch_size, ratio, round_to):
     if gamma is not None:
         arguments.number("gamma", gamma, at_least=0)
     if similarity is not None:
@@ -218,6 +186,15 @@ def _check(gamma, similarity, steps, batch_size):
     if steps is not None:
         arguments.integer("steps", steps, at_least=1)
     arguments.integer("batch_size", batch_size, at_least=1)
+    arguments.integer("round_to", round_to, at_least=1)
+    if ratio is None:
+        return
+    arguments.number("ratio", ratio, at_least=0, below=1)
+    if gamma not in (0, None) or similarity not in (1, None):
+        raise ValueError(
+            "Argument `ratio` must be None where there are tolerances. Received: "
+            f"ratio={ratio} with gamma={gamma} and similarity={similarity}"
+        )
 
 
 # Measuring

@@ -8,6 +8,7 @@ import numpy as np
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Tensor
+from keras_norms.layers.frozen import Frozen
 from keras_norms.surgery._graph.affine import NORMS
 from keras_norms.surgery._graph.measure import measure, stored
 from keras_norms.surgery._graph.units import assign, to_float64
@@ -33,10 +34,10 @@ def recalibrate(
     batch variances. CBN's mean square follows from both with its `beta`. LpNorm's norm
     is the average over batches, as its moving average is.
 
-    Layers that are frozen (`layer.trainable = False`) use their statistics and keep
-    them, and so do layers that the model has but does not call, and those of classes
-    derived from these that override `call`; a warning names both. Layers inside of
-    other layers are measured like all others. All other weights, and the optimizer,
+    Layers that are frozen (`freeze`, or `layer.trainable = False`) use their statistics
+    and keep them, and so do layers that the model has but does not call, and those of
+    classes derived from these that override `call`; a warning names both. Layers inside
+    of other layers are measured like all others. All other weights, and the optimizer,
     stay as they are.
 
     Args:
@@ -73,15 +74,29 @@ def recalibrate(
     if batch_size is not None:
         arguments.integer("batch_size", batch_size, at_least=1)
     arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
+    measure_anew(model, data, steps, batch_size, verbose)
+    return model
+
+
+def layers_to_measure(model: keras.Model) -> list[keras.layers.Layer]:
+    """List the layers whose statistics `recalibrate` measures.
+
+    Raises:
+        ValueError: If there is none.
+    """
     calls = [norm.call for norm in NORMS]
-    norms = [layer for layer in _keras.layers_of(model, NORMS) if layer.trainable]
+    norms = [
+        layer
+        for layer in _keras.layers_of(model, NORMS)
+        if layer.trainable and not isinstance(layer, Frozen)
+    ]
     found = [layer for layer in norms if type(layer).call in calls]
     others = [layer for layer in norms if layer not in found]
     if others:
         warnings.warn(
             "recalibrate: these layers are of classes that override `call`, and keep "
             f"their statistics: {[layer.name for layer in others]}.",
-            stacklevel=2,
+            stacklevel=4,
         )
     if not found:
         raise ValueError(
@@ -89,6 +104,28 @@ def recalibrate(
             "CBN, NoisyBN, LpNorm or BatchNormalization. "
             f"Received: model '{model.name}'"
         )
+    return found
+
+
+def statistics_of(layers: list[keras.layers.Layer]) -> list[keras.Variable]:
+    """The variables of layers that `recalibrate` assigns."""
+    return [
+        v
+        for layer in layers
+        for v in layer.non_trainable_variables
+        if v.name.startswith(("moving_", "renorm_")) or v.name == "average_weight"
+    ]
+
+
+def measure_anew(
+    model: keras.Model,
+    data: Tensor,
+    steps: int | None,
+    batch_size: int | None,
+    verbose: str | int,
+) -> int:
+    """What `recalibrate` does. Returns how many batches it took."""
+    found = layers_to_measure(model)
     measured = measure(
         model, found, data, steps, batch_size, verbose, with_batch_statistics=True
     )
@@ -104,9 +141,9 @@ def recalibrate(
         warnings.warn(
             f"recalibrate: model '{model.name}' does not call these layers, which keep "
             f"their statistics: {unread}.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return model
+    return max(s.batches for s in measured if s is not None)
 
 
 def _assign(layer, statistics):

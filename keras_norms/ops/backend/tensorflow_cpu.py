@@ -7,10 +7,10 @@ computes what the one of that name in `moments` or `passes` does.
 """
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 from keras_norms.ops import moments, passes
-from keras_norms.ops.shapes import channel_groups
+from keras_norms.ops.shapes import ALIGNED, channel_groups
+from keras_norms.ops.single_pass import in_xla, is_large
 
 _NEAR = 2.0**-12  # a deviation is small by the mean
 
@@ -22,24 +22,28 @@ def applies_to(x, *others, axis):
     the mean is much larger than the standard deviation.
     """
     return (
-        axis % len(x.shape) == len(x.shape) - 1
+        isinstance(axis, int)
+        and axis % len(x.shape) == len(x.shape) - 1
         and x.shape[-1] is not None
+        and is_large(x)
+        and channel_groups(x.shape) * x.shape[-1] % ALIGNED == 0
         and all(tensor.dtype in (tf.float32, tf.bool) for tensor in (x, *others))
-        and not control_flow_util.GraphOrParentsInXlaContext(
-            tf.compat.v1.get_default_graph()
-        )
+        and not in_xla()
     )
 
 
 @passes.affine.on_cpu(where=applies_to)
-def affine(x, center, scale, offset, *, axis):
+def affine(x, center, scale, offset=None, *, axis):
     """(x - center) * scale + offset: normalisation by a variance of 1."""
+    offset = tf.zeros_like(center) if offset is None else offset
     if x.shape[1:-1] == (1, 1):
         # TensorFlow would fuse the operation below with the convolution before it and
         # the activation behind it, and has no kernel for some of them.
         return (x - center) * scale + offset
+    groups = 1 if x.shape[-1] % ALIGNED == 0 else channel_groups(x.shape)
+    scale, offset, center = (tf.tile(v, [groups]) for v in (scale, offset, center))
     y = tf.raw_ops.FusedBatchNormV3(
-        x=_rows(x),
+        x=_rows(x, groups),
         scale=scale,
         offset=offset,
         mean=center,

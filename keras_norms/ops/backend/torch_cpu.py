@@ -21,6 +21,7 @@ def applies_to(x, *others, axis):
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.float64)
         and all(tensor.dtype == x.dtype for tensor in tensors)
+        and isinstance(axis, int)
         and axis % x.ndim == x.ndim - 1
         and x.numel() >= _LARGE
         and not torch.compiler.is_compiling()
@@ -28,9 +29,10 @@ def applies_to(x, *others, axis):
 
 
 @passes.affine.on_cpu(where=applies_to)
-def affine(x, center, scale, offset, *, axis):
+def affine(x, center, scale, offset=None, *, axis):
     """(x - center) * scale + offset."""
-    return (x - center).mul_(scale).add_(offset)
+    y = (x - center).mul_(scale)
+    return y if offset is None else y.add_(offset)
 
 
 @passes.gradient_x.on_cpu(where=applies_to)

@@ -2,6 +2,7 @@
 
 import functools
 
+from keras_norms.surgery._convert.keras_norms import give_bias_before
 from keras_norms.surgery._convert.placement import insertions
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
@@ -48,7 +49,7 @@ def insert_cbn(graph, graphs, units, template, preserve):
         _fold(norms, maps, statistics)
     else:
         for unit in norms:
-            _give_bias_before(unit)
+            give_bias_before(unit)
             for node in list(unit.nodes):
                 node.graph.remove(node)
     return {unit: (maps[unit], statistics[unit]) for unit in cbns}, kept
@@ -74,14 +75,6 @@ def _fold(norms, maps, statistics):
         else:
             affine_lib.become_channel_affine(unit, affine)
             del maps[unit]
-
-
-def _give_bias_before(unit):
-    """The layers that a BatchNormalization followed had no bias, for it has one."""
-    for node in unit.nodes:
-        before = node.input.node
-        if before is not None and linear.is_foldable(before.unit):
-            linear.add_missing_bias(before.unit)
 
 
 def _heirs_of_statistics(unit, cbns):

@@ -20,21 +20,30 @@ NAMES = {
     "ws": WS,
     "cwn": CWN,
     "wn": WN,
+    "batch_norm": keras.layers.BatchNormalization,
+    "group_norm": keras.layers.GroupNormalization,
+    "instance_norm": keras.layers.GroupNormalization,
+    "layer_norm": keras.layers.LayerNormalization,
+    "rms_norm": keras.layers.RMSNormalization,
 }
 
 
 class Template:
     """What the argument `norm` asks for.
 
-    `cls` is the class of the new layers, or `None` where a function makes them.
+    `cls` is the class of the new layers, or `None` where a function makes them, or
+    where `is_none`. `is_name` says that a name was given, `is_given` that a layer or
+    a function was.
     """
 
     def __init__(self, norm):
         self.cls = self.function = None
         self.keywords, self.is_given = {}, not isinstance(norm, (str, type))
         cls = norm.func if isinstance(norm, functools.partial) else norm
+        self.is_name, self.is_none = isinstance(norm, str), False
         if isinstance(norm, str):
-            self.cls = NAMES.get(norm)
+            self.cls, self.is_none = NAMES.get(norm), norm == "none"
+            self.keywords = {"groups": -1} if norm == "instance_norm" else {}
         elif isinstance(norm, keras.layers.Layer):
             self.cls, self.keywords = type(norm), config_of(norm)
             for name in ("name", "dtype", "layer", "build_config"):
@@ -45,7 +54,7 @@ class Template:
         elif callable(norm) and not isinstance(cls, type):
             self.function = norm
         is_model = self.cls is not None and issubclass(self.cls, keras.Model)
-        if is_model or self.cls is self.function:
+        if is_model or (self.cls is self.function and not self.is_none):
             raise _wrong_norm(norm)
 
     def config(self, name, dtype, **changes):
@@ -56,7 +65,7 @@ class Template:
 
 
 def _wrong_norm(norm):
-    names = ", ".join(repr(name) for name in NAMES)
+    names = ", ".join(repr(name) for name in [*NAMES, "none"])
     return ValueError(
         f"Argument `norm` must be one of {names}, a layer or a class of layers, or a "
         "function from a BatchNormalization layer to a layer. "

@@ -109,13 +109,39 @@ def become_channel_affine(unit, affine):
 class Statistics(NamedTuple):
     """What is known of the input of a norm; `norm` is LpNorm's, where it was measured.
 
-    `weight` is 0 where mean and variance only stand in for what is not known.
+    `weight` is 0 where mean and variance only stand in for what is not known, `batches`
+    says how many were measured.
     """
 
     mean: np.ndarray
     variance: np.ndarray
     norm: np.ndarray | None = None
     weight: float = 1.0
+    batches: int = 0
+
+
+def statistics_of(unit):
+    """What the moving statistics of a norm say of its input."""
+    mean, weight = unit.weight("moving_mean"), 1.0
+    if unit.cls is CBN:
+        variance = unit.weight("moving_square")
+        beta = unit.weight("beta")
+        if unit.config["decouple"] and beta is not None:
+            variance = variance - np.square(beta)
+        weight = float(unit.weight("average_weight"))
+    elif unit.cls is LpNorm:
+        variance = np.square(unit.weight("moving_norm"))
+        if unit.config["norm_of"] != "centered":
+            variance = variance - np.square(mean)
+        weight = 0.0 if norm_is_guessed(unit.cls, unit.config) else 1.0
+    else:
+        variance = unit.weight("moving_variance")
+    return Statistics(mean, np.maximum(variance, 0), weight=weight)
+
+
+def deviation(variance, epsilon):
+    """What a norm divides by, of which this is the variance."""
+    return np.sqrt(variance + epsilon)
 
 
 def unknown(channels):

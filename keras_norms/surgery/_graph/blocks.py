@@ -119,7 +119,11 @@ def _is_skipped(skip, layer):
 
 def _make_names_unique(graph, blocks):
     """Put the name of the block before names that are there more than once."""
-    owners = {id(layer): block for block in blocks for layer in block._layers}
+    owners = {
+        id(layer): block
+        for block in blocks
+        for layer in _keras.layers_directly_in(block)
+    }
     for one in graph.walk():
         units = list({id(node.unit): node.unit for node in one.nodes}.values())
         count = collections.Counter(unit.name for unit in units)

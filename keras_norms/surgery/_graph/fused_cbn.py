@@ -72,10 +72,17 @@ def _fuse(node):
         part.unit.nodes.clear()
 
 
-def split_fused_cbn(graph):
-    """Put a CBN and its linear layers in the place of every FusedCBN of a graph."""
+def split_fused_cbn(graph, skipped=()):
+    """Put a CBN and its linear layers in the place of every FusedCBN of a graph.
+
+    Args:
+        graph: A `Graph`.
+        skipped: The ids of units that stay.
+    """
     for one in graph.walk():
         for node in list(one.nodes):
+            if id(node.unit) in skipped:
+                continue
             if node.unit.cls is FusedCBN and len(node.unit.nodes) == 1:
                 _split(node)
 

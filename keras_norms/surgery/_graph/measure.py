@@ -68,7 +68,12 @@ def measure(
     by_layer = [[] for _ in layers]
     for index, output in zip(probe.recorder.order, tree.flatten(outputs)):
         by_layer[index].append(np.asarray(output, "float64"))
-    return [_combine(np.concatenate(values)) if values else None for values in by_layer]
+    return [
+        _combine(np.concatenate(calls))._replace(batches=len(calls[0]))
+        if calls
+        else None
+        for calls in by_layer
+    ]
 
 
 def _is_few(x, steps, batch_size):
@@ -132,7 +137,7 @@ def stored(layer, statistics, convert):
         statistics: `Statistics` of its input.
         convert: Function that makes an array of a variable, of the same kind.
     """
-    mean, variance, norm, _ = statistics
+    mean, variance, norm = statistics[:3]
     values = {"moving_mean": mean}
     if isinstance(layer, CBN):
         beta = convert(layer.beta) if layer.decouple and layer.center else 0.0

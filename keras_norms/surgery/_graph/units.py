@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_norms.layers.frozen import plain_class, set_frozen
 from keras_norms.surgery._graph import remake
 
 
@@ -81,11 +82,12 @@ class Unit:
 
     Args:
         source: The layer or operation it stands for, or `None` for a new one.
-        cls: Class of the new layer.
+        cls: Class of the new layer; of a frozen norm that of the norm.
         config: Its configuration.
 
     Attributes:
         arrays: Dictionary of weights that are not those of `source`.
+        is_frozen: Whether the new layer is a frozen norm.
         nodes: Its calls.
         graph: That of a model, which it is then.
         made: The new layer, once it is made.
@@ -95,7 +97,8 @@ class Unit:
 
     def __init__(self, source=None, cls=None, config=None):
         self.source = source
-        self.cls = cls or type(source)
+        self.cls = cls or plain_class(type(source))
+        self.is_frozen = source is not None and self.cls is not type(source)
         self._config = config
         self.arrays = {}
         self.nodes = []
@@ -154,6 +157,7 @@ class Unit:
     def become(self, cls, config, arrays):
         """Turn into another layer at the same place."""
         self.source, self.cls, self._config, self.arrays = None, cls, config, arrays
+        self.is_frozen = False
 
     def rename(self, name):
         if self.graph is not None:
@@ -171,6 +175,8 @@ class Unit:
         if self.graph is not None:
             return self.graph.build()
         layer = self._make_layer()
+        if self.is_frozen:
+            set_frozen(layer, True)
         return layer if self.wrapper is None else self.wrapper(layer, name=self.name)
 
     def _make_layer(self):

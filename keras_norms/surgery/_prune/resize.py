@@ -23,6 +23,17 @@ def absorb_constants(unit, constants):
         norm.arrays["moving_mean"] = norm.weight("moving_mean") - bias
 
 
+def input_squares(unit):
+    """How much of each input's mean square a kernel passes on, a vector."""
+    if unit.cls not in linear.SEPARABLE:
+        kernel = np.moveaxis(unit.weight("kernel"), _input_axis(unit), 0)
+        return np.sum(np.square(kernel), axis=tuple(range(1, kernel.ndim)))
+    depth = np.square(unit.weight("depthwise_kernel"))
+    depth = np.sum(depth, axis=tuple(range(depth.ndim - 2)))
+    point = np.square(unit.weight("pointwise_kernel"))
+    return np.sum(depth * np.sum(point.reshape(*depth.shape, -1), -1), -1)
+
+
 def add_inputs(unit, targets, sources, scales):
     """Let input channels `targets` do what `scales` times them did as `sources`."""
     kernel = np.moveaxis(unit.weight("kernel"), _input_axis(unit), 0).copy()

@@ -1,0 +1,82 @@
+"""Norms that run with their stored statistics, in training too."""
+
+from typing import Any
+
+import keras
+
+from keras_norms._types import Tensor
+from keras_norms.layers.cbn import CBN
+from keras_norms.layers.lp_norm import LpNorm
+from keras_norms.layers.noisy_bn import NoisyBN
+
+
+class Frozen:
+    """Mixin before a norm: every call is one at inference; gamma and beta may train.
+
+    The classes differ from those that they freeze in nothing else, so that a layer
+    becomes one, and itself again, by a change of its class.
+    """
+
+    def call(
+        self,
+        inputs: Tensor,
+        training: bool | None = None,
+        mask: Tensor | None = None,
+    ) -> Any:
+        return super().call(inputs, training=False)  # type: ignore[misc]
+
+
+@keras.saving.register_keras_serializable(package="keras_norms")
+class FrozenBatchNormalization(Frozen, keras.layers.BatchNormalization):
+    """`BatchNormalization` with stored statistics."""
+
+
+@keras.saving.register_keras_serializable(package="keras_norms")
+class FrozenCBN(Frozen, CBN):
+    """`CBN` with stored statistics."""
+
+    def scale_and_shift(
+        self,
+        inputs: Tensor,
+        training: bool | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return super().scale_and_shift(inputs, training=False)
+
+
+@keras.saving.register_keras_serializable(package="keras_norms")
+class FrozenNoisyBN(Frozen, NoisyBN):
+    """`NoisyBN` with stored statistics."""
+
+
+@keras.saving.register_keras_serializable(package="keras_norms")
+class FrozenLpNorm(Frozen, LpNorm):
+    """`LpNorm` with stored statistics."""
+
+
+# From each class to that of the same layer, frozen.
+FROZEN = {
+    keras.layers.BatchNormalization: FrozenBatchNormalization,
+    CBN: FrozenCBN,
+    NoisyBN: FrozenNoisyBN,
+    LpNorm: FrozenLpNorm,
+}
+
+
+def set_frozen(layer: keras.layers.Layer, frozen: bool) -> bool:
+    """Freeze the statistics of a norm, or let them move again.
+
+    Returns:
+        Whether its class can be frozen.
+    """
+    for plain, cls in FROZEN.items():
+        if type(layer) in (plain, cls):
+            # Past Keras, which would look for weights in the attribute.
+            object.__setattr__(layer, "__class__", cls if frozen else plain)
+            return True
+    return False
+
+
+def plain_class(cls: type) -> type:
+    """The class of a layer, of a frozen one that which was frozen."""
+    return cls.__mro__[2] if issubclass(cls, Frozen) else cls

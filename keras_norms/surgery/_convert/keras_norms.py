@@ -1,0 +1,187 @@
+"""Norms of Keras in the place of others, and none in the place of any."""
+
+import math
+
+import keras
+
+from keras_norms.layers.cbn import CBN
+from keras_norms.surgery._graph import affine as affine_lib
+from keras_norms.surgery._graph import linear, moves
+from keras_norms.surgery._graph.affine import Affine
+
+# Of each sample alone.
+_OF_SAMPLES = (
+    keras.layers.GroupNormalization,
+    keras.layers.LayerNormalization,
+    keras.layers.RMSNormalization,
+)
+KERAS_NORMS = (keras.layers.BatchNormalization, *_OF_SAMPLES)
+_SHARED = (
+    *("center", "scale", "beta_initializer", "gamma_initializer"),
+    *("beta_regularizer", "gamma_regularizer", "beta_constraint", "gamma_constraint"),
+)
+# Wu and He, Group Normalization, ECCV 2018, have 32 groups, and 16 channels in some.
+_MOST_GROUPS, _LEAST_CHANNELS = 32, 4
+
+
+def place_keras_norms(units, template, preserve):
+    """Turn norms into those of Keras that a template asks for.
+
+    Returns:
+        Dictionary from new norms that can have the maps of the old ones to these and to
+        the statistics of their inputs; names of layers that change the function; of
+        layers that stay; and BatchNormalization units of which no statistics are known.
+    """
+    new, changed, kept, unknown = {}, [], [], []
+    for unit in units:
+        of_samples = unit.cls in _OF_SAMPLES
+        of_batches = unit.cls in affine_lib.NORMS or affine_lib.is_batch_norm(unit)
+        if template.cls in _OF_SAMPLES:
+            is_source = of_batches
+        else:
+            is_batch_norm = affine_lib.is_batch_norm(unit)
+            is_source = of_samples or of_batches
+            is_source = is_source and not (is_batch_norm and template.is_name)
+        if not is_source:
+            continue
+        axis, settings = _axis_of(unit), {}
+        if template.cls in _OF_SAMPLES:
+            settings = _settings_for(unit, template, axis)
+        if axis is None or settings is None or not affine_lib.is_called_plainly(unit):
+            kept.append(unit.name)
+            continue
+        affine, statistics = _map_of(unit)
+        if template.cls in _OF_SAMPLES or of_samples:
+            changed += [unit.name] if preserve else []
+        arrays = _carried(unit, affine, statistics, template.cls) if preserve else {}
+        own = {} if template.is_given else _own_settings(unit, template.cls)
+        own = {**own, **settings, "axis": axis}
+        config = template.config(unit.name, linear.plain_dtype(unit), **own)
+        for node in unit.nodes:
+            node.kwargs.pop("training", None)  # Some take none.
+        unit.become(template.cls, config, arrays)
+        if of_samples:
+            unknown.append(unit)
+        elif template.cls not in _OF_SAMPLES:
+            new[unit] = affine, statistics
+    return new, changed, kept, unknown
+
+
+def remove_norms(units, preserve):
+    """Take all norms out, those of samples too.
+
+    With `preserve=True` each leaves its scale and shift, in the layers next to it or as
+    a layer of its own.
+
+    Returns:
+        Names of layers that change the function, and of layers that stay.
+    """
+    maps, changed, kept = {}, [], []
+    for unit in units:
+        of_samples = unit.cls in _OF_SAMPLES
+        is_known = unit.cls in affine_lib.NORMS or affine_lib.is_batch_norm(unit)
+        if not (of_samples or is_known):
+            continue
+        if _axis_of(unit) is None or not affine_lib.is_called_plainly(unit):
+            kept.append(unit.name)
+            continue
+        maps[unit], _ = _map_of(unit)
+        if of_samples:
+            changed += [unit.name] if preserve else []
+            _become_batch_norm(unit, maps[unit])
+    for unit in list(maps):
+        if not preserve:
+            if unit.cls is not CBN:
+                give_bias_before(unit)
+            moves.take_out(unit, maps)
+            continue
+        for move in (moves.fold_backward, moves.fold_forward):
+            if unit in maps:
+                move(unit, maps, accept=linear.is_unconstrained)
+    for unit, affine in maps.items():
+        affine_lib.become_channel_affine(unit, affine)
+    return changed, kept
+
+
+def give_bias_before(unit):
+    """The layers that a norm followed had no bias, for it has one."""
+    for node in unit.nodes:
+        before = node.input.node
+        if before is not None and linear.is_foldable(before.unit):
+            linear.add_missing_bias(before.unit)
+
+
+def _become_batch_norm(unit, affine):
+    """A norm of samples as the map of channels that it is after normalising."""
+    axis, name, dtype = _axis_of(unit), unit.name, unit.config["dtype"]
+    config = {"name": name, "dtype": dtype, "axis": axis, "trainable": True}
+    unit.become(keras.layers.BatchNormalization, config, {})
+
+
+def _axis_of(unit):
+    """The one axis of the channels as the layer has it, or `None`."""
+    axis = unit.config["axis"]
+    if not isinstance(axis, (list, tuple)):
+        return axis
+    return axis[0] if len(axis) == 1 else None
+
+
+def _channels_of(unit):
+    value = unit.nodes[0].input
+    return value.shape[_axis_of(unit) % value.rank]
+
+
+def _map_of(unit):
+    """The map of a norm at inference, and the statistics of its input."""
+    if unit.cls not in _OF_SAMPLES:
+        return affine_lib.affine_of(unit), affine_lib.statistics_of(unit)
+    affine = affine_lib.identity(_channels_of(unit))
+    is_rms = unit.cls is keras.layers.RMSNormalization
+    gamma, beta = unit.weight("scale" if is_rms else "gamma"), unit.weight("beta")
+    gamma = affine.a if gamma is None else gamma
+    beta = affine.b if beta is None else beta
+    return Affine(gamma, beta), affine_lib.unknown(len(gamma))
+
+
+def _carried(unit, affine, statistics, cls):
+    """Gamma and beta: the deviation and the mean of what the old norm makes."""
+    gamma, beta = affine
+    if unit.cls not in _OF_SAMPLES:
+        epsilon = unit.config["epsilon"]
+        gamma = affine.a * affine_lib.deviation(statistics.variance, epsilon)
+        beta = affine.b + affine.a * statistics.mean
+    if cls is keras.layers.RMSNormalization:
+        return {"scale": gamma}
+    return {"gamma": gamma, "beta": beta}
+
+
+def _own_settings(unit, cls):
+    """What a new norm has of the one whose place it takes."""
+    names = ("epsilon",)
+    if cls is not keras.layers.RMSNormalization:
+        names += _SHARED if unit.cls is not CBN else ()
+    return {name: unit.config[name] for name in names if name in unit.config}
+
+
+def _settings_for(unit, template, axis):
+    """Groups, where the template has none; `None` where the output would be constant.
+
+    One number that is normalised alone is 0.
+    """
+    if axis is None:
+        return None
+    channels, settings = _channels_of(unit), {}
+    size = channels
+    if template.cls is keras.layers.GroupNormalization:
+        groups = template.keywords.get("groups", 0)
+        if not groups:
+            fits = range(1, min(_MOST_GROUPS, channels // _LEAST_CHANNELS) + 1)
+            groups = max([1, *(g for g in fits if channels % g == 0)])
+            settings = {"groups": groups}
+        size = 1 if groups == -1 else channels // groups
+    for node in unit.nodes:
+        positions = list(node.input.shape[1:])
+        del positions[axis % node.input.rank - 1]
+        if size * math.prod(n for n in positions if n) == 1 and None not in positions:
+            return None
+    return settings

@@ -1,0 +1,110 @@
+"""freeze: norms that run with their stored statistics while the rest trains."""
+
+import warnings
+
+import keras
+
+from keras_norms import _keras
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_model
+from keras_norms.layers.frozen import set_frozen
+from keras_norms.surgery._graph.affine import NORMS
+
+
+def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
+    """Let all norms of a model run with their stored statistics, in training too.
+
+    For fine-tuning on few images, on small batches, or where other data must not move
+    the statistics: `BatchNormalization`, `CBN`, `NoisyBN` and `LpNorm` layers, however
+    deep, are in training what they are at inference, a scale and shift of each channel.
+    Everything else trains, and `gamma` and `beta` do too.
+
+    `layer.trainable = False`, which Keras has for this, fixes gamma and beta as well,
+    and `model.trainable = True` undoes it. `BatchNormalization()(x, training=False)`
+    has no effect in a Functional model that `fit` trains: the model passes its own
+    `training` on. What `freeze` does stays until `unfreeze`, in saved files too, which
+    need `import keras_norms` to load.
+
+    `recalibrate` leaves frozen norms as they are. `fold`, `prune` and `convert` know
+    them; norms that `convert` puts in their place are not frozen.
+
+    Args:
+        model: A built Keras model of any kind. It is changed in place. A larger model
+            that holds it, or this one with `affine=True`, must be compiled again, as
+            after each change of `layer.trainable`.
+        affine: Boolean, whether gamma and beta are fixed too.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the model is not built or has no such layer, or if `affine` is
+            no boolean.
+
+    Warns:
+        If a layer is of a class derived from these. It gets `trainable = False`.
+
+    Example:
+
+    >>> base = keras.applications.ResNet50(include_top=False, pooling="avg")
+    >>> model = keras.Sequential([freeze(base), keras.layers.Dense(10)])
+    >>> model.compile(keras.optimizers.SGD(1e-3), "sparse_categorical_crossentropy")
+    >>> model.fit(images, labels, batch_size=4)
+    """
+    arguments.boolean("affine", affine)
+    derived = []
+    for layer in _norms_of(model):
+        known = set_frozen(layer, True)
+        if affine or not known:
+            layer.trainable = False
+        derived += [] if known or affine else [layer.name]
+    _forget_step(model)
+    if derived:
+        warnings.warn(
+            "freeze: these layers are of classes derived from a norm, and their gamma "
+            f"and beta are fixed too: {derived}.",
+            stacklevel=2,
+        )
+    return model
+
+
+def unfreeze(model: keras.Model) -> keras.Model:
+    """Let all norms of a model train again, statistics, `gamma` and `beta`.
+
+    Args:
+        model: A built Keras model of any kind, changed in place. See `freeze` for when
+            to compile it again.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the model is not built or has no norm with statistics.
+
+    Example:
+
+    >>> unfreeze(model)
+    >>> model.compile("adam", "sparse_categorical_crossentropy")
+    """
+    for layer in _norms_of(model):
+        set_frozen(layer, False)
+        layer.trainable = True
+    _forget_step(model)
+    return model
+
+
+def _norms_of(model):
+    check_model(model)
+    norms = _keras.layers_of(model, NORMS)
+    if not norms:
+        raise ValueError(
+            "Argument `model` must have a normalisation layer with statistics: "
+            "BatchNormalization, CBN, NoisyBN or LpNorm. "
+            f"Received: model '{model.name}'"
+        )
+    return norms
+
+
+def _forget_step(model):
+    """Let `fit` trace its step anew: the old one has the old calls in it."""
+    model.train_function = None
