@@ -89,7 +89,7 @@ def run(settings):
 
 def _train_together(settings):
     """The same as `train_all`, for the seeds of a combination at a time."""
-    from recipes.engine import together  # needs JAX
+    from recipes.engine import joint_training  # needs JAX
 
     found = training.Outcomes()
     runs = settings.runs()
@@ -98,7 +98,7 @@ def _train_together(settings):
             group = list(group)
             for first in range(0, len(group), settings.population):
                 some = group[first : first + settings.population]
-                found |= {each.settings: each for each in together.train(some)}
+                found |= {each.settings: each for each in joint_training.train(some)}
                 progress.update(len(some))
     return found
 

@@ -19,7 +19,7 @@ import time
 
 import keras_tuner
 
-from recipes.engine import files, together, training
+from recipes.engine import files, joint_training, training
 from tuner import trials
 
 IDLE_SECONDS = 1.0  # until the oracle is asked again while others train
@@ -62,7 +62,7 @@ class Tuner(trials.Tuner):
                     return
                 else:
                     time.sleep(0 if entered else IDLE_SECONDS)
-                if time.monotonic() - saved >= together.CHECKPOINT_SECONDS:
+                if time.monotonic() - saved >= joint_training.CHECKPOINT_SECONDS:
                     for slot in self._slots:
                         if slot.trial is not None:
                             self._save(slot)
@@ -79,7 +79,7 @@ class Tuner(trials.Tuner):
                     break
                 runs, slot.until = self.runs(trial)
                 slot.trial = trial
-                slot.settings = [together.describe(settings) for settings in runs]
+                slot.settings = [joint_training.describe(settings) for settings in runs]
                 slot.runs = [settings.run() for settings in slot.settings]
                 for run in slot.runs:
                     slot.held.enter_context(run)
@@ -95,12 +95,12 @@ class Tuner(trials.Tuner):
             # A place that is empty as yet has some network too.
             slots = [slot if slot.trial else entered[0] for slot in self._slots]
             runs = [settings for slot in slots for settings in slot.settings]
-            self._population = together.of(runs)
+            self._population = joint_training.of(runs)
         for slot in entered:
             rows = self._rows(slot)
             for row, settings in zip(rows, slot.settings, strict=True):
                 if not first:
-                    self._population.replace(row, together.own_of(settings))
+                    self._population.replace(row, joint_training.own_of(settings))
             if (arrays := slot.runs[0].load()) is not None:
                 self._population.restore(arrays, rows)
             epochs = int(self._population.epochs[rows[0]])
@@ -132,7 +132,7 @@ class Tuner(trials.Tuner):
         for slot in running:
             for run, row in zip(slot.runs, self._rows(slot), strict=True):
                 if run.results is None:  # a seed of a search that was killed has some
-                    together.log(run, self._population, row, scores)
+                    joint_training.log(run, self._population, row, scores)
         diverged = self._population.diverged
         waiting = []
         for slot in running:
@@ -170,7 +170,7 @@ class Tuner(trials.Tuner):
         else:
             for run in reversed(slot.runs):  # the first has the checkpoint
                 if run.results is None:
-                    together.finish(run, self.settings, None)
+                    joint_training.finish(run, self.settings, None)
         slot.held.close()
         try:
             trials.refuse_diverged(results)

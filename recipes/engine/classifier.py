@@ -53,6 +53,9 @@ class Training(Images):
     augment: bool | None = setting(
         None, "Crop and mirror training images; CIFAR's and ImageNet's if not given."
     )
+    replacement: bool | None = setting(
+        None, "Draw each batch from all images, as the CBN paper does; no if not given."
+    )
     image_size: int | None = setting(None, "Pixels of imagenet2012; 224.", at_least=1)
     dtype: str | None = setting(
         None, "Dtype policy; Keras' own if not given.", choices=DTYPES
@@ -73,12 +76,13 @@ class Training(Images):
         models.check(self.model, self.activation)
         self.normalisation()
         streamed = self.dataset in data.STREAMED
-        other = "validation_size" if streamed else "image_size"
-        if (value := getattr(self, other)) is not None:
-            raise ValueError(
-                f"Argument `{other}` must be None with dataset={self.dataset!r}. "
-                f"Received: {other}={value}"
-            )
+        of_arrays = ("validation_size", "replacement")
+        for other in of_arrays if streamed else ("image_size",):
+            if (value := getattr(self, other)) is not None:
+                raise ValueError(
+                    f"Argument `{other}` must be None with dataset={self.dataset!r}. "
+                    f"Received: {other}={value}"
+                )
 
     def normalisation(self):
         """The `recipes.models.norms.Norm`."""

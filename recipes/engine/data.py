@@ -191,7 +191,7 @@ class Arrays:
         x, y, x_test, y_test, self.num_classes = images
         self.images, self.test, self.image_shape = images, (x_test, y_test), x.shape[1:]
         order = settings.batch_size, settings.seed, settings.augment
-        self._batches = Batches(x, y, *order)
+        self._batches = Batches(x, y, *order, replacement=settings.replacement)
         self.steps = self._batches.steps
 
     def batches(self, first_epoch=0):
@@ -204,9 +204,10 @@ class Batches(keras.utils.PyDataset):
     """Batches of training images without end, each a function of (seed, its number).
 
     Batch i belongs to epoch `first_epoch + i // steps`. An epoch is one permutation
-    of the images, less the remainder that does not fill a batch. As nothing depends on
-    what was asked for before, neither prefetching nor a restart changes any batch:
-    give `fit` the same `steps` as `steps_per_epoch`, and to resume, `first_epoch`.
+    of the images, less the remainder that does not fill a batch; with `replacement`,
+    each image is drawn anew from all. As nothing depends on what was asked for before,
+    neither prefetching nor a restart changes any batch: give `fit` the same `steps` as
+    `steps_per_epoch`, and to resume, `first_epoch`.
 
     Args:
         x, y: Images `(n, height, width, channels)` and labels `(n,)`.
@@ -214,21 +215,27 @@ class Batches(keras.utils.PyDataset):
         seed: Integer, of the order and of the augmentation.
         augment: Whether to pad by 4 pixels, crop at random, and mirror half of them.
         first_epoch: Integer, the epoch of batch 0.
+        replacement: Whether an epoch may hold an image several times.
     """
 
     num_batches = None  # endless: `steps_per_epoch` says where `fit` ends an epoch
 
-    def __init__(self, x, y, batch_size, seed, augment=False, first_epoch=0):
+    def __init__(
+        self, x, y, batch_size, seed, augment=False, first_epoch=0, replacement=False
+    ):
         super().__init__()
         about = "the number of training images"
         imagenet.check_size("batch_size", batch_size, len(x), about)
         self.x, self.y, self.batch_size = x, y, batch_size
         self.seed, self.augment, self.first_epoch = seed, augment, first_epoch
-        self.steps = len(x) // batch_size
+        self.steps, self.replacement = len(x) // batch_size, replacement
 
     def __getitem__(self, i):
         epoch, step = self.first_epoch + i // self.steps, i % self.steps
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.x))
+        rng, count = np.random.default_rng((self.seed, epoch)), len(self.x)
+        order = rng.permutation(count)
+        if self.replacement:
+            order = rng.integers(count, size=count)
         chosen = order[step * self.batch_size : (step + 1) * self.batch_size]
         x, y = self.x[chosen], self.y[chosen]
         if self.augment:

@@ -23,6 +23,7 @@ _STYLE_OF = {
     "cbn_fixed": ("#56B4E9", "CBN, eta = 0.9"),
     "none": ("#000000", "no normalization"),
     "noisy_bn": ("#CC79A7", "NoisyBN"),
+    "noise": ("#E69F00", "noise alone"),
     "lp1": ("#0072B2", "l1 norm"),
     "lp2": ("#009E73", "l2 norm"),
     "lpinf": ("#E69F00", "l∞ norm"),

@@ -53,6 +53,7 @@ class Population:
         batch_size: Integer, the batch of one trial.
         momentum, weight_decay: Arguments of `recipes.engine.optimizers.SGD`.
         augment: Whether training images are cropped at random and mirrored.
+        replacement: Whether each image of a batch is drawn anew from all.
         amat: Whether CBN layers are told the learning rate of each step.
         schedule: Callable, `schedule(learning_rate, total_steps)` returns a
             `keras.optimizers.schedules.LearningRateSchedule`.
@@ -80,6 +81,7 @@ class Population:
         momentum=0.9,
         weight_decay=5e-4,
         augment=False,
+        replacement=False,
         amat=True,
         schedule=optimizers.piecewise_schedule,
         devices=None,
@@ -101,7 +103,7 @@ class Population:
         self._trial = Trial(
             self._seeded(self.trials[0]),
             optimizers.SGD(1.0, momentum, weight_decay),
-            *(batch_size, self.steps, augment, amat),
+            *(batch_size, self.steps, augment, bool(replacement), amat),
             functools.partial(schedule, total_steps=epochs * self.steps),
         )
         rows = [self._trial.start(self._seeded(each), each) for each in self.trials]

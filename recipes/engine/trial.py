@@ -25,15 +25,18 @@ class Trial:
         model: The `keras.Model` that computes. It must not be used elsewhere: the omega
             of its layers becomes 1.
         optimizer: A Keras optimizer of its own.
-        batch_size, augment, amat: See `Population`.
+        batch_size, augment, replacement, amat: See `Population`.
         steps: Integer, number of steps in an epoch.
         schedule: Callable from the learning rate of a trial to that of the step.
     """
 
-    def __init__(self, model, optimizer, batch_size, steps, augment, amat, schedule):
+    def __init__(
+        self, model, optimizer, batch_size, steps, augment, replacement, amat, schedule
+    ):
         self._model, self._optimizer = model, optimizer
         optimizer.build(model.trainable_variables)
         self._batch_size, self._steps = batch_size, steps
+        self._replacement = replacement
         self._augment, self._amat, self._schedule = augment, amat, schedule
         (self._rate,) = _places(optimizer.variables, [optimizer._learning_rate])
         # AMAT's eta depends on the product of omega and the rate: layers are told that.
@@ -78,7 +81,8 @@ class Trial:
         """
         images, labels = data
         order_key, key = epoch_keys(settings["seed"], epoch)
-        order = jax.random.permutation(order_key, len(images))
+        count = len(images)
+        order = jax.random.choice(order_key, count, (count,), self._replacement)
         order = order[: self._steps * self._batch_size].reshape(self._steps, -1)
 
         def step(current, number):

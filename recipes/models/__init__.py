@@ -65,10 +65,11 @@ def dtype_policy(dtype):
         keras.config.set_dtype_policy(before)
 
 
-def scaled(model, width):
+def scaled(model, width, initializer=None):
     """The same network, not trained, with `width` times as many channels.
 
-    Each convolution keeps one filter at least.
+    Each convolution keeps one filter at least. `initializer` is the name of Keras'
+    initializer of all kernels, in place of their own.
     """
 
     def clone(layer):
@@ -80,6 +81,8 @@ def scaled(model, width):
         for key in ("filters", "groups"):
             if inner.get(key, 1) > 1:
                 inner[key] = max(1, round(width * inner[key]))
+        if initializer is not None and "kernel_initializer" in inner:
+            inner["kernel_initializer"] = initializer
         return type(layer).from_config(config)
 
     new = keras.models.clone_model(model, clone_function=clone)

@@ -11,12 +11,15 @@
 | cbn_fixed | CBN, in place of AMAT moving averages with eta = 0.9 | before |
 | mean_removal, l2_norm | one half of CBN alone, with AMAT | before |
 | noisy_bn | NoisyBN | after |
+| noise | the noise of NoisyBN alone, at inference as well | after |
 | lp1, lp2, lpinf | LpNorm | after |
 | layer | one mean and variance a sample (GroupNormalization with 1 group) | after |
 | group | GroupNormalization, 32 groups of at least 4 channels | after |
+| instance | one mean and variance a sample and channel | after |
 | rms | keras RMSNormalization, at each position | after |
 | wn, cwn | WN, CWN with scale sqrt(2), which keeps the variance through ReLU | kernel |
 | ws | WS. Outputs grow with the fan-in: it wants a norm after it | kernel |
+| sn | keras SpectralNormalization | kernel |
 | ws+gn, cwn+bn | WS and group, CWN and bn, as their papers use them | kernel, after |
 
 "After" is between linear layer and activation, "before" between activation and linear
@@ -120,19 +123,24 @@ CBN_FAMILY = {
 }
 BN = keras.layers.BatchNormalization
 PYTORCH = {"momentum": 0.9, "epsilon": 1e-5}  # as in the baselines of the CBN paper
+# Mean 0 and variance 1 for good.
+FROZEN = {"trainable": False, "center": False, "scale": False, "epsilon": 1e-7}
 NORMS = {
     "none": Norm(),
     "bn": after(BN, **PYTORCH),
     **{name: make() for name, make in CBN_FAMILY.items()},
     # Seeded by `keras.utils.set_random_seed`, as initializers are.
     "noisy_bn": after(NoisyBN, **PYTORCH),
+    "noise": after(NoisyBN, noise_at_inference=True, **FROZEN),
     **{f"lp{p}": after(LpNorm, p=p, momentum=0.9) for p in (1, 2, "inf")},
     "layer": after(keras.layers.GroupNormalization, groups=1, epsilon=1e-5),
     "group": Norm(group_normalization, "after"),
+    "instance": after(keras.layers.GroupNormalization, groups=-1, epsilon=1e-5),
     "rms": after(keras.layers.RMSNormalization),
     "ws": Norm(wrapper=WS),
     "cwn": Norm(wrapper=partial(CWN, scale=2**0.5)),
     "wn": Norm(wrapper=WN),
+    "sn": Norm(wrapper=keras.layers.SpectralNormalization),
     "ws+gn": Norm(group_normalization, "after", WS),
     "cwn+bn": after(BN, CWN, **PYTORCH),
 }

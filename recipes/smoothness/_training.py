@@ -19,7 +19,7 @@ from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import dln, norms
 
 VGG = {"dataset": "digits", "width": 0.125, "batch_size": 128}
-VGG |= dict.fromkeys(("train_size", "test_size"))
+VGG |= dict.fromkeys(("train_size", "test_size", "initializer"))
 DLN = {"depth": dln.DEPTH, "dtype": "float64"}
 # The dln's are the paper's, but for `every`, which it does not give.
 USUAL = {
@@ -45,6 +45,11 @@ class Descent(Images):
     test_size: int | None = setting(None, "All; the first ones.", at_least=1)
     batch_size: int | None = setting(None, "128; the vgg's.", at_least=1)
     width: float | None = setting(None, "0.125; the vgg's; 1 is VGG-16.", above=0)
+    initializer: str | None = setting(
+        None,
+        "Of the vgg's kernels; He's normal one. The paper has Glorot's.",
+        choices=("glorot_normal", "glorot_uniform"),
+    )
     depth: int | None = setting(None, "25; the dln's layers.", at_least=1)
     dtype: str | None = setting(
         None, "float64; the dln's.", choices=("float32", "float64")
@@ -145,8 +150,8 @@ def _vgg(settings, images):
     norm = norms.get(settings.norm)
     shape = images.x_train.shape[1:]
     model = models.build("vgg16", shape, images.num_classes, norm, "relu")
-    if settings.width != 1:
-        model = models.scaled(model, settings.width)
+    if settings.width != 1 or settings.initializer:
+        model = models.scaled(model, settings.width, settings.initializer)
     model.compile(
         keras.optimizers.SGD(settings.learning_rate),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -32,6 +32,7 @@ import numpy as np
 
 from keras_norms import diagnostics
 from recipes.engine import command, results, training
+from recipes.engine.settings import setting
 from recipes.smoothness import _reports as reports
 from recipes.smoothness import _training as descent
 
@@ -40,8 +41,24 @@ STEP_RANGES = {"vgg": (1 / 2, 4.0), "dln": (1 / 100, 30.0)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(descent.Descents):
+class Run(descent.Descent):
+    """The settings of one training."""
+
+    VARIABLE = (*descent.Descent.VARIABLE, "direction", "longest")
+
+    direction: str | None = setting(
+        None, "Measured along it; gradient if None.", choices=("gradient", "random")
+    )
+    longest: float | None = setting(
+        None, "Step, in learning rates; 4, of the dln 30.", above=0
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Run, descent.Descents):
     """Every norm, measured along its gradients."""
+
+    RUN = Run
 
     norms: tuple[str, ...] = ("none", "bn", "lp1", "lp2", "lpinf")
 
@@ -53,12 +70,14 @@ def train(settings):
 
 def measure(model, batches, settings):
     """The landscape along the gradient, a dict for a line of metrics."""
+    shortest, longest = STEP_RANGES[settings.network]
     found = diagnostics.landscape(
         model,
         *batches[0],
         learning_rate=settings.learning_rate,
-        step_range=STEP_RANGES[settings.network],
+        step_range=(shortest, settings.longest or longest),
         points=8,
+        direction=settings.direction or "gradient",
     )
     nearest, farthest = found.gradient_distance
     return {

@@ -8,6 +8,7 @@ The small runs, and the paper's for a GPU:
     python -m recipes.smoothness.noisy_shift --dataset=cifar10 \
         --data_dir=<where it is> --width=1 --steps=15000 --every=100
     python -m recipes.smoothness.noisy_shift --norms=none,bn,lp1,lp2,lpinf
+    python -m recipes.smoothness.noisy_shift --norms=none,bn,noisy_bn,noise
 
 Claim (Section 2.1, Figures 1, 2 and 7; 8 and 14 are histograms of other networks): BN
 with noise after it, fresh at each step, trains nearly as well as BN and better than no
@@ -15,8 +16,10 @@ norm, though its activations are less stable than those without a norm; the diff
 in stability between BN and none is marginal. The paper's test accuracy on CIFAR-10 is
 83 % with BN and 80 % without.
 
-Activations are those that a nonlinearity is given, in training mode: at step t on its
-batch, and at step t + 1 on its own, with the noise of that step.
+Activations are those that a nonlinearity is given, and where a norm gives them, those
+that it is given itself; in training mode, at step t on its batch, and at step t + 1 on
+its own, with the noise of that step. Behind BN a channel has mean beta and variance
+gamma^2, whatever comes in: what it does to the stability of a network shows before it.
 
 The small run, VGG-16 of an eighth of the width on digits, 400 steps, takes 3.5 minutes
 of two cores of an AMD EPYC that other work shares. NoisyBN reaches 90 % of training
@@ -24,8 +27,8 @@ accuracy by step 20 as BN does, no norm by step 160. Inference is without the no
 the moving statistics are not, so that 50.6 % of test images are right; with statistics
 taken again without it (`keras_norms.recalibrate`) 99.2 %, BN 96.4 %, no norm 96.9 %. In
 the last layer, means move by 0.30 deviations a step with NoisyBN, 0.08 without a norm,
-0.00001 with BN. Of other runs, one without a norm that stays at 88 % among them, is
-docs/results/noisy_shift.md.
+0.00001 with BN, and 0.018 before BN. The noise alone prevents training entirely. Of
+other runs is docs/results/noisy_shift.md.
 
 Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
@@ -44,6 +47,7 @@ from recipes.smoothness import _training as descent
 ACCURACIES = ("train_accuracy", "test_accuracy")
 TARGET = 0.9
 RECALIBRATION_STEPS = 10
+BEFORE = ", before the norm"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,34 +78,46 @@ def measure(model, batches, settings):
     _, gradients = diagnostics.value_and_grad(model, x, y)
     weights = [training.numpy_copy(v) for v in model.trainable_variables]
     state = [v.value for v in model.non_trainable_variables]
-    before, state = activations(model, settings.layers, weights, state, x)
+    outputs = places(model, settings.layers)
+    before, state = activations(model, outputs, weights, state, x)
     # The step of plain gradient descent on this batch is the one training takes.
     for weight, gradient in zip(weights, gradients, strict=True):
         weight -= settings.learning_rate * gradient
-    after, _ = activations(model, settings.layers, weights, state, batches[1][0])
+    after, _ = activations(model, outputs, weights, state, batches[1][0])
     return {
-        f"{layer}_{key}": value
-        for layer, a, b in zip(settings.layers, before, after, strict=True)
+        f"{place}_{key}": value
+        for place, a, b in zip(outputs, before, after, strict=True)
         for key, value in changes(a, b).items()
     }
 
 
-def activations(model, layers, weights, state, x):
-    """What linear layers give to the nonlinearity after them, in training mode.
+def places(model, layers):
+    """Outputs of a model by place: `layer` is what its nonlinearity is given.
 
-    It is the output of the norm, or without one, of the linear layer itself. The model,
-    a chain of layers, stays as it is: `weights` are in place of its trainable
-    variables, `state` of the others. Returns a list of arrays `(positions, channels)`,
-    and the state after the call.
+    That is the output of the norm after it, or without one, its own, which else is the
+    place `layer` and `BEFORE`.
     """
-    names = {layer.name for layer in model.layers}
-    last = [f"{name}_norm" if f"{name}_norm" in names else name for name in layers]
+    found, names = {}, {layer.name for layer in model.layers}
+    for layer in layers:
+        found[layer] = output = model.get_layer(layer).output
+        if f"{layer}_norm" in names:
+            found[layer] = model.get_layer(f"{layer}_norm").output
+            found[layer + BEFORE] = output
+    return found
+
+
+def activations(model, outputs, weights, state, x):
+    """The values of `outputs`, a dict of `places`, in training mode.
+
+    The model stays as it is: `weights` are in place of its trainable variables, `state`
+    of the others. Returns a list of arrays `(positions, channels)`, and the state after
+    the call.
+    """
     # The model's own output, so that all state moves on as it does in training.
-    outputs = [*(model.get_layer(name).output for name in last), *model.outputs]
-    probe = keras.Model(model.inputs, outputs)
+    probe = keras.Model(model.inputs, [*outputs.values(), *model.outputs])
     x = ops.convert_to_tensor(x)
     found, state = probe.stateless_call(weights, state, x, training=True)
-    found = [ops.convert_to_numpy(value) for value in found[: len(layers)]]
+    found = [ops.convert_to_numpy(value) for value in found[: len(outputs)]]
     return [value.reshape(-1, value.shape[-1]) for value in found], state
 
 
@@ -163,8 +179,12 @@ def run(settings):
     rows = []
     for norm in settings.norms:
         found = outcomes.of(norm=norm)
+        measured = found[0].metrics[0]
         layers = {
-            layer: reports.medians(found, layer, MEDIANS) for layer in settings.layers
+            place: reports.medians(found, place, MEDIANS)
+            for layer in settings.layers
+            for place in (layer, layer + BEFORE)
+            if f"{place}_mean" in measured
         }
         steps = [first_step(outcome.metrics) for outcome in found]
         row = {"norm": norm, "step_of_target": steps, "layers": layers}
@@ -209,9 +229,10 @@ def table(rows, seeds):
     titles = {key: key.replace("_", " ") for key in columns}
     first = reports.table(rows, titles, f"{note}.\n")
     of_layers = [
-        {"layer": layer, "norm": row["norm"]} | row["layers"][layer]
-        for layer in rows[0]["layers"]
+        {"layer": place, "norm": row["norm"]} | row["layers"][place]
+        for place in dict.fromkeys(place for row in rows for place in row["layers"])
         for row in rows
+        if place in row["layers"]
     ]
     titles = {"layer": "layer", "norm": "norm"} | MEDIANS
     note = "Means over channels, medians over the measured steps. "

@@ -1,0 +1,222 @@
+"""Statements of the CBN paper that need no training, or a few steps of it.
+
+    python -m recipes.cbn.statements
+
+Claims: Lemmas 1, 2 and 4; Eq. 14, that BN before ReLU is the l2 norm behind it with
+rho = sqrt 2; Theorem 3's assumption 0 < tau < 1; Remark 2, that squared gradients go
+with 1 / rho^2 and grow with the depth of a plain network; Appendix I, that the bias of
+an average of old statistics is proportional to the learning rate.
+
+NumPy, float64, but for Remark 2: a network of Dense layers of 64 with CBN before each,
+a loss whose gradient at the output is constant, as the theorems have it, and Glorot's
+weights. Appendix I is a tanh network of one hidden layer on digits; at each rate the
+steps end at the same learning rate x steps, 0.5. It takes half a minute.
+
+Lemma 4 holds for gradients; for Hessians its proof leaves a term out, and it does not.
+With ReLU squared gradients go with 1 / rho^2 exactly, and grow with depth by the same
+factor a layer whatever rho is; with tanh and sigmoid the first layers see rho more than
+once. AMAT's bias is the same at all rates, for its averages cover the same learning
+rate x steps. The table is in docs/results/statements.md.
+
+Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
+"""
+
+import keras
+import numpy as np
+from keras import layers
+
+from keras_norms import CBN, diagnostics
+from recipes.engine import command, data
+from recipes.engine.statements import Settings, Statement, at_most_one, write, zero
+
+SQUARES_OF_RHO = (1.0, 4.0, 16.0, 64.0)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+WAY = 0.5  # learning rate x steps
+DEPTH = 10
+
+
+def lemmas(draws):
+    """Lemmas 1, 2 and 4."""
+    rng, errors = np.random.default_rng(0), []
+    for _ in range(20):
+        A, Z, B, C = (rng.normal(size=s) for s in ((3, 4), (4, 2), (2, 5), (3, 5)))
+        H = rng.normal(size=(15, 15))
+        H += H.T
+
+        def slope(z, A=A, B=B, C=C, H=H, shape=Z.shape):
+            """The gradient in Z of u^T H u / 2 + sum(u^3) / 6 of the vector u."""
+            u = (A @ z.reshape(shape, order="F") @ B + C).ravel(order="F")
+            g = (H @ u + u**2 / 2).reshape(C.shape, order="F")
+            return (A.T @ g @ B.T).ravel(order="F")
+
+        at_u = H + np.diag((A @ Z @ B + C).ravel(order="F"))
+        formula = np.kron(B, A.T) @ at_u @ np.kron(B.T, A)
+        z, steps = Z.ravel(order="F"), 1e-3 * np.eye(Z.size)
+        # Central differences of a quadratic are its derivative.
+        found = np.array([(slope(z + s) - slope(z - s)) / 2e-3 for s in steps])
+        errors.append(np.abs(found - formula).max() / np.abs(formula).max())
+    yield zero(
+        "Lemma 1", "largest relative error, 20 functions of A Z B + C", max(errors)
+    )
+
+    vectors = [rng.normal(size=n) for n in range(2, 40)]
+    norms = [
+        np.linalg.norm(np.eye(a.size) - np.outer(a, a) / (a @ a), 2) for a in vectors
+    ]
+    yield zero(
+        "Lemma 2", "norm of I - a a^T less 1, 2 to 39 elements", np.ptp([*norms, 1])
+    )
+
+    gradients, hessians = [], []
+    for _ in range(draws):
+        n = int(rng.integers(2, 9))
+        z, g, H = rng.normal(size=n), rng.normal(size=n), rng.normal(size=(n, n))
+        H += H.T
+        r = np.linalg.norm(z)
+        u = z / r
+        J = (np.eye(n) - np.outer(u, u)) / r
+        gradients.append(np.linalg.norm(J @ g) * r / np.linalg.norm(g))
+        # What the proof leaves out: the derivative of J.
+        c = J @ g
+        more = np.outer(c, u) + np.outer(u, c) + (g @ u) * J
+        found = J @ H @ J - more / r
+        hessians.append(np.linalg.norm(found, 2) * r**2 / np.linalg.norm(H, 2))
+    yield at_most_one(
+        "Lemma 4, Eq. 67", "gradient in z / (gradient in u / |z|)", gradients
+    )
+    says = "Hessian in z / (Hessian in u / |z|^2), spectral norms"
+    yield at_most_one("Lemma 4, Eq. 68", says, hessians)
+
+
+def relu_after_bn():
+    """Eq. 14, and the sizes that Theorem 3 needs of rho."""
+    rng = np.random.default_rng(0)
+    half = rng.normal(size=500)
+    rho = rho_of_relu(np.r_[half, -half])
+    yield zero("Eq. 14, symmetric", "rho of BN and ReLU less sqrt 2", rho - 2**0.5)
+    x = data.load("digits").x_train.reshape(1437, -1).astype("float64")
+    units = x @ rng.normal(size=(x.shape[1], 1000))
+    found = [rho_of_relu(unit) for unit in units.T]
+    off = np.abs(np.array(found) - 2**0.5)
+    for name, value in (("median", np.median(off)), ("largest", off.max())):
+        says = f"{name} |rho - sqrt 2| of 1,000 random units on digits"
+        yield Statement(f"Eq. 14, {name}", says, "0", float(value), value < 0.1)
+    x = keras.ops.convert_to_tensor(rng.normal(size=100_000))
+    for name in ("sigmoid", "tanh", "relu", "selu", "swish"):
+        y = keras.ops.convert_to_numpy(keras.activations.get(name)(x))
+        says = f"tau at rho = 1, {name} of N(0, 1)"
+        tau = float(1 / y.std(dtype="float64"))
+        yield Statement(f"Theorem 3, {name}", says, "below 1", tau, tau < 1)
+
+
+def rho_of_relu(y):
+    """The rho that makes relu(BN(y)) the l2 norm, by rho, of relu(y - mean)."""
+    y = y - y.mean()
+    return float(np.sqrt(np.mean(y**2) / np.mean(np.maximum(y, 0) ** 2)))
+
+
+def depth_and_rho(activation, depth=DEPTH, width=64, batch=128):
+    """Squared gradients of each layer of a plain network, a row for each rho."""
+    keras.utils.set_random_seed(0)
+    x = inputs = layers.Input((width,))
+    for i in range(depth):
+        x = layers.Dense(width, name=f"dense{i}")(
+            CBN()(layers.Activation(activation)(x))
+        )
+    model, found = keras.Model(inputs, x), []
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, batch, width)).astype("float32")
+    for square in SQUARES_OF_RHO:
+        for layer in model.layers:
+            if isinstance(layer, CBN):
+                layer.rho.assign(square**0.5)
+        _, gradients = diagnostics.value_and_grad(model, x, y, _linear)
+        paths = [v.path for v in model.trainable_variables]
+        kernels = [g for g, p in zip(gradients, paths) if p.endswith("kernel")]
+        found.append([float(np.square(g, dtype="float64").sum()) for g in kernels])
+    return np.array(found)
+
+
+def _linear(y_true, y_pred):
+    """Its gradient in the output is the same whatever that is."""
+    return keras.ops.sum(y_true * y_pred, -1)
+
+
+def remark_2():
+    for activation in ("relu", "tanh", "sigmoid"):
+        squares = depth_and_rho(activation)
+        slopes = [
+            np.polyfit(np.log(SQUARES_OF_RHO), np.log(of_layer), 1)[0]
+            for of_layer in (squares[:, -1], squares[:, 0])
+        ]
+        for name, slope in zip(("last", "first"), slopes):
+            item = f"Remark 2, {activation}, {name} layer"
+            says = "exponent of rho^2 in the squared gradient, rho 1 to 8"
+            yield Statement(item, says, "-1", slope, abs(slope + 1) < 0.05)
+        for square, of in zip(SQUARES_OF_RHO[::3], squares[::3]):
+            growth = (of[0] / of[-1]) ** (1 / (DEPTH - 1))
+            says = "growth of the squared gradient a layer, downwards"
+            item = f"Remark 2, {activation}, depth, rho = {square**0.5:g}"
+            claimed, holds = (
+                ("above 1", growth > 1) if square == 1 else ("1", growth < 1.05)
+            )
+            yield Statement(item, says, claimed, growth, holds)
+
+
+def bias_of_averages():
+    """Appendix I: |bias| of the mean of a hidden layer, at the end of the same way."""
+    for item, says, claimed, eta in (
+        (
+            "Appendix I, eta = 0.9",
+            "exponent of the rate in the bias",
+            "1",
+            lambda r: 0.9,
+        ),
+        (
+            "Appendix I, AMAT",
+            "the same with eta = 1 - 10 rate",
+            "",
+            lambda r: 1 - 10 * r,
+        ),
+    ):
+        found = [bias(rate, eta(rate)) for rate in RATES]
+        slope = np.polyfit(np.log(RATES), np.log(found), 1)[0]
+        expected = float(claimed or 0)
+        claimed = claimed or "not said"
+        yield Statement(item, says, claimed, slope, abs(slope - expected) < 0.25)
+
+
+def bias(rate, eta, batch=128, hidden=32):
+    """|sum_s (1 - eta) eta^(k-s) (mu_s - mu_(s to k))|, Eq. 109."""
+    rng, images = np.random.default_rng(0), data.load("digits")
+    x = images.x_train.reshape(1437, -1).astype("float64")
+    y = np.eye(10)[images.y_train]
+    w = [rng.normal(size=s) / s[0] ** 0.5 for s in ((64, hidden), (hidden, 10))]
+    seen = []
+    for _ in range(round(WAY / rate)):
+        chosen = rng.integers(len(x), size=batch)
+        h = np.tanh(x[chosen] @ w[0])
+        logits = h @ w[1]
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        error = (p / p.sum(1, keepdims=True) - y[chosen]) / batch
+        seen.append((chosen, h.mean(0)))
+        slopes = x[chosen].T @ ((error @ w[1].T) * (1 - h**2)), h.T @ error
+        w = [weight - rate * slope for weight, slope in zip(w, slopes)]
+    ages = np.arange(len(seen))[::-1]
+    old = [mean - np.tanh(x[chosen] @ w[0]).mean(0) for chosen, mean in seen]
+    return np.linalg.norm((1 - eta) * eta**ages @ np.array(old))
+
+
+def run(settings):
+    """Computes all; returns the directory with table.md and results.json."""
+    found = [
+        *lemmas(settings.draws),
+        *relu_after_bn(),
+        *remark_2(),
+        *bias_of_averages(),
+    ]
+    return write("statements_cbn", found, settings)
+
+
+if __name__ == "__main__":
+    command.run(run, Settings)
