@@ -85,7 +85,7 @@ def randomize(model):
     """Draw all weights of a model anew, so that no layer is left unused."""
     rng = np.random.default_rng(0)
     for layer in layers_of(model):
-        for weight in layer.weights if not list(layer._layers) else ():
+        for weight in () if layers_of(layer, include_self=False) else layer.weights:
             value = draw(weight.name, tuple(weight.shape), rng)
             if value is not None:
                 weight.assign(value)

@@ -1,5 +1,7 @@
 """Candidates that take turns, the ratios of their times, tables and reports."""
 
+import functools
+import math
 import statistics
 import time
 
@@ -7,15 +9,23 @@ from benchmarks import machine
 from recipes.engine import files
 
 
-def timer(run):
-    """A function that calls `run` and returns the seconds it took."""
+def timer(run, at_least=0.0):
+    """A function that calls `run` and returns the seconds it took.
 
-    def timed():
+    Args:
+        run: A function without arguments.
+        at_least: Seconds. A shorter `run` is repeated until all of them take as long;
+            the time is that of one. How often is measured here, by calling it once.
+    """
+
+    def timed(number):
         start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
+        for _ in range(number):
+            run()
+        return (time.perf_counter() - start) / number
 
-    return timed
+    number = math.ceil(at_least / timed(1)) if at_least else 1
+    return functools.partial(timed, number)
 
 
 def take_turns(timers, rounds):

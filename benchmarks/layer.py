@@ -18,17 +18,14 @@ bandwidth measured in the same run.
 Prints a table; --output also writes it as JSON with versions and machine.
 """
 
-import functools
 import statistics
 
 import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import compare, machine
+from benchmarks import compare, machine, steps
 from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN
-
-BACKEND = keras.backend.backend()
 
 _SHAPES = flags.DEFINE_list(
     "shapes",
@@ -42,7 +39,7 @@ _KERNELS = flags.DEFINE_bool("kernels", False, "Whether to time normalised kerne
 _ROUNDS = flags.DEFINE_integer("rounds", 30, "Rounds to time.", lower_bound=4)
 _JIT = flags.DEFINE_bool(
     "jit_compile",
-    BACKEND == "jax",
+    steps.BACKEND == "jax",
     "Whether the step is compiled by XLA (not PyTorch).",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
@@ -80,7 +77,7 @@ def norms():
         "LpNorm(inf)": lambda dtype: LpNorm("inf", dtype=dtype),
         "NoisyBN": lambda dtype: NoisyBN(dtype=dtype),
     }
-    if BACKEND == "tensorflow":
+    if steps.BACKEND == "tensorflow":
         layers["tf.nn.fused_batch_norm"] = fused_batch_norm
     return layers
 
@@ -110,75 +107,18 @@ def fused_batch_norm(dtype):
     return FusedBatchNorm(dtype=dtype)
 
 
-def training_step(layer, x, g):
-    """Return a function that runs forward and backward once, to the end."""
-    layer.build(x.shape)
-    mode = {} if _KERNELS.value else {"training": True}  # a convolution has no mode
-    x, g = (keras.ops.cast(v, layer.compute_dtype) for v in (x, g))
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        parameters = [v.value for v in layer.trainable_variables]
-
-        @functools.partial(tf.function, jit_compile=_JIT.value)
-        def step(x, g):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = layer(x, **mode)
-            return y, tape.gradient(y, [x, *parameters], output_gradients=g)
-
-        def run():
-            y, gradients = step(x, g)
-            for v in (y[:1], gradients[0][:1], *gradients[1:]):
-                v.numpy()  # Small copies: the step's outputs stay on the device.
-
-        return run
-    if BACKEND == "jax":
-        import jax
-
-        def step(parameters, state, x, g, *memory_of_the_last_step):
-            def forward(parameters, x):
-                return layer.stateless_call(parameters, state, x, **mode)
-
-            y, pullback, state = jax.vjp(forward, parameters, x, has_aux=True)
-            dparameters, dx = pullback(g)
-            return (y, dx), (state, dparameters)
-
-        if _JIT.value:
-            # Otherwise the first touch of fresh memory takes longer than the layer.
-            step = jax.jit(step, donate_argnums=(4, 5), keep_unused=True)
-        parameters = [v.value for v in layer.trainable_variables]
-        state = [v.value for v in layer.non_trainable_variables]
-        large = [x + 0, g + 0]
-
-        def run():
-            large[:], _ = jax.block_until_ready(step(parameters, state, x, g, *large))
-
-        return run
-
-    import torch
-
-    parameters = [v.value for v in layer.trainable_variables]
-
-    def run():
-        leaf = x.detach().requires_grad_()
-        y = layer(leaf, **mode)
-        torch.autograd.grad(y, [leaf, *parameters], g)
-        if leaf.is_cuda:
-            torch.cuda.synchronize()
-
-    return run
-
-
 def measure(shape, dtype, rounds, copy_bandwidth, cache):
     """Time every candidate on one shape. Returns a list of rows."""
     rng = np.random.default_rng(0)
     x, g = (rng.normal(size=shape).astype("float32") for _ in range(2))
     policy = dtype if dtype == "float32" else f"mixed_{dtype}"
     candidates = convolutions(shape[-1]) if _KERNELS.value else norms()
-    runs = {
-        name: training_step(make(policy), x, g) for name, make in candidates.items()
-    }
+    runs = {}
+    for name, make in candidates.items():
+        layer = make(policy)
+        layer.build(shape)
+        tensors = (keras.ops.cast(v, layer.compute_dtype) for v in (x, g))
+        runs[name] = steps.training_step(layer, *tensors, _JIT.value)
     for run in runs.values():
         for _ in range(3):
             run()

@@ -32,6 +32,8 @@ NETWORKS = {
     "vgg16": (32, _recipe("vgg16")),
     "resnet50": (224, _application("ResNet50")),
     "efficientnetb0": (224, _application("EfficientNetB0")),
+    "mobilenetv2": (224, _application("MobileNetV2")),
+    "densenet121": (224, _application("DenseNet121")),
 }
 NORMS = ("none", "bn", "cbn", "fused_cbn", "noisy_bn", "lp_norm", "ws", "cwn", "wn")
 

@@ -31,6 +31,9 @@ _NETWORKS = flags.DEFINE_list("networks", list(check.NETWORKS), "Of --check.")
 _NORMS = flags.DEFINE_list("norms", None, "none,bn,cbn,fused_cbn; with --check cbn.")
 _TOPOLOGIES = flags.DEFINE_list("topologies", None, "Slices, as v5e:2x2.")
 _BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
+_GROUP_SIZE = flags.DEFINE_integer(
+    "group_size", None, "Of the CBN layers of --check, samples.", lower_bound=1
+)
 _POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
@@ -88,7 +91,12 @@ def steps_of_recipes():
 
                 def costs(network=network, norm=norm, topology=topology):
                     program = check.compile_step(
-                        network, norm, topology, _BATCH.value, _POLICY.value
+                        network,
+                        norm,
+                        topology,
+                        _BATCH.value,
+                        _POLICY.value,
+                        _GROUP_SIZE.value,
                     )
                     row = {"slice": topology, **compiler.cost(program)}
                     return row | check.prediction(row)
@@ -103,6 +111,8 @@ def main(_):
         "batch_per_chip": _BATCH.value,
         "dtype_policy": _POLICY.value,
     }
+    if _GROUP_SIZE.value:
+        settings["group_size"] = _GROUP_SIZE.value
     each = steps_of_recipes() if _CHECK.value else steps()
     rows = compiled.rows_of(each, settings, _OUTPUT.value)
     if _CHECK.value:

@@ -29,7 +29,8 @@ import jax
 import keras
 import numpy as np
 
-from keras_norms import AMAT
+from keras_norms import AMAT, CBN
+from keras_norms.layers import layers_of
 from recipes import models
 from recipes.engine import optimizers
 from recipes.models import norms
@@ -78,7 +79,7 @@ HEADER = [
 ]
 
 
-def compile_step(network, norm, topology, batch_per_chip, dtype):
+def compile_step(network, norm, topology, batch_per_chip, dtype, group_size=None):
     """The compiled training step of a recipe network on a slice.
 
     Args:
@@ -87,10 +88,13 @@ def compile_step(network, norm, topology, batch_per_chip, dtype):
         topology: As in `compiler.chips`.
         batch_per_chip: Integer.
         dtype: Name of a dtype policy.
+        group_size: That of the CBN layers.
     """
     size, classes = NETWORKS[network]
     shape = (size, size, 3)
     model = models.build(network, shape, classes, norm, "relu", dtype=dtype)
+    for layer in layers_of(model, CBN):
+        layer.group_size = group_size
     model.compile(
         optimizers.SGD(optimizers.piecewise_schedule(0.1, 10_000), 0.9, 5e-4),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

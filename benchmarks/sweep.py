@@ -1,0 +1,140 @@
+"""CBN against keras BatchNormalization from a hundred elements to ten million.
+
+    python -m benchmarks.sweep                      # TensorFlow, as a graph
+    python -m benchmarks.sweep --jit_compile
+    KERAS_BACKEND=jax python -m benchmarks.sweep    # or torch
+
+Each takes about a minute on two idle cores. Times a training call with its gradients,
+and a call at inference, of CBN with `decouple` true and false, for tensors of rank 2
+and 4 and from 3 to 1,024 channels. The candidates take turns as in `benchmarks.layer`;
+a ratio is the median over the rounds of CBN's time / BatchNormalization's time in the
+same round. In a round a call is repeated until it takes two milliseconds.
+
+Prints a table a phase; --output also writes it as JSON with versions and machine.
+"""
+
+import math
+import statistics
+
+import keras
+import numpy as np
+from absl import app, flags
+
+from benchmarks import compare, steps
+from keras_norms import CBN
+
+_CHANNELS = (3, 64, 1024)
+_FEWEST = 8  # elements of a channel
+
+_ROUNDS = flags.DEFINE_integer("rounds", 10, "Rounds to time.", lower_bound=4)
+_JIT = flags.DEFINE_bool(
+    "jit_compile",
+    steps.BACKEND == "jax",
+    "Whether the step is compiled by XLA (not PyTorch).",
+)
+_LARGEST = flags.DEFINE_integer(
+    "largest", 10**7, "Elements of the largest tensor.", lower_bound=100
+)
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+
+
+def shapes(largest):
+    """Shapes of rank 2 and 4, channels last, near each power of ten of elements."""
+    for power in range(2, 8):
+        for channels in _CHANNELS:
+            count = 10**power // channels
+            if 10**power > largest or count < _FEWEST:
+                continue
+            yield 10**power, (count, channels)
+            side = max(math.isqrt(count // 32), 2) if count >= 128 else 2
+            yield 10**power, (count // side**2, side, side, channels)
+
+
+def cbn(decouple):
+    layer = CBN(decouple=decouple)
+    layer.set_learning_rate(0.01)
+    return layer
+
+
+CANDIDATES = {
+    "bn": keras.layers.BatchNormalization,
+    "decoupled": lambda: cbn(True),
+    "coupled": lambda: cbn(False),
+}
+PHASES = {"training": steps.training_step, "inference": steps.inference}
+
+
+def measure(shape, phase, rounds, jit_compile):
+    """Time the candidates on one shape.
+
+    Returns:
+        Dict from their names to `milliseconds`, and but for the yardstick `ratio` and
+        `ratio_quartiles`.
+    """
+    rng = np.random.default_rng(0)
+    x, g = (
+        keras.ops.convert_to_tensor(rng.normal(size=shape), "float32") for _ in "xg"
+    )
+    timers = {}
+    for name, make in CANDIDATES.items():
+        layer = make()
+        layer.build(shape)
+        run = PHASES[phase](layer, x, g, jit_compile)
+        for _ in range(3):
+            run()
+        timers[name] = compare.timer(run, at_least=2e-3)
+    times = compare.take_turns(timers, rounds)
+    return {
+        name: {
+            "milliseconds": 1e3 * statistics.median(measured),
+            **(compare.ratio(measured, times["bn"]) if name != "bn" else {}),
+        }
+        for name, measured in times.items()
+    }
+
+
+def table(rows, phase):
+    header = ["elements", "shape", "bn, ms", "decoupled (quartiles)", "coupled"]
+    return compare.table(
+        header,
+        [
+            [
+                f"{row['elements']:.0e}",
+                "x".join(map(str, row["shape"])),
+                f"{row['bn']['milliseconds']:.3g}",
+                *(compare.spread(row[name]) for name in ("decoupled", "coupled")),
+            ]
+            for row in rows
+            if row["phase"] == phase
+        ],
+    )
+
+
+def main(_):
+    rows = []
+    for phase in PHASES:
+        for elements, shape in shapes(_LARGEST.value):
+            timed = measure(shape, phase, _ROUNDS.value, _JIT.value)
+            rows.append({"phase": phase, "elements": elements, "shape": shape, **timed})
+            keras.utils.clear_session(free_memory=True)
+        ratios = [
+            row[name]["ratio"]
+            for row in rows
+            if row["phase"] == phase
+            for name in ("decoupled", "coupled")
+        ]
+        slower = sum(ratio > 1 for ratio in ratios)
+        print(f"\n{phase}: CBN is slower in {slower} of {len(ratios)} cells\n")
+        print(table(rows, phase), flush=True)
+    if _OUTPUT.value:
+        compare.write_report(
+            _OUTPUT.value,
+            "sweep",
+            rows,
+            jit_compile=_JIT.value,
+            rounds=_ROUNDS.value,
+        )
+
+
+if __name__ == "__main__":
+    app.run(main)
