@@ -1,0 +1,114 @@
+"""Writes docs/claims.md from docs/claims.txt.
+
+    python docs/claims.py
+
+A line of the text that begins with "| " is a row: item, what the paper says, what came
+out here, at what size, agreement, pages, and the command. In the third and fourth,
+`{file.json:key}` is the number that docs/results/file.json computed for the key, and
+`{0.123}` has to stand on one of the row's pages. Everything else is as it is in the
+text, and `{counts}` is the number of rows by paper and agreement.
+"""
+
+import collections
+import json
+import pathlib
+import re
+
+DOCS = pathlib.Path(__file__).parent
+HEADER = ("item", "the paper", "here", "size here", "agreement", "where", "command")
+AGREEMENT = ("holds", "holds partly", "does not hold", "cannot be told")
+AGREEMENT += ("not yet measured", "never run")
+NUMBER = re.compile(r"\{([^{}]*)\}")
+
+
+def rows(text):
+    """Yields heading and cells of each row."""
+    heading = None
+    for line in text.splitlines():
+        if line.startswith("## "):
+            heading = line[3:]
+        elif line.startswith("| "):
+            yield heading, [cell.strip() for cell in line.strip("| ").split(" | ")]
+
+
+def written(text):
+    """The page of a text. A ValueError names the row that something is wrong with."""
+    counts = collections.Counter()
+    lines, before = [], ""
+    for line in text.splitlines():
+        if line.startswith("| "):
+            if not before.startswith("| "):
+                lines += [_row(HEADER), _row(["---"] * len(HEADER))]
+            ((_, cells),) = rows(line)
+            lines.append(_row(_checked(cells)))
+        else:
+            lines.append(line)
+        before = line
+    for heading, cells in rows(text):
+        counts[heading, cells[4]] += 1
+    page = "\n".join(lines) + "\n"
+    return page.replace("{counts}", _table(counts))
+
+
+def _row(cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def _checked(cells):
+    """The cells of a row as the page has them."""
+    item = cells[0]
+    if len(cells) != len(HEADER):
+        raise ValueError(f"{item}: {len(cells)} cells, not {len(HEADER)}.")
+    *texts, agreement, where, command = cells
+    if agreement not in AGREEMENT:
+        raise ValueError(f"{item}: no such agreement, {agreement!r}.")
+    places = [] if where == "-" else where.split(", ")
+    pages, shown = "", []
+    for place in places:
+        tested = place.startswith("tests/")
+        path = DOCS.parent / place if tested else DOCS / "results" / f"{place}.md"
+        if not path.is_file():
+            raise ValueError(f"{item}: there is no {path.relative_to(DOCS.parent)}.")
+        shown.append(f"`{place}`" if tested else f"[{place}](results/{place}.md)")
+        pages += path.read_text()
+
+    def number(match):
+        file, _, key = match[1].partition(":")
+        if key:
+            stored = json.loads((DOCS / "results" / file).read_text())
+            if key not in stored:
+                raise ValueError(f"{item}: {file} has no {key!r}.")
+            return f"{stored[key]['computed']:.3g}"
+        if not re.search(rf"(?<![\d.]){re.escape(file)}(?![\d])", pages):
+            raise ValueError(f"{item}: {file} does not stand in {where}.")
+        return file
+
+    texts = [NUMBER.sub(number, text) for text in texts]
+    module = command.split(" ")[0]
+    if command != "-":
+        if not (DOCS.parent / f"{module.replace('.', '/')}.py").is_file():
+            raise ValueError(f"{item}: there is no {module}.")
+        command = f"`python -m {command}`"
+    return [*texts, agreement, ", ".join(shown) or "-", command]
+
+
+def _table(counts):
+    headings = list(dict.fromkeys(heading for heading, _ in counts))
+    lines = [["paper", *AGREEMENT, "all"], ["---"] + ["--:"] * (len(AGREEMENT) + 1)]
+    for heading in [*headings, None]:
+        found = [
+            sum(
+                n
+                for (of, is_), n in counts.items()
+                if of == (heading or of) and is_ == each
+            )
+            for each in AGREEMENT
+        ]
+        name = heading.partition(":")[0] if heading else "all"
+        lines.append([name, *map(str, [*found, sum(found)])])
+    return "\n".join(map(_row, lines))
+
+
+if __name__ == "__main__":
+    page = written((DOCS / "claims.txt").read_text())
+    (DOCS / "claims.md").write_text(page)
