@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from recipes.engine import optimizers
-from recipes.engine.data import PAD
+from recipes.engine.data import PAD, TEST_BATCH_SIZE
 
 if keras.backend.backend() == "jax":
     import jax
@@ -124,7 +124,7 @@ class Trial:
         It returns the state, and a dict of `test_loss` and `test_accuracy`.
         """
         count = len(data[0])
-        batch = min(self._batch_size, count)
+        batch = min(max(self._batch_size, TEST_BATCH_SIZE), count)
         weights = state["trainable"], state["non_trainable"]
 
         def measure(first):
