@@ -4,16 +4,19 @@
 
 Needs `pip install '.[deploy]'`. Trains each network with BatchNormalization and with
 CBN on images of 32x32, folds it, exports it for one image at a time, and runs the test
-images through what the file became. Errors are those of logits against the float32
-network before it was folded, in standard deviations of its logits. *Same class* is the
+images through what the file became. `cbn_pruned` is the network with CBN without the
+channels that are constant on the calibration images. Errors are those of logits against
+the trained float32 network, in standard deviations of its logits. *Same class* is the
 share of test images that get the class which that network gives. *Time* is that of one
 image on one thread over that of the folded SavedModel; the forms take turns, and the
 number is the median of the ratios, with quartiles.
 
-Calibration images, from which int8 takes the ranges of activations, are training
-images. Keras' int8 is that of Dense layers alone: it leaves convolutions as they are.
+The 200 calibration images, from which int8 takes the ranges of activations, are
+training images. Keras' int8 is that of Dense layers alone: convolutions stay as they
+are.
 """
 
+import functools
 import pathlib
 import tempfile
 import warnings
@@ -23,12 +26,12 @@ import numpy as np
 from absl import app, flags, logging
 
 from benchmarks import compare
-from keras_norms import AMAT, CBN, convert, fold, recalibrate
+from keras_norms import AMAT, CBN, convert, fold, prune, recalibrate
 from recipes import models
 from recipes.engine import data
 
 _NETWORKS = flags.DEFINE_list("networks", ["resnet20", "mobilenetv2"], "")
-_NORMS = flags.DEFINE_list("norms", ["bn", "cbn"], "")
+_NORMS = flags.DEFINE_list("norms", ["bn", "cbn", "cbn_pruned"], "")
 _DATASET = flags.DEFINE_string("dataset", "digits", "As of the recipes.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Of tensorflow_datasets.")
 _TRAIN_SIZE = flags.DEFINE_integer("train_size", None, "Images; all if not given.")
@@ -41,6 +44,12 @@ CALIBRATION = 200  # images
 YARDSTICK = "SavedModel"
 
 
+def data_set():
+    """The images, 32x32 or larger."""
+    images = data.load(_DATASET.value, _DATA_DIR.value, _TRAIN_SIZE.value)
+    return data.enlarged(images)
+
+
 def build(network, norm, shape, classes):
     """A network of `recipes.models`, or MobileNetV2, that returns logits."""
     if network != "mobilenetv2":
@@ -51,8 +60,10 @@ def build(network, norm, shape, classes):
     return model if norm == "bn" else convert(model, CBN(rho=2), preserve=False)
 
 
-def trained(network, norm, images):
+@functools.lru_cache(maxsize=1)  # a network and the same one pruned
+def trained(network, norm):
     """The network after a training, its statistics measured on the training images."""
+    images = data_set()
     keras.utils.set_random_seed(0)
     model = build(network, norm, images.x_train.shape[1:], images.num_classes)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -176,11 +187,14 @@ def size(path):
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def measure(network, norm, images):
+def measure(network, norm):
     """One network with one norm in every format. Returns a list of rows."""
-    model = trained(network, norm, images)
+    images = data_set()
+    model = trained(network, norm.removesuffix("_pruned"))
     x, y = images.x_test[: _TEST_SIZE.value], images.y_test[: _TEST_SIZE.value]
     expected = model.predict(x, verbose=0)
+    if norm.endswith("_pruned"):
+        model = prune(model, images.x_train[:CALIBRATION]).model
     rows, runs = [], {}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fold's shifts, layers without kernels
@@ -240,13 +254,10 @@ def main(_):
     tf.config.threading.set_inter_op_parallelism_threads(1)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     logging.set_verbosity(logging.ERROR)
-    images = data.enlarged(
-        data.load(_DATASET.value, _DATA_DIR.value, _TRAIN_SIZE.value)
-    )
     rows = []
     for network in _NETWORKS.value:
         for norm in _NORMS.value:
-            rows += measure(network, norm, images)
+            rows += measure(network, norm)
             keras.utils.clear_session(free_memory=True)
     print(table(rows))
     if _OUTPUT.value:
