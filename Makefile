@@ -59,7 +59,7 @@ test-oldest test-latest: test-%: .venv-%/installed
 
 # In an empty environment and another folder, so that the checkout is not seen.
 test-dist: dist
-	for backend in $(BACKENDS); do \
+	@for backend in $(BACKENDS); do \
 		for file in $(CURDIR)/dist/*.whl $(CURDIR)/dist/*.tar.gz; do \
 			rm -rf build/dist && mkdir -p build && $(PYTHON) -m venv build/dist && \
 			build/dist/bin/pip install -q -c constraints.txt "$$file[$$backend]" && \
