@@ -151,6 +151,8 @@ def _torch_gradient_of(function, kernel, static):
         return [next(gradients) if t.requires_grad else None for t in tensors]
 
     kernel = functools.partial(kernel, **static)
+    if not torch.is_grad_enabled():  # as in forward and backward of a custom gradient
+        return kernel
     return functools.partial(torch_function().apply, kernel, gradient)
 
 

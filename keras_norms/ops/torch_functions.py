@@ -39,7 +39,7 @@ def sum(x, axis):
     return x if axis == () else torch.sum(x, axis)  # of no axis, it adds up all
 
 
-def max(x, axis, keepdims=False, initial=None):
+def max(x, axis=(), keepdims=False, initial=None):
     """In Keras, `initial` is on the CPU, and an empty tensor has one maximum alone."""
     if initial is None:
         return torch.amax(x, axis, keepdims)
@@ -49,4 +49,4 @@ def max(x, axis, keepdims=False, initial=None):
 
 
 def _tensor(x):
-    return x.value if isinstance(x, keras.Variable) else x
+    return x if isinstance(x, torch.Tensor) else keras.ops.convert_to_tensor(x)
