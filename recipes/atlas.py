@@ -70,7 +70,7 @@ def run(settings):
     found = classifier.train_all(settings, trained, classifier.train)
     for cell, row in zip(cells, rows, strict=True):
         outcomes = found.of(**cell)
-        row["text"] = results.percent(outcomes)
+        row["accuracy"] = results.percent(outcomes)
         row["test_accuracy"] = results.mean_and_std(results.accuracies(outcomes))
         row["runs"] = [each.results for each in outcomes]
     directory = settings.directory("atlas")
@@ -120,7 +120,7 @@ def table(rows, settings):
             line = [figures.NAME_OF.get(norm, norm)]
             for size in settings.batch_sizes:
                 row = cell[activation, norm, size]
-                line += [row["text"], f"{row['rate']:g}" + "*" * row["at_end"]]
+                line += [row["accuracy"], f"{row['rate']:g}" + "*" * row["at_end"]]
             lines.append(line)
         text += results.markdown([activation, *sum(sizes, ())], lines) + "\n"
     return (

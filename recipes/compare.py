@@ -3,8 +3,7 @@
 The first comparison is `make demo`: 30 trainings of ResNet-8 on scikit-learn's 8x8
 digits, 2 minutes on two cores. The second is the paper's, for a GPU and ten seeds; the
 third is the same with the ten seeds of a combination trained together, in one program
-(JAX, for an accelerator: on a CPU it is slower than one by one; batches come in another
-order):
+(JAX, for an accelerator: on a CPU nothing is gained; batches come in another order):
 
     python -m recipes.compare --models=resnet8 --rho=2
     python -m recipes.compare --dataset=cifar10 --data_dir=<where it is> \
