@@ -6,6 +6,7 @@
 # make test-latest  the same on the newest there are
 # make test-dist    wheel and sdist, each tried with nothing but one backend
 # make dist      wheel and sdist, in dist/
+# make docs      the site, in build/site
 # make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ QUICK := tests/layers/test_every_layer.py tests/recipes/test_train.py \
 	tests/surgery/test_inline.py::test_convert_save_recalibrate_prune_and_fold \
 	tests/test_readme.py
 
-.PHONY: demo quick test test-all test-oldest test-thorough lint format install
+.PHONY: demo quick test test-all test-oldest test-thorough docs lint format install
 .PHONY: test-latest test-dist dist
 .DELETE_ON_ERROR:
 
@@ -45,10 +46,16 @@ test: lint
 
 test-all: test test-thorough
 
-test-thorough: .venv/installed-extra
+test-thorough: .venv/installed-extra docs
 	$(call timed,PyTorch,$(TORCH))
 	$(call timed,TensorFlow thorough,KERAS_BACKEND=tensorflow $(THOROUGH))
 	$(call timed,JAX thorough,KERAS_BACKEND=jax $(THOROUGH))
+
+# A warning is an error, and so is a link within the site that leads nowhere.
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build -q --strict
+	@echo "build/site/index.html; with its search:"
+	@echo ".venv/bin/python -m http.server -d build/site"
 
 # Files of a later Keras do not load in an earlier one.
 test-oldest: IGNORED := --ignore=tests/test_golden.py
@@ -92,6 +99,10 @@ install: .venv/installed
 
 .venv/installed-extra: .venv/installed
 	.venv/bin/pip install -q -c constraints.txt -e '.[torch,tpu,gpu-compiler,hub,deploy]'
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	.venv/bin/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 .venv-%/installed: setup.cfg $(wildcard constraints-*.txt)

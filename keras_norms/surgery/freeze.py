@@ -42,7 +42,8 @@ def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
             no boolean.
 
     Warns:
-        If a layer is of a class derived from these. It gets `trainable = False`.
+        UserWarning: If a layer is of a class derived from these. It gets
+            `trainable = False`.
 
     Example:
 

@@ -1,0 +1,53 @@
+"""Runs the Python of a guide, and writes what it prints and draws beside it.
+
+    python docs/execute.py docs/guides/swap.md
+
+The blocks run one after the other, in an empty folder. What one prints is the block of
+text after it, and a figure that it saves is the picture of that name beside the page.
+With `--output=FOLDER`, page and pictures go there.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+
+BLOCK = re.compile(r"(```python\n(.*?)```\n)(\n```text\n.*?```\n)?", re.S)
+
+
+def execute(page, output):
+    """Writes a page, with what its blocks print now, and its pictures to a folder."""
+    names = {"__name__": "__main__"}
+
+    def run(match):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(match[2], page.name, "exec"), names)
+        lines = printed.getvalue().splitlines()
+        # Keras' bars of progress are not results.
+        text = "\n".join(line.rstrip() for line in lines if "━" not in line).strip("\n")
+        return match[1] + (f"\n```text\n{text}\n```\n" if text else "")
+
+    text, output = page.read_text(), output.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.getcwd()
+        os.chdir(folder)
+        try:
+            text = BLOCK.sub(run, text)
+            for picture in pathlib.Path().glob("*.png"):
+                shutil.copy(picture, output)
+        finally:
+            os.chdir(before)
+    (output / page.name).write_text(text)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("page", type=pathlib.Path)
+    parser.add_argument("--output", type=pathlib.Path)
+    arguments = parser.parse_args()
+    execute(arguments.page.resolve(), arguments.output or arguments.page.parent)
