@@ -15,7 +15,22 @@ falls. BN and CBN without AMAT normalise with those of a batch. For inference, t
 have averages of about ten batches (momentum 0.9), batch renormalization of a hundred,
 and its first steps normalise little: Keras has no warm-up of its bounds.
 
-The paper has no such experiment.
+The paper has no such experiment. Test accuracy in %, mean and deviation of three seeds,
+400 digits (60 trainings, 454 seconds of processor time). With sigmoid CBN is ahead,
+with and without AMAT alike; with ReLU it loses to BN at two images a batch:
+
+                                relu                    sigmoid
+    batch size               2           32             2           32
+    BN              94.8 ± 0.8   93.3 ± 0.7    84.1 ± 4.8   89.7 ± 0.3
+    CBN             91.0 ± 0.3   94.9 ± 0.9    93.3 ± 0.3   94.4 ± 1.5
+    without AMAT    91.9 ± 1.2   94.4 ± 0.6    93.9 ± 1.0   94.1 ± 0.8
+    GN              94.4 ± 0.6   92.8 ± 0.6    16.0 ± 9.9   10.2 ± 0.2
+    batch renorm    93.1 ± 1.6   92.8 ± 2.0    85.2 ± 1.2   15.6 ± 9.5
+
+At two images a batch the training accuracy is, with ReLU and sigmoid, 100.0 and 100.0 %
+with CBN, 87.9 and 89.4 % without AMAT, 97.6 and 69.9 % with BN: CBN has the least noise
+in training, which does not make it the best on other images. After so few steps, at
+most 1,600, GN and batch renormalization have not yet learned with sigmoid.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
