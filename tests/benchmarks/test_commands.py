@@ -39,7 +39,7 @@ def test_deployment(tmp_path):
     for package in ("tensorflow", "tf2onnx", "onnxruntime", "openvino"):
         pytest.importorskip(package)
     output = tmp_path / "report.json"
-    small = ["--networks=resnet8", "--norms=cbn_pruned", "--epochs=1", "--test_size=9"]
+    small = ["--networks=resnet8", "--norms=cbn", "--epochs=1", "--test_size=9"]
     command = ("-m", "benchmarks.deployment", *small, "--rounds=4")
     run(*command, f"--output={output}", KERAS_BACKEND="tensorflow")
     rows = json.loads(output.read_text())["rows"]

@@ -1,12 +1,14 @@
 """Folded models in the formats that are deployed compute what they did in training."""
 
+import keras
 import numpy as np
 import pytest
+from keras import layers
 
-from keras_norms import convert, fold
+from keras_norms import CBN, convert, fold, prune, recalibrate
 from tests.programs import deployed
 from tests.support import surgery_models as m
-from tests.support.backend import BACKEND, numpy
+from tests.support.backend import BACKEND, numpy, tensorflow_only
 from tests.support.processes import run
 
 pytestmark = pytest.mark.thorough
@@ -63,3 +65,18 @@ def test_quantize(trained):
     modes = {layer.name: layer.quantization_mode for layer in folded.layers}
     assert {name for name, mode in modes.items() if mode == "int8"} == {"logits"}
     assert 1e-4 < error(numpy(folded(X, training=False)), trained) < 2e-2
+
+
+@tensorflow_only
+def test_dead_channels_before_int8():
+    """Their scale in CBN takes the range of int8 from the others, until they go."""
+    stack = layers.Conv2D(8, 3, activation="relu"), CBN(), layers.Conv2D(8, 1)
+    flat = layers.ReLU(), layers.Flatten(), layers.Dense(5)
+    model = keras.Sequential([keras.Input((12, 12, 3)), *stack, *flat])
+    stack[0].bias.assign([-99] * 2 + [0] * 6)
+    recalibrate(model, X, verbose=0)
+    errors = [
+        error(deployed.outputs(fold(each), X, "litert_int8"), model)
+        for each in (model, prune(model, X).model)
+    ]
+    assert errors[1] < 2e-2 < 10 * errors[1] < errors[0]
