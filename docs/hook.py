@@ -13,10 +13,10 @@ MATH = re.compile(r'<(span|div) class="arithmatex">\\[([](.*?)\\[)\]]</\1>', re.
 
 
 def on_config(config):
-    """Adds the pages of results to the navigation, each by its title."""
+    """Adds what the index of results links to the navigation, in its order."""
     (results,) = (part["Results"] for part in config.nav if "Results" in part)
-    pages = sorted((ROOT / "docs/results").glob("[a-z]*.md"))
-    results += [f"results/{page.name}" for page in pages]
+    text = (ROOT / "docs" / results[0]).read_text()
+    results += [f"results/{page}" for page in re.findall(r"\]\((\w+\.md)\)", text)]
     return config
 
 
