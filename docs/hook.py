@@ -33,7 +33,8 @@ def on_page_content(content, **kwargs):
 
     def mathml(match):
         display = {"span": "inline", "div": "block"}[match[1]]
-        return converter.convert(html.unescape(match[2]), display=display)
+        formula = converter.convert(html.unescape(match[2]), display=display)
+        return f'<{match[1]} class="math">{formula}</{match[1]}>'
 
     return MATH.sub(mathml, content)
 
