@@ -2,11 +2,15 @@
 # make quick     the tests that find most mistakes, on TensorFlow
 # make test      the tests, on TensorFlow and JAX, and the coverage of keras_norms
 # make test-all  everything there is: PyTorch, the compilers, kills, every combination
-# make test-oldest  the tests on the oldest Keras and backends that work
+# make test-oldest  the tests on the oldest Keras and backends that work (BACKENDS=jax)
+# make test-latest  the same on the newest there are
+# make test-dist    wheel and sdist, each tried with nothing but one backend
+# make dist      wheel and sdist, in dist/
 # make docs      the site, in build/site
 # make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
 
 PYTHON ?= python3
+BACKENDS ?= tensorflow jax torch
 # A process a core: more threads would wait for each other.
 PYTEST ?= JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 \
 	.venv/bin/python -m pytest -q -n auto --dist worksteal
@@ -23,6 +27,7 @@ QUICK := tests/layers/test_every_layer.py tests/recipes/test_train.py \
 	tests/test_readme.py
 
 .PHONY: demo quick test test-all test-oldest test-thorough docs lint format install
+.PHONY: test-latest test-dist dist
 .DELETE_ON_ERROR:
 
 demo: install
@@ -53,10 +58,27 @@ docs: .venv/installed-docs
 	@echo ".venv/bin/python -m http.server -d build/site"
 
 # Files of a later Keras do not load in an earlier one.
-test-oldest: .venv-oldest/installed
-	for backend in tensorflow jax torch; do \
-		KERAS_BACKEND=$$backend $(subst .venv,.venv-oldest,$(PYTEST)) \
-			--ignore=tests/test_golden.py || exit; done
+test-oldest: IGNORED := --ignore=tests/test_golden.py
+test-oldest test-latest: test-%: .venv-%/installed
+	for backend in $(BACKENDS); do \
+		KERAS_BACKEND=$$backend $(subst .venv,.venv-$*,$(PYTEST)) $(IGNORED) \
+			|| exit; done
+
+# In an empty environment and another folder, so that the checkout is not seen.
+test-dist: dist
+	@for backend in $(BACKENDS); do \
+		for file in $(CURDIR)/dist/*.whl $(CURDIR)/dist/*.tar.gz; do \
+			rm -rf build/dist && mkdir -p build && $(PYTHON) -m venv build/dist && \
+			build/dist/bin/pip install -q -c constraints.txt "$$file[$$backend]" && \
+			(cd build/dist && KERAS_BACKEND=$$backend bin/python \
+				$(CURDIR)/tests/programs/installed.py) || exit; \
+		done; \
+	done
+	rm -rf build/dist
+
+dist: install
+	rm -rf dist
+	.venv/bin/python -m build -o dist .
 
 lint: install
 	.venv/bin/ruff check .
@@ -76,15 +98,15 @@ install: .venv/installed
 	touch $@
 
 .venv/installed-extra: .venv/installed
-	.venv/bin/pip install -q -c constraints.txt -e '.[torch,tpu,gpu-compiler,hub]'
+	.venv/bin/pip install -q -c constraints.txt -e '.[torch,tpu,gpu-compiler,hub,deploy]'
 	touch $@
 
 .venv/installed-docs: .venv/installed
 	.venv/bin/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
-.venv-oldest/installed: setup.cfg constraints-oldest.txt
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install -q -c constraints-oldest.txt \
+.venv-%/installed: setup.cfg $(wildcard constraints-*.txt)
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install -q $(addprefix -c ,$(wildcard constraints-$*.txt)) \
 		-e '.[tensorflow,jax,torch,recipes,tuner,dev]'
 	touch $@

@@ -32,18 +32,21 @@ _JIT = flags.DEFINE_bool(
     steps.BACKEND == "jax",
     "Whether the step is compiled by XLA (not PyTorch).",
 )
+_SMALLEST = flags.DEFINE_integer(
+    "smallest", 10**2, "Elements of the smallest tensor.", lower_bound=100
+)
 _LARGEST = flags.DEFINE_integer(
     "largest", 10**7, "Elements of the largest tensor.", lower_bound=100
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
-def shapes(largest):
+def shapes(smallest, largest):
     """Shapes of rank 2 and 4, channels last, near each power of ten of elements."""
-    for power in range(2, 8):
+    for power in range(2, 9):
         for channels in _CHANNELS:
             count = 10**power // channels
-            if 10**power > largest or count < _FEWEST:
+            if not smallest <= 10**power <= largest or count < _FEWEST:
                 continue
             yield 10**power, (count, channels)
             side = max(math.isqrt(count // 32), 2) if count >= 128 else 2
@@ -113,7 +116,7 @@ def table(rows, phase):
 def main(_):
     rows = []
     for phase in PHASES:
-        for elements, shape in shapes(_LARGEST.value):
+        for elements, shape in shapes(_SMALLEST.value, _LARGEST.value):
             timed = measure(shape, phase, _ROUNDS.value, _JIT.value)
             rows.append({"phase": phase, "elements": elements, "shape": shape, **timed})
             keras.utils.clear_session(free_memory=True)

@@ -3,8 +3,7 @@
 The first comparison is `make demo`: 30 trainings of ResNet-8 on scikit-learn's 8x8
 digits, 2 minutes on two cores. The second is the paper's, for a GPU and ten seeds; the
 third is the same with the ten seeds of a combination trained together, in one program
-(JAX, for an accelerator: on a CPU it is slower than one by one; batches come in another
-order):
+(JAX, for an accelerator: on a CPU nothing is gained; batches come in another order):
 
     python -m recipes.compare --models=resnet8 --rho=2
     python -m recipes.compare --dataset=cifar10 --data_dir=<where it is> \
@@ -27,9 +26,7 @@ Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.33190
 import dataclasses
 import itertools
 
-from tqdm import tqdm
-
-from recipes.engine import classifier, command, data, figures, files, results, training
+from recipes.engine import classifier, command, data, figures, files, results
 from recipes.engine.settings import setting
 
 LOOK = (
@@ -39,7 +36,7 @@ LOOK = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(classifier.Saved, classifier.Grid):
+class Settings(classifier.Saved, classifier.Populations):
     """Every model with every activation and norm."""
 
     RUN = classifier.Saved
@@ -48,9 +45,6 @@ class Settings(classifier.Saved, classifier.Grid):
     norms: tuple[str, ...] = setting(("bn", "cbn"), "Names of normalisations.")
     activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
     target_accuracy: float = setting(0.9, "Count epochs until it.", at_most=1)
-    population: int | None = setting(
-        None, "Seeds in one program, on JAX.", at_least=1, compare=False
-    )
 
 
 def run(settings):
@@ -59,12 +53,8 @@ def run(settings):
     Returns:
         The path of the directory with table.md, details.md, results.json, curves.png.
     """
-    if settings.population is None:
-        outcomes = training.train_all(
-            classifier.train_and_save, settings.runs(), settings.workers
-        )
-    else:
-        outcomes = _train_together(settings)
+    runs = settings.runs()
+    outcomes = classifier.train_all(settings, runs, classifier.train_and_save)
     rows, panels = [], {}
     for model, activation, norm in itertools.product(
         settings.models, settings.activations, settings.norms
@@ -85,22 +75,6 @@ def run(settings):
         f"of {settings.seeds} runs",
     )
     return directory
-
-
-def _train_together(settings):
-    """The same as `train_all`, for the seeds of a combination at a time."""
-    from recipes.engine import joint_training  # needs JAX
-
-    found = training.Outcomes()
-    runs = settings.runs()
-    with tqdm(total=len(runs), unit="run") as progress:
-        for _, group in itertools.groupby(runs, key=lambda each: each.program()):
-            group = list(group)
-            for first in range(0, len(group), settings.population):
-                some = group[first : first + settings.population]
-                found |= {each.settings: each for each in joint_training.train(some)}
-                progress.update(len(some))
-    return found
 
 
 def table(rows, settings):

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import keras
-from keras import initializers, ops
+from keras import initializers
 
 from keras_norms._checks import arguments
 from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
@@ -14,6 +14,7 @@ from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.learning_rate import FollowsLearningRate
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import normalize
+from keras_norms.ops.functions import ops
 from keras_norms.ops.replicas import warn_of_drift
 from keras_norms.ops.shapes import out_of_groups, reduction_axes
 

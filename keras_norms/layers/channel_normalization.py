@@ -1,10 +1,11 @@
 """What the layers that normalise the channels of an activation have in common."""
 
 import keras
-from keras import constraints, initializers, ops, regularizers
+from keras import constraints, initializers, regularizers
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import moving_averages
 from keras_norms.ops.replicas import check_strategy, warn_of_drift
 from keras_norms.ops.shapes import in_groups, not_divisible

@@ -3,13 +3,14 @@
 from typing import Any
 
 import keras
-from keras import initializers, ops
+from keras import initializers
 
 from keras_norms._checks import arguments
 from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import noise, normalize
+from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import moments
 from keras_norms.ops.shapes import out_of_groups
 

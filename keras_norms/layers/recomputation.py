@@ -4,9 +4,9 @@ import functools
 from typing import Any, NamedTuple
 
 import keras
-from keras import ops
 
 from keras_norms import _keras
+from keras_norms.ops.functions import ops
 from keras_norms.ops.recomputation import (
     current_graph,
     recomputation,

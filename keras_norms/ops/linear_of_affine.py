@@ -4,9 +4,9 @@ import functools
 from collections.abc import Callable, Sequence
 
 import keras
-from keras import ops
 
 from keras_norms._types import Tensor
+from keras_norms.ops.functions import ops
 from keras_norms.ops.replicas import devices_share_batches
 
 

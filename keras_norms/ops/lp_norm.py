@@ -8,10 +8,9 @@ import functools
 import math
 from typing import NamedTuple
 
-from keras import ops
-
 from keras_norms._types import Tensor
 from keras_norms.ops.custom_gradient import custom_gradient
+from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import combine_replicas, moments
 from keras_norms.ops.passes import (
     affine,

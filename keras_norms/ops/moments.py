@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import ops
 
 from keras_norms._types import Tensor
 from keras_norms.ops.custom_gradient import custom_gradient
+from keras_norms.ops.functions import ops
 from keras_norms.ops.passes import affine, channel_sums
 from keras_norms.ops.replicas import (
     devices_share_batches,

@@ -6,10 +6,9 @@ and affine weights are float32 or wider, the output has the dtype of `x`.
 
 from typing import NamedTuple
 
-from keras import ops
-
 from keras_norms._types import Tensor
 from keras_norms.ops.custom_gradient import custom_gradient
+from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import (
     Moments,
     after_batch,

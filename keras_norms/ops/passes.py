@@ -1,8 +1,8 @@
 """The passes over activations of which forward and backward maps consist."""
 
 import keras
-from keras import ops
 
+from keras_norms.ops.functions import ops
 from keras_norms.ops.shapes import (
     channel_axis,
     channel_groups,

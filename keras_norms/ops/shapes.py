@@ -9,9 +9,9 @@ import math
 from typing import Any
 
 import keras
-from keras import ops
 
 from keras_norms._types import Tensor
+from keras_norms.ops.functions import ops
 
 _LONGEST_ROW = 4096
 ALIGNED = 4  # oneDNN takes fifteen times as long for a row of 4,095 as for 4,096

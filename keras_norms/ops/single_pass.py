@@ -34,9 +34,9 @@ def single_pass(xla: bool | str = False) -> Callable:
             reduces, and fast where it computes element by element.
 
     Returns:
-        A decorator. What it makes of a function has `on_cpu(where)`, a decorator too:
-        of a function that computes the same on a CPU, faster, where
-        `where(*tensors, **static)` is true, and that needs no gradient.
+        A decorator. What it makes of a function has `faster(where)`, a decorator too:
+        of a function that computes the same, faster, on the tensors (and their device)
+        where `where(*tensors, **static)` is true, and that needs no gradient.
     """
 
     def decorate(function):
@@ -63,14 +63,14 @@ def single_pass(xla: bool | str = False) -> Callable:
                 return compiled_by_tensorflow(key)(*tensors)
             return function(*tensors, **static)
 
-        def on_cpu(where):
+        def faster(where):
             def register(kernel):
                 call.kernels.append((kernel, where))
                 return kernel
 
             return register
 
-        call.kernels, call.on_cpu = [], on_cpu
+        call.kernels, call.faster = [], faster
         return call
 
     return decorate
@@ -151,6 +151,8 @@ def _torch_gradient_of(function, kernel, static):
         return [next(gradients) if t.requires_grad else None for t in tensors]
 
     kernel = functools.partial(kernel, **static)
+    if not torch.is_grad_enabled():  # as in forward and backward of a custom gradient
+        return kernel
     return functools.partial(torch_function().apply, kernel, gradient)
 
 

@@ -37,6 +37,9 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
 
     A warning names these layers.
 
+    Before int8, `prune` channels that are constant: the kernel row that reads one takes
+    its scale too, up to `gamma / (rho * sqrt(epsilon))`, and the range of int8 with it.
+
     Blocks, which are layers of one's own with layers inside, and subclassed models are
     entered as in `convert`: their class, methods and presets are lost. Those that
     cannot be traced stay as they are, with a warning.

@@ -111,6 +111,18 @@ class Grid(Training, Sweep):
         return f"{data.stem(self.dataset)}, {self.model}, {runs}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Populations(Grid):
+    """The same, where those of one network can train together."""
+
+    population: int | None = setting(
+        None,
+        "Trainings of a network in one program, on JAX.",
+        at_least=1,
+        compare=False,
+    )
+
+
 def problem(settings, strategy=None, optimizer=optimizers.SGD):
     """The training of a classifier.
 
@@ -178,6 +190,24 @@ def _network(settings, source, norm, optimizer):
 def train(settings, kind="", **hooks):
     """Trains a classifier; see `recipes.engine.training.train` for the hooks."""
     return training.train(settings, kind, problem, **hooks)
+
+
+def train_all(settings, runs, function):
+    """Trains many classifiers, as the flags `workers` and `population` say.
+
+    Args:
+        settings: A `Populations`.
+        runs: List of the settings of one, a `Training` or `Saved`.
+        function: See `recipes.engine.training.train_all`.
+
+    Returns:
+        A `recipes.engine.training.Outcomes`.
+    """
+    if settings.population is None:
+        return training.train_all(function, runs, settings.workers)
+    from recipes.engine import joint_training  # needs JAX
+
+    return joint_training.train_all(runs, settings.population)
 
 
 def train_and_save(settings, **options):

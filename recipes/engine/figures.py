@@ -30,6 +30,12 @@ _STYLE_OF = {
     "layer": ("#009E73", "LN"),
     "group": ("#56B4E9", "GN"),
     "rms": ("#E69F00", "RMS"),
+    "renorm": ("#009E73", "batch renorm"),
+    "instance": ("#CC79A7", "IN"),
+    "dyt": ("#CC79A7", "DyT"),
+    "derf": ("#E69F00", "Derf"),
+    "ws+gn": ("#009E73", "WS + GN"),
+    "cwn+bn": ("#56B4E9", "CWN + BN"),
 }
 COLOUR_OF = {norm: colour for norm, (colour, _) in _STYLE_OF.items()}
 NAME_OF = {norm: name for norm, (_, name) in _STYLE_OF.items()}
@@ -156,6 +162,35 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
         axis.set(title=name, xlabel=xlabel, **settings)
     axes[0, 0].set_ylabel(ylabel)
     legend(figure, axes)
+    save(figure, path)
+
+
+def heat_map(path, panels, xlabel, label, title):
+    """Draws numbers as colours, a panel beside the other, and writes them there.
+
+    Args:
+        path, title: See `curves`.
+        panels: Dict from the title of a panel to a dict from the label of a row to a
+            dict from that of a column to a number, or `None`.
+        xlabel, label: What the columns are, and the numbers.
+    """
+    frames = {name: pd.DataFrame(of).T.astype(float) for name, of in panels.items()}
+    rows, columns = next(iter(frames.values())).shape
+    size = 2 + len(frames) * (0.6 + 0.6 * columns), 1.6 + 0.3 * rows
+    figure, axes = subplots(1, len(frames), title, sharey=True, size=size)
+    limits = np.nanpercentile([frame.to_numpy() for frame in frames.values()], (0, 100))
+    for axis, (name, frame) in zip(axes[0], frames.items(), strict=True):
+        image = axis.imshow(frame, aspect="auto", vmin=limits[0], vmax=limits[1])
+        for (row, column), value in np.ndenumerate(frame.to_numpy()):
+            shown = "–" if np.isnan(value) else f"{value:.1f}"
+            colour = "white" if value < limits.mean() else "black"
+            style = {"ha": "center", "va": "center", "fontsize": 7, "color": colour}
+            axis.text(column, row, shown, **style)
+        axis.set_xticks(range(columns), frame.columns)
+        axis.set_yticks(range(rows), frame.index)
+        axis.set(title=name, xlabel=xlabel)
+        axis.grid(visible=False)
+    figure.colorbar(image, ax=axes[0, -1], label=label)
     save(figure, path)
 
 

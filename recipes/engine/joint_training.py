@@ -9,9 +9,11 @@ have `population` = true, and so has its name. With whom it trained does not mat
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 
 import numpy as np
+from tqdm import tqdm
 
 from recipes.engine import classifier, data, population, training
 from recipes.engine.run import Run
@@ -33,9 +35,30 @@ class Together(classifier.Saved):
 
 
 def describe(settings):
-    """The `Together` of a `recipes.engine.classifier.Saved`."""
+    """The `Together` of a `Training`, of which nothing is saved, or of a `Saved`."""
     names = [field.name for field in dataclasses.fields(classifier.Saved)]
-    return Together(**{name: getattr(settings, name) for name in names})
+    return Together(**{name: getattr(settings, name, None) for name in names})
+
+
+def train_all(runs, count):
+    """Trains many, `count` of one network together, and shows how far that is.
+
+    Args:
+        runs: List of settings, see `train`. Those of one network follow each other.
+        count: Positive integer.
+
+    Returns:
+        A `recipes.engine.training.Outcomes`, of `Together`.
+    """
+    found = training.Outcomes()
+    with tqdm(total=len(runs), unit="run", dynamic_ncols=True) as progress:
+        for _, group in itertools.groupby(runs, key=lambda each: each.program()):
+            group = list(group)
+            for first in range(0, len(group), count):
+                some = group[first : first + count]
+                found |= {each.settings: each for each in train(some)}
+                progress.update(len(some))
+    return found
 
 
 def train(runs):
@@ -45,8 +68,8 @@ def train(runs):
     in the checkpoint of the first of them.
 
     Args:
-        runs: List of `recipes.engine.classifier.Saved`, which differ in no more than
-            their seed, rho, omega and learning rate.
+        runs: List of `recipes.engine.classifier.Training` or `Saved`, which differ in
+            no more than their seed, rho, omega and learning rate.
 
     Returns:
         List of `recipes.engine.training.Outcome`, of a `Together` each. In the results

@@ -16,8 +16,7 @@ On many devices, such as a slice of TPUs, each has some of the trials, and nothi
 exchanged. A trial has the initial weights that `recipes.train` gives its seed, and
 takes the same steps, but its batches come from JAX's random numbers.
 
-This is for accelerators, which a small network leaves idle. On a CPU it is slower than
-one training after the other: there, XLA computes grouped convolutions slowly.
+This is for accelerators, which a small network leaves idle. On a CPU nothing is gained.
 """
 
 import functools

@@ -14,6 +14,7 @@ the name nor in the JSON of a run. `None` becomes what `usual` says.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import operator
@@ -107,6 +108,9 @@ class Settings:
     def directory(self, recipe):
         """Where the outcome of a recipe goes, by what was asked."""
         name = "-".join(filter(None, [recipe, self.label()]))
+        if len(name) > 200:  # file systems take 255
+            digest = hashlib.sha256(name.encode()).hexdigest()
+            name = f"{name[:190]}-{digest[:9]}"
         return pathlib.Path(self.runs_dir, name)
 
     def program(self):

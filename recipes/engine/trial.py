@@ -3,11 +3,14 @@
 `recipes.engine.population` runs them for many trials at once, by `jax.vmap`.
 """
 
+import functools
+
 import keras
 import numpy as np
 
+from keras_norms.layers import layers_of
 from recipes.engine import optimizers
-from recipes.engine.data import PAD
+from recipes.engine.data import PAD, TEST_BATCH_SIZE
 
 if keras.backend.backend() == "jax":
     import jax
@@ -23,7 +26,7 @@ class Trial:
 
     Args:
         model: The `keras.Model` that computes. It must not be used elsewhere: the omega
-            of its layers becomes 1.
+            of its layers becomes 1, and its convolutions are those of this module.
         optimizer: A Keras optimizer of its own.
         batch_size, augment, replacement, amat: See `Population`.
         steps: Integer, number of steps in an epoch.
@@ -34,6 +37,9 @@ class Trial:
         self, model, optimizer, batch_size, steps, augment, replacement, amat, schedule
     ):
         self._model, self._optimizer = model, optimizer
+        for layer in layers_of(model, keras.layers.Conv2D):
+            if layer.groups == 1 and layer.dilation_rate == (1, 1):
+                layer.convolution_op = functools.partial(convolution, layer)
         optimizer.build(model.trainable_variables)
         self._batch_size, self._steps = batch_size, steps
         self._replacement = replacement
@@ -124,7 +130,7 @@ class Trial:
         It returns the state, and a dict of `test_loss` and `test_accuracy`.
         """
         count = len(data[0])
-        batch = min(self._batch_size, count)
+        batch = min(max(self._batch_size, TEST_BATCH_SIZE), count)
         weights = state["trainable"], state["non_trainable"]
 
         def measure(first):
@@ -177,6 +183,35 @@ def program_of(function, axes, mesh):
 def epoch_keys(seed, epoch):
     """Two JAX keys: the order of the images of an epoch, and their augmentation."""
     return jax.random.split(jax.random.fold_in(jax.random.key(seed), epoch))
+
+
+def convolution(layer, x, kernel):
+    """What a `keras.layers.Conv2D` without groups computes, as a product of matrices.
+
+    Convolutions of many trials, each with its kernel, would be grouped ones, and the
+    gradients of kernels such ones with windows as large as the image: both are slow.
+
+    Args:
+        layer: The layer, which has strides, padding and data format.
+        x: Images as the layer gets them.
+        kernel: Array `(height, width, channels, filters)`.
+    """
+    first = layer.data_format == "channels_first"
+    x = jnp.moveaxis(x, 1, -1) if first else x
+    pads, cuts = [], []
+    for count, size, stride in zip(x.shape[1:3], kernel.shape, layer.strides):
+        places = -(-count // stride)
+        pad = max((places - 1) * stride + size - count, 0)
+        if layer.padding != "same":
+            places, pad = (count - size) // stride + 1, 0
+        pads.append((pad // 2, pad - pad // 2))
+        last = (places - 1) * stride + 1
+        cuts.append([slice(i, i + last, stride) for i in range(size)])
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    windows = [x[:, rows, columns] for rows in cuts[0] for columns in cuts[1]]
+    kernel = keras.ops.convert_to_tensor(kernel)
+    y = jnp.concatenate(windows, -1) @ kernel.reshape(-1, kernel.shape[-1])
+    return jnp.moveaxis(y, -1, 1) if first else y
 
 
 def crop_and_flip(x, key):

@@ -17,6 +17,8 @@
 | group | GroupNormalization, 32 groups of at least 4 channels | after |
 | instance | one mean and variance a sample and channel | after |
 | rms | keras RMSNormalization, at each position | after |
+| renorm | keras BatchNormalization(renorm=True), which Keras 3.12 lacks | after |
+| dyt, derf | gamma tanh(alpha x) + beta; gamma erf(alpha x + s) + beta | after |
 | wn, cwn | WN, CWN with scale sqrt(2), which keeps the variance through ReLU | kernel |
 | ws | WS. Outputs grow with the fan-in: it wants a norm after it | kernel |
 | sn | keras SpectralNormalization | kernel |
@@ -37,6 +39,7 @@ import keras
 from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN
 from keras_norms.layers import layers_of
 from recipes.models.cbn_parts import L2Norm, MeanRemoval
+from recipes.models.pointwise import DynamicErf, DynamicTanh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +126,10 @@ CBN_FAMILY = {
 }
 BN = keras.layers.BatchNormalization
 PYTORCH = {"momentum": 0.9, "epsilon": 1e-5}  # as in the baselines of the CBN paper
+# The last bounds and the averages of Batch Renormalization (arXiv 1702.03275, Section
+# 4.1), without their warm-up, which Keras has not.
+RENORM = {"renorm_clipping": {"rmin": 1 / 3, "rmax": 3.0, "dmax": 5.0}}
+RENORM |= {"renorm": True, "momentum": 0.99, "epsilon": 1e-5}
 # Mean 0 and variance 1 for good.
 FROZEN = {"trainable": False, "center": False, "scale": False, "epsilon": 1e-7}
 NORMS = {
@@ -137,6 +144,9 @@ NORMS = {
     "group": Norm(group_normalization, "after"),
     "instance": after(keras.layers.GroupNormalization, groups=-1, epsilon=1e-5),
     "rms": after(keras.layers.RMSNormalization),
+    "renorm": after(BN, **RENORM),
+    "dyt": after(DynamicTanh),
+    "derf": after(DynamicErf),
     "ws": Norm(wrapper=WS),
     "cwn": Norm(wrapper=partial(CWN, scale=2**0.5)),
     "wn": Norm(wrapper=WN),

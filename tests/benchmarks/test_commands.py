@@ -35,6 +35,24 @@ def test_quantization():
     assert fused == cbn.replace("cbn", "fused_cbn")
 
 
+def test_deployment(tmp_path):
+    for package in ("tensorflow", "tf2onnx", "onnxruntime", "openvino"):
+        pytest.importorskip(package)
+    output = tmp_path / "report.json"
+    small = ["--networks=resnet8", "--norms=cbn", "--epochs=1", "--test_size=9"]
+    command = ("-m", "benchmarks.deployment", *small, "--rounds=4")
+    run(*command, f"--output={output}", KERAS_BACKEND="tensorflow")
+    rows = json.loads(output.read_text())["rows"]
+    exact = [row for row in rows if "int8" not in row["format"]]
+    assert len(rows) == 9 and len(exact) == 5
+    assert max(row["largest_error"] for row in exact) < 1e-3
+    assert all(row["same_class"] == 1 for row in exact)
+    sizes = {row["format"]: row["bytes"] for row in rows}
+    assert all(
+        sizes[f"{name} int8"] < sizes[name] / 2 for name in ("LiteRT", "ONNX Runtime")
+    )
+
+
 def test_groups():
     small = ["--group_sizes=0,1024", "--seeds=2", "--steps=1"]
     *_, whole, one_group = run("-m", "benchmarks.groups", *small).splitlines()

@@ -111,7 +111,7 @@ GROUPS = {
     "LpNorm(groups, inf)": _channels(
         LpNorm, (4, 3, 2, 3), axis=1, p=np.inf, norm_of="centered", group_size=2
     ),
-    "FusedCBN(groups)": _fused("dense_of_sequences", group_size=1),
+    "FusedCBN(groups)": _fused("conv2d_same", group_size=1),
 }
 # Every kind of layer in one wrapper, and one kind in all.
 WRAPPERS = (WS, CWN, WN)

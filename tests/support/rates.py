@@ -131,7 +131,8 @@ def check(model, norm, expected):
 
 def rates_of(rate, steps):
     """Those of a schedule, or of a constant."""
-    return [rate(step) if callable(rate) else rate for step in steps]
+    rates = [rate(step) if callable(rate) else rate for step in steps]
+    return [float(keras.ops.convert_to_numpy(rate)) for rate in rates]
 
 
 class Twice(keras.layers.Layer):

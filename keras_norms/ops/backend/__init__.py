@@ -6,3 +6,4 @@ if keras.backend.backend() == "tensorflow":
     from keras_norms.ops.backend import tensorflow_cpu as tensorflow_cpu
 elif keras.backend.backend() == "torch":
     from keras_norms.ops.backend import torch_cpu as torch_cpu
+    from keras_norms.ops.backend import torch_cuda as torch_cuda

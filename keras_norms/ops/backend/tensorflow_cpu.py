@@ -32,7 +32,7 @@ def applies_to(x, *others, axis):
     )
 
 
-@passes.affine.on_cpu(where=applies_to)
+@passes.affine.faster(where=applies_to)
 def affine(x, center, scale, offset=None, *, axis):
     """(x - center) * scale + offset: normalisation by a variance of 1."""
     offset = tf.zeros_like(center) if offset is None else offset
@@ -56,7 +56,7 @@ def affine(x, center, scale, offset=None, *, axis):
     return y
 
 
-@moments.mean_and_variance.on_cpu(where=applies_to)
+@moments.mean_and_variance.faster(where=applies_to)
 def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
 
@@ -96,7 +96,7 @@ def _mean_and_variance(x, count):
     return tuple(tf.where(count > 0, value, zero) for value in (mean, variance))
 
 
-@passes.gradient_sums.on_cpu(where=applies_to)
+@passes.gradient_sums.faster(where=applies_to)
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)), which is how `affine` backpropagates."""
     groups = channel_groups(x.shape)

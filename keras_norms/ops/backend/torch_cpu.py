@@ -28,14 +28,14 @@ def applies_to(x, *others, axis):
     )
 
 
-@passes.affine.on_cpu(where=applies_to)
+@passes.affine.faster(where=applies_to)
 def affine(x, center, scale, offset=None, *, axis):
     """(x - center) * scale + offset."""
     y = (x - center).mul_(scale)
     return y if offset is None else y.add_(offset)
 
 
-@passes.gradient_x.on_cpu(where=applies_to)
+@passes.gradient_x.faster(where=applies_to)
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     """scale * (g - k * (x - pivot) - constant)."""
     y = x - pivot
@@ -43,7 +43,7 @@ def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     return y.sub_(constant).mul_(scale)
 
 
-@moments.mean_and_variance.on_cpu(where=applies_to)
+@moments.mean_and_variance.faster(where=applies_to)
 def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
     groups = channel_groups(x.shape)
@@ -58,7 +58,7 @@ def mean_and_variance(x, prior, count, *, axis):
     return mean + shift, (variances + (means - mean).square()).mean(0)
 
 
-@passes.gradient_sums.on_cpu(where=applies_to)
+@passes.gradient_sums.faster(where=applies_to)
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)), which is how `affine` backpropagates."""
     groups = channel_groups(x.shape)

@@ -1,3 +1,5 @@
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -63,8 +65,10 @@ def assert_same(a, b):
 @pytest.fixture(scope="module")
 def together():
     """Trials, of which the last one diverges, and the scores after each epoch."""
-    trials = make([*TRIALS, LOST])
-    scores = [trials.train() | trials.evaluate() for _ in range(EPOCHS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "TEST_BATCH_SIZE", 10)  # of 23 test images
+        trials = make([*TRIALS, LOST])
+        scores = [trials.train() | trials.evaluate() for _ in range(EPOCHS)]
     return trials, scores
 
 
@@ -160,6 +164,21 @@ def test_scores_are_those_of_the_models(together):
     np.testing.assert_array_equal(trials.diverged, [False] * 3 + [True])
     assert any(np.isnan(value).any() for value in weights(trials, 3).values())
     assert all(np.isfinite(v).all() for v in weights(trials, 3, best=True).values())
+
+
+@pytest.mark.parametrize("data_format", ["channels_last", "channels_first"])
+def test_convolutions_are_those_of_keras(data_format):
+    x = np.random.default_rng(0).normal(size=(2, 7, 8, 3)).astype("float32")
+    options = {"data_format": data_format, "use_bias": False}
+    if data_format == "channels_first":
+        x = np.moveaxis(x, -1, 1)
+    for size, stride in itertools.product((1, 2, 3, 5), (1, 2, 3)):
+        for padding in ("same", "valid"):
+            layer = keras.layers.Conv2D(4, (size, 3), stride, padding, **options)
+            expected = numpy(layer(x))
+            found = trial.convolution(layer, x, layer.kernel)
+            # Sums of up to 45 terms of order 1.
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_seeds_and_epochs_have_other_batches():

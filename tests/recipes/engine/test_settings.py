@@ -88,6 +88,11 @@ def test_labels():
     assert str(changed.directory("menu")) == f"runs/menu{SHARED}-salts2-seeds5"
     assert str(Menu(runs_dir="a/b").directory("menu")) == f"a/b/menu{SHARED}"
     assert Menu(cook="you") == Menu()
+    # Long ones are cut, and differ.
+    long = [
+        Menu(herbs=[*map(str, range(n))]).directory("menu").name for n in (100, 101)
+    ]
+    assert len(set(long)) == 2 and all(len(name) == 200 for name in long)
 
 
 def test_settings_are_json_and_keys():

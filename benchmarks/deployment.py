@@ -1,0 +1,280 @@
+"""What formats for deployment cost a folded network, in size, accuracy and time.
+
+    python -m benchmarks.deployment              # MINUTES on 2 CPU cores, TensorFlow
+
+Needs `pip install '.[tensorflow,recipes,deploy]'`. Trains each network with
+BatchNormalization and with CBN on images of 32x32, folds it, exports it for one image
+at a time, and runs the test images through what the file became. `cbn_pruned` is the
+network with CBN without the channels that are constant on the calibration images; it is
+left out where there are none. Errors are those of logits against the trained float32
+network, in standard deviations of its logits. *Same class* is the share of test images
+that get the class which that network gives. *Time* is the processor's for one image on
+one thread, over that of the folded SavedModel; the formats take turns, and the number
+is the median of the ratios, with quartiles.
+
+The 200 calibration images, from which int8 takes the ranges of activations, are
+training images. Keras' int8 is that of Dense layers alone: convolutions stay as they
+are.
+"""
+
+import functools
+import pathlib
+import tempfile
+import time
+import warnings
+
+import keras
+import numpy as np
+from absl import app, flags, logging
+
+from benchmarks import compare
+from keras_norms import AMAT, CBN, convert, fold, prune, recalibrate
+from recipes import models
+from recipes.engine import data
+
+_NETWORKS = flags.DEFINE_list("networks", ["resnet20", "mobilenetv2"], "")
+_NORMS = flags.DEFINE_list("norms", ["bn", "cbn", "cbn_pruned"], "")
+_DATASET = flags.DEFINE_string("dataset", "digits", "As of the recipes.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Of tensorflow_datasets.")
+_TRAIN_SIZE = flags.DEFINE_integer("train_size", None, "Images; all if not given.")
+_TEST_SIZE = flags.DEFINE_integer("test_size", 1000, "Images at most.", lower_bound=2)
+_EPOCHS = flags.DEFINE_integer("epochs", 10, "Of each training.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 100, "Rounds to time.", lower_bound=4)
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+
+CALIBRATION = 200  # images
+YARDSTICK = "SavedModel"
+
+
+def data_set():
+    """The images, 32x32 or larger."""
+    images = data.load(_DATASET.value, _DATA_DIR.value, _TRAIN_SIZE.value)
+    return data.enlarged(images)
+
+
+def build(network, norm, shape, classes):
+    """A network of `recipes.models`, or MobileNetV2, that returns logits."""
+    if network != "mobilenetv2":
+        return models.build(network, shape, classes, norm, "relu", rho=2)
+    model = keras.applications.MobileNetV2(
+        input_shape=shape, weights=None, classes=classes, classifier_activation=None
+    )
+    return model if norm == "bn" else convert(model, CBN(rho=2), preserve=False)
+
+
+@functools.lru_cache(maxsize=1)  # a network and the same one pruned
+def trained(network, norm):
+    """The network after a training, its statistics measured on the training images."""
+    images = data_set()
+    keras.utils.set_random_seed(0)
+    model = build(network, norm, images.x_train.shape[1:], images.num_classes)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
+    callbacks = [AMAT()] if norm == "cbn" else []
+    x, y = images.x_train, images.y_train
+    model.fit(x, y, 64, _EPOCHS.value, verbose=0, callbacks=callbacks)
+    return recalibrate(model, x, verbose=0)
+
+
+def deployed(model, x_train, folder):
+    """Yields format, path of the file and function from one image to logits."""
+    spec = [keras.InputSpec(shape=(1, *x_train.shape[1:]), dtype="float32", name="x")]
+    calibration = x_train[:CALIBRATION]
+    folded = fold(model)
+
+    def export(name, model=folded, **kwargs):
+        path = folder / name
+        model.export(str(path), verbose=False, input_signature=spec, **kwargs)
+        return path
+
+    path = export("norms", model)
+    yield "SavedModel, not folded", path, saved_model(path)
+    path = export("folded")
+    yield YARDSTICK, path, saved_model(path)
+    quantized = keras.models.clone_model(folded)
+    quantized.set_weights(folded.get_weights())
+    quantized.quantize("int8")
+    path = export("int8", quantized)
+    yield "SavedModel, Keras int8", path, saved_model(path)
+    path = export("float.tflite", format="litert")
+    yield "LiteRT", path, litert(path)
+    path = export("int8.tflite", format="litert", **litert_int8(calibration))
+    yield "LiteRT int8", path, litert(path)
+    path = export("float.onnx", format="onnx")
+    yield "ONNX Runtime", path, onnx(path)
+    path = onnx_int8(path, calibration)
+    yield "ONNX Runtime int8", path, onnx(path)
+    yield "OpenVINO, ONNX int8", path, openvino(path)
+    path = export("float.xml", format="openvino")
+    yield "OpenVINO", path, openvino(path)
+
+
+def saved_model(path):
+    import tensorflow as tf
+
+    model = tf.saved_model.load(path)
+    return lambda x: model.serve(tf.constant(x)).numpy()
+
+
+def litert(path):
+    import tensorflow as tf
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It has moved to a package of its own.
+        interpreter = tf.lite.Interpreter(str(path), num_threads=1)
+    (given,), (made,) = (
+        interpreter.get_input_details(),
+        interpreter.get_output_details(),
+    )
+    interpreter.allocate_tensors()
+
+    def run(x):
+        interpreter.set_tensor(given["index"], x)
+        interpreter.invoke()
+        return interpreter.get_tensor(made["index"])
+
+    return run
+
+
+def litert_int8(images):
+    """Arguments of `export`: kernels and activations in int8, logits in float32."""
+    import tensorflow as tf
+
+    return {
+        "optimizations": [tf.lite.Optimize.DEFAULT],
+        "representative_dataset": lambda: ([image[None]] for image in images),
+        "target_spec": {"supported_ops": [tf.lite.OpsSet.TFLITE_BUILTINS_INT8]},
+    }
+
+
+def onnx(path):
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options)
+    name = session.get_inputs()[0].name
+    return lambda x: session.run(None, {name: x})[0]
+
+
+def onnx_int8(path, images):
+    """Writes the same network with a scale for each channel of a kernel."""
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Images(quantization.CalibrationDataReader):
+        batches = iter([{"x": image[None]} for image in images])
+
+        def get_next(self):
+            return next(self.batches, None)
+
+    prepared, quantized = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
+    quant_pre_process(path, prepared, skip_symbolic_shape=True)
+    quantization.quantize_static(prepared, quantized, Images(), per_channel=True)
+    return quantized
+
+
+def openvino(path):
+    import openvino
+
+    # Some processors would compute in bfloat16.
+    settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+    model = openvino.Core().compile_model(path, "CPU", settings)
+    return lambda x: model(x)[0]
+
+
+def processor_time(run, image):
+    """Seconds, without those in which the machine did something else."""
+    start = time.process_time()
+    run(image)
+    return time.process_time() - start
+
+
+def size(path):
+    """Bytes of a file, or of all files in a folder, with the weights beside an .xml."""
+    files = path.rglob("*") if path.is_dir() else [path, path.with_suffix(".bin")]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def measure(network, norm):
+    """One network with one norm in every format. Returns a list of rows."""
+    images = data_set()
+    model = trained(network, norm.removesuffix("_pruned"))
+    x, y = images.x_test[: _TEST_SIZE.value], images.y_test[: _TEST_SIZE.value]
+    expected = model.predict(x, verbose=0)
+    if norm.endswith("_pruned"):
+        pruned = prune(model, images.x_train[:CALIBRATION])
+        if pruned.channels[0] == pruned.channels[1]:
+            return []  # the same network
+        model = pruned.model
+    rows, runs = [], {}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fold's shifts, layers without kernels
+        formats = deployed(model, images.x_train, pathlib.Path(folder))
+        for name, path, run in formats:
+            logits = np.concatenate([run(image[None]) for image in x])
+            error = (logits - expected) / expected.std()
+            runs[name] = run
+            rows.append(
+                {
+                    "network": network,
+                    "norm": norm,
+                    "format": name,
+                    "bytes": size(path),
+                    "error": float(np.sqrt(np.mean(error**2))),
+                    "largest_error": float(np.abs(error).max()),
+                    "same_class": np.mean(logits.argmax(-1) == expected.argmax(-1)),
+                    "accuracy": np.mean(logits.argmax(-1) == y),
+                }
+            )
+        timers = {
+            name: functools.partial(processor_time, run, x[:1])
+            for name, run in runs.items()
+        }
+        times = compare.take_turns(timers, _ROUNDS.value)
+    for row in rows:
+        row["milliseconds"] = 1e3 * float(np.median(times[row["format"]]))
+        row |= compare.ratio(times[row["format"]], times[YARDSTICK])
+    return rows
+
+
+def table(rows):
+    return compare.table(
+        ["network", "norm", "format", "MB", "error: rms", "largest", "same class"]
+        + ["accuracy", "ms", "time (quartiles)"],
+        [
+            [
+                *(row["network"], row["norm"], row["format"]),
+                f"{row['bytes'] / 1e6:.2f}",
+                f"{row['error']:.1e}",
+                f"{row['largest_error']:.1e}",
+                f"{row['same_class']:.1%}",
+                f"{row['accuracy']:.1%}",
+                f"{row['milliseconds']:.2f}",
+                compare.spread(row),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def main(_):
+    if keras.backend.backend() != "tensorflow":
+        raise app.UsageError("Only TensorFlow exports to all of these formats.")
+    import tensorflow as tf
+
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    logging.set_verbosity(logging.ERROR)
+    rows = []
+    for network in _NETWORKS.value:
+        for norm in _NORMS.value:
+            rows += measure(network, norm)
+            keras.utils.clear_session(free_memory=True)
+    print(table(rows))
+    if _OUTPUT.value:
+        compare.write_report(_OUTPUT.value, "deployment", rows, rounds=_ROUNDS.value)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,52 @@
+"""Functions of `keras.ops` by PyTorch alone, as far as its own differ in arguments.
+
+See `functions`.
+"""
+
+import keras
+import torch
+
+
+def __getattr__(name):
+    return getattr(torch if name in _SAME else keras.ops, name)
+
+
+_SAME = {
+    *("abs", "all", "any", "isfinite", "logical_and", "logical_not", "logical_or"),
+    *("broadcast_to", "reshape", "squeeze", "stack", "where"),
+    *("full_like", "ones_like", "zeros_like"),
+    *("clip", "maximum", "relu", "sign", "sqrt", "square"),
+}
+
+
+def cast(x, dtype):
+    return _tensor(x).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
+def copy(x):
+    return _tensor(x).clone()
+
+
+def stop_gradient(x):
+    return x.detach()
+
+
+def shape(x):
+    return tuple(x.shape)
+
+
+def sum(x, axis):
+    return x if axis == () else torch.sum(x, axis)  # of no axis, it adds up all
+
+
+def max(x, axis=(), keepdims=False, initial=None):
+    """In Keras, `initial` is on the CPU, and an empty tensor has one maximum alone."""
+    if initial is None:
+        return torch.amax(x, axis, keepdims)
+    if x.numel():
+        return torch.amax(x, axis, keepdims).clamp_min(initial)
+    return torch.sum(x, axis, keepdims) + initial
+
+
+def _tensor(x):
+    return x if isinstance(x, torch.Tensor) else keras.ops.convert_to_tensor(x)

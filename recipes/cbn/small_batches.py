@@ -1,0 +1,107 @@
+"""Small batches: CBN with its moving averages, CBN and BN of batch statistics, others.
+
+The small run, and that of 10,000 images of CIFAR-10, for a GPU. There the seeds of a
+combination train together, in one program:
+
+    python -m recipes.cbn.small_batches
+    KERAS_BACKEND=jax python -m recipes.cbn.small_batches --dataset=cifar10 \
+        --data_dir=<where it is> --train_size=10000 --epochs=20 \
+        --batch_sizes=2,4,8,32,128 --seeds=5 --population=5
+
+The smaller the learning rate, the more batches are in AMAT's moving averages (Eqs. 8
+and 9). Here the rate is in proportion to the batch size, so that CBN normalises with
+about as many images at any of them: 128 at the default rate, and more when the rate
+falls. BN and CBN without AMAT normalise with those of a batch. For inference, these two
+have averages of about ten batches (momentum 0.9), batch renormalization of a hundred,
+and its first steps normalise little: Keras has no warm-up of its bounds.
+
+The paper has no such experiment. Test accuracy in %, mean and deviation of three seeds,
+400 digits (60 trainings, 454 seconds of processor time). With sigmoid CBN is ahead,
+with and without AMAT alike; with ReLU it loses to BN at two images a batch:
+
+                                relu                    sigmoid
+    batch size               2           32             2           32
+    BN              94.8 ± 0.8   93.3 ± 0.7    84.1 ± 4.8   89.7 ± 0.3
+    CBN             91.0 ± 0.3   94.9 ± 0.9    93.3 ± 0.3   94.4 ± 1.5
+    without AMAT    91.9 ± 1.2   94.4 ± 0.6    93.9 ± 1.0   94.1 ± 0.8
+    GN              94.4 ± 0.6   92.8 ± 0.6    16.0 ± 9.9   10.2 ± 0.2
+    batch renorm    93.1 ± 1.6   92.8 ± 2.0    85.2 ± 1.2   15.6 ± 9.5
+
+At two images a batch the training accuracy is, with ReLU and sigmoid, 100.0 and 100.0 %
+with CBN, 87.9 and 89.4 % without AMAT, 97.6 and 69.9 % with BN: CBN has the least noise
+in training, which does not make it the best on other images. After so few steps, at
+most 1,600, GN and batch renormalization have not yet learned with sigmoid.
+
+Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
+"""
+
+import dataclasses
+import itertools
+
+from recipes.engine import classifier, command, figures, results
+from recipes.engine.settings import setting
+from recipes.models import norms
+
+USUAL_BATCH = 128  # that of the learning rate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(classifier.Populations):
+    """Every norm with every batch size and activation."""
+
+    model: str = "resnet8"
+    norms: tuple[str, ...] = setting(
+        ("bn", "cbn", "cbn_batch", "group", "renorm"),
+        "Normalisations.",
+        choices=norms.NORMS,
+    )
+    activations: tuple[str, ...] = setting(("relu", "sigmoid"), "As Keras has them.")
+    batch_sizes: tuple[int, ...] = setting((2, 32), "Images.", at_least=1)
+    learning_rate: float = setting(
+        0.1, f"With {USUAL_BATCH} images a batch; else in proportion.", above=0
+    )
+    train_size: int | None = 400
+    epochs: int | None = 8
+
+
+def run(settings):
+    """Trains all; returns the path of a directory with the table and the figure."""
+    runs = []
+    for size in settings.batch_sizes:
+        rate = settings.learning_rate * size / USUAL_BATCH
+        runs += settings.runs(batch_size=size, learning_rate=rate)
+    outcomes = classifier.train_all(settings, runs, classifier.train)
+    rows, accuracies = [], {}
+    swept = settings.activations, settings.norms, settings.batch_sizes
+    for activation, norm, size in itertools.product(*swept):
+        cell = {"activation": activation, "norm": norm, "batch_size": size}
+        found = outcomes.of(**cell)
+        row = {"accuracy": results.percent(found)}
+        rows.append(cell | row | {"runs": [each.results for each in found]})
+        by_size = accuracies.setdefault(activation, {}).setdefault(norm, {})
+        by_size[size] = results.accuracies(found)
+    directory = settings.directory("cbn_small_batches")
+    results.write(directory, table(rows, settings), {"rows": rows})
+    path, labels = directory / "accuracy.png", ("batch size", "test accuracy (%)")
+    figures.against(path, accuracies, *labels, settings.about(), base=2)
+    return directory
+
+
+def table(rows, settings):
+    """The rows as Markdown, a table an activation, a line a norm."""
+    text = "Test accuracy after the last epoch, %, against the batch size\n\n"
+    for activation in settings.activations:
+        of = [row for row in rows if row["activation"] == activation]
+        lines = [
+            [figures.NAME_OF.get(norm, norm), *(row["accuracy"] for row in cells)]
+            for norm, cells in itertools.groupby(of, key=lambda row: row["norm"])
+        ]
+        text += results.markdown([activation, *settings.batch_sizes], lines) + "\n"
+    return (
+        f"{text}The learning rate is {settings.learning_rate:g} with {USUAL_BATCH} "
+        f"images a batch, else in proportion. {results.note(settings.seeds)}\n"
+    )
+
+
+if __name__ == "__main__":
+    command.run(run, Settings)
