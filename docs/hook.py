@@ -13,10 +13,10 @@ MATH = re.compile(r'<(span|div) class="arithmatex">\\[([](.*?)\\[)\]]</\1>', re.
 
 
 def on_config(config):
-    """Adds the pages of results to the navigation, each by its title."""
+    """Adds what the index of results links to the navigation, in its order."""
     (results,) = (part["Results"] for part in config.nav if "Results" in part)
-    pages = sorted((ROOT / "docs/results").glob("[a-z]*.md"))
-    results += [f"results/{page.name}" for page in pages]
+    text = (ROOT / "docs" / results[0]).read_text()
+    results += [f"results/{page}" for page in re.findall(r"\]\((\w+\.md)\)", text)]
     return config
 
 
@@ -33,7 +33,8 @@ def on_page_content(content, **kwargs):
 
     def mathml(match):
         display = {"span": "inline", "div": "block"}[match[1]]
-        return converter.convert(html.unescape(match[2]), display=display)
+        formula = converter.convert(html.unescape(match[2]), display=display)
+        return f'<{match[1]} class="math">{formula}</{match[1]}>'
 
     return MATH.sub(mathml, content)
 
