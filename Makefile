@@ -51,9 +51,10 @@ test-thorough: .venv/installed-extra docs
 	$(call timed,TensorFlow thorough,KERAS_BACKEND=tensorflow $(THOROUGH))
 	$(call timed,JAX thorough,KERAS_BACKEND=jax $(THOROUGH))
 
-# A warning is an error, and so is a link within the site that leads nowhere.
+# A warning is an error, and so is a link within the site that leads nowhere; with -q
+# they would pass.
 docs: .venv/installed-docs
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 	@echo "build/site/index.html; with its search:"
 	@echo ".venv/bin/python -m http.server -d build/site"
 
