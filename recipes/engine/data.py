@@ -178,7 +178,10 @@ def _npz(path):
                 f"{', '.join(names)}. Received: dataset={path!r}, which has "
                 f"{file.files}, and lacks {missing}"
             )
-        return [file[name] for name in names]
+        x, y, x_test, y_test = (file[name] for name in names)
+    # A file may be sorted by class, and some recipes test on the first images.
+    order = np.random.default_rng(0).permutation(len(x_test))
+    return x, y, x_test[order], y_test[order]
 
 
 class Arrays:
