@@ -1,6 +1,6 @@
 """What formats for deployment cost a folded network, in size, accuracy and time.
 
-    python -m benchmarks.deployment              # MINUTES on 2 CPU cores, TensorFlow
+    python -m benchmarks.deployment              # 10 minutes of a CPU core, TensorFlow
 
 Needs `pip install '.[tensorflow,recipes,deploy]'`. Trains each network with
 BatchNormalization and with CBN on images of 32x32, folds it, exports it for one image
