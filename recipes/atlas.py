@@ -1,7 +1,8 @@
 """Which norm, with which activation and batch size, each at its own learning rate.
 
-The small run, and that of 10,000 images of CIFAR-10, for a GPU. There the rates of a
-cell, and then its seeds, train together in one program:
+The small run, less than five minutes on two cores, and that of 10,000 images of
+CIFAR-10, for a GPU. There the rates of a cell, and then its seeds, train together in
+one program:
 
     python -m recipes.atlas
     KERAS_BACKEND=jax python -m recipes.atlas --dataset=cifar10 \
@@ -15,6 +16,18 @@ highest accuracy on held-out training images after the last epoch, of one seed; 
 with this rate and all training images are then tested once. Several processes, with
 different norms, activations or batch sizes, can share `--runs_dir`: the same command
 for all of them then trains no more, and writes the whole table.
+
+The small run, digits, test accuracy in % and the rate (* the end of the grid):
+
+                    sigmoid, 16   sigmoid, 128  ReLU, 16      ReLU, 128
+    no norm         10.3  0.01*   10.1  0.03    97.2  0.1     93.6  0.1
+    BN              97.8  0.3*    96.0  0.3*    97.6  0.03    98.9  0.3*
+    CBN             97.4  0.1     97.5  0.1     98.2  0.3*    96.9  0.01*
+    GN              90.6  0.3*    16.1  0.03    98.2  0.1     96.2  0.1
+
+(TensorFlow 2.21; deviations of two seeds are 0 to 4.7 points.) Each norm at its own
+rate, BN and CBN differ by their deviations, but with ReLU at 128 images, where BN wins
+by 2 points: one seed chose the smallest rate for CBN there.
 
 References: `recipes.models.norms` says what the norms are.
 """
@@ -48,6 +61,7 @@ class Settings(classifier.Populations):
         300, "Training images held out for choosing the rate.", at_least=1
     )
     epochs: int | None = 8
+    seeds: int = 2
 
     def cells(self):
         """A list of the settings, a dict, of each cell."""
