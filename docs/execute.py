@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
 
 BLOCK = re.compile(r"(```python\n(.*?)```\n)(\n```text\n.*?```\n)?", re.S)
@@ -50,4 +51,5 @@ if __name__ == "__main__":
     parser.add_argument("page", type=pathlib.Path)
     parser.add_argument("--output", type=pathlib.Path)
     arguments = parser.parse_args()
+    sys.path.insert(0, os.getcwd())  # as where one runs a guide: a checkout
     execute(arguments.page.resolve(), arguments.output or arguments.page.parent)

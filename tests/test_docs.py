@@ -65,7 +65,7 @@ CHECKS = {
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_guide(page, tmp_path):
     command = [sys.executable, DOCS / "execute.py", page, "--output", tmp_path]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, cwd=DOCS.parent)
     text, now = page.read_text(), (tmp_path / page.name).read_text()
     # The page is what its blocks print, but for numbers.
     assert NUMBER.sub("0", now).split() == NUMBER.sub("0", text).split()
