@@ -118,7 +118,8 @@ def test_channel_groups(shape, expected):
 @pytest.mark.skipif(BACKEND == "jax", reason="XLA fuses the passes themselves")
 def test_where_the_kernels_for_a_cpu_apply():
     (_, applies_to), *_ = passes.affine.kernels
-    x = ops.zeros((64, 8, 16, 90))
+    with keras.device("cpu:0"):
+        x = ops.zeros((64, 8, 16, 90))
 
     def applies(x, dtype="float32", axis=-1):
         vector, true = ops.zeros(x.shape[axis], dtype), ops.convert_to_tensor(True)
