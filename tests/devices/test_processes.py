@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -28,11 +27,8 @@ def addresses():
 
 def start(directory, *process):
     command = [sys.executable, "-m", "tests.programs.process", str(directory)]
-    # A collective holds one of XLA's threads, of which a machine has as many as cores:
-    # steps that run ahead of it could take them all.
-    env = os.environ | {"JAX_CPU_ENABLE_ASYNC_DISPATCH": "false"}
     with open(directory / f"{'-'.join(['log', *process[1:]])}.txt", "a") as log:
-        return subprocess.Popen([*command, *process], stdout=log, stderr=log, env=env)
+        return subprocess.Popen([*command, *process], stdout=log, stderr=log)
 
 
 def start_two(directory):

@@ -51,6 +51,9 @@ def part(array):
 
 def main(directory, addresses=None, number=None):
     directory = pathlib.Path(directory)
+    # A collective holds one of XLA's threads, of which there are as many as cores: steps
+    # that run ahead of it could take them all.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     several = (addresses, 2, int(number)) if addresses else ()
     strategy = devices.get("data_parallel", *several)
     keras.utils.set_random_seed(0)
