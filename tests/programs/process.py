@@ -51,8 +51,8 @@ def part(array):
 
 def main(directory, addresses=None, number=None):
     directory = pathlib.Path(directory)
-    # A collective holds one of XLA's threads, of which there are as many as cores: steps
-    # that run ahead of it could take them all.
+    # A collective holds one of XLA's threads, of which there are as many as cores.
+    # Steps that run ahead of it could take them all.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     several = (addresses, 2, int(number)) if addresses else ()
     strategy = devices.get("data_parallel", *several)
