@@ -106,7 +106,8 @@ def details(rows):
     header = ["model", "activation", "norm", "test accuracy, %", "training loss"]
     lines, speeds = [], ""
     for row in rows:
-        names = row["model"], row["activation"], row["norm"]
+        norm = figures.NAME_OF.get(row["norm"], row["norm"])
+        names = row["model"], row["activation"], norm
         loss = results.spread(row["train_loss"], 4)
         epochs = results.epochs(row["epochs_to_target"])
         seconds = results.spread(row["seconds_per_step"], 1, 1000)

@@ -147,6 +147,11 @@ def draw(path, rows):
     axes = figure.subplots()
     colours = np.log10(shares.clip(lower=1e-9))
     picture = axes.imshow(colours, vmin=-8, vmax=0.5, aspect="auto")
+    for (row, column), share in np.ndenumerate(shares.to_numpy()):
+        text = f"{share:.2f}" if share > 0.005 else f"{share:.0e}"
+        style = {"ha": "center", "va": "center", "fontsize": 8}
+        style["color"] = "black" if share > 1e-3 else "white"
+        axes.text(column, row, text, **style)
     axes.set_xticks(range(len(TERMS)), [term.replace("_", "-") for term in TERMS])
     axes.set_yticks(range(len(shares)), shares.index)
     axes.set_title("Share of a term that arrives at the input (float32)")

@@ -188,6 +188,5 @@ def _ridges(axis, rows, colour_of):
 
 
 def _style(norm):
-    # The curve of no norm is the others' background.
-    colour = "#999999" if norm == "none" else figures.COLOUR_OF.get(norm, "#000000")
+    colour = figures.COLOUR_OF.get(norm, "#000000")
     return {"color": colour, "label": figures.NAME_OF.get(norm, norm)}
