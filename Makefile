@@ -60,7 +60,7 @@ docs: .venv/installed-docs
 	@echo ".venv/bin/python -m http.server -d build/site"
 
 numbers: install
-	.venv/bin/python docs/numbers.py
+	.venv/bin/python docs/tables.py
 
 # Files of a later Keras do not load in an earlier one.
 test-oldest: IGNORED := --ignore=tests/test_golden.py

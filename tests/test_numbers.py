@@ -13,7 +13,7 @@ DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 @pytest.fixture(scope="module")
 def numbers():
-    spec = importlib.util.spec_from_file_location("numbers_", DOCS / "numbers.py")
+    spec = importlib.util.spec_from_file_location("tables_of_pages", DOCS / "tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -33,6 +33,20 @@ def test_tables_of_files(numbers, pages):
     every = "".join(pages.values())
     files = {path.name for path in DOCS.glob("results/*.json")}
     assert files == set(re.findall(r"\w+\.json", " ".join(numbers.sources(every))))
+
+
+def test_numbers_of_the_readme_stand_in_the_tables(numbers, pages):
+    (text,) = (text for page, text in pages.items() if page.name == "README.md")
+    # Not those of code, addresses and versions.
+    prose = re.sub(
+        r"```.*?```|`.*?`|\(.*?\)|Python [\d.]+|^\|.*?$", "", text, flags=re.S | re.M
+    )
+    found = re.findall(r"\d+\.\d+", numbers.BLOCK.sub("", prose))
+    tables = [
+        match[0] for each in pages.values() for match in numbers.BLOCK.finditer(each)
+    ]
+    assert len(found) > 5
+    assert set(found) <= set(re.findall(r"\d+\.\d+", "".join(tables)))
 
 
 @pytest.mark.thorough

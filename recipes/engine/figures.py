@@ -293,7 +293,8 @@ def save(figure, path):
     for axis in figure.axes:
         low, high = axis.get_ylim()
         if axis.get_yscale() == "log" and high / low < 100:  # 2, 5, 10 for powers
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            subs = (1, 2, 3, 5, 7) if high / low < 10 else (1, 2, 5)
+            axis.yaxis.set_major_locator(LogLocator(subs=subs))
             axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axis.yaxis.set_minor_formatter(NullFormatter())
     files.write(path, lambda temporary: figure.savefig(temporary, dpi=120))

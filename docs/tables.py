@@ -1,6 +1,6 @@
 """Writes the tables of README.md and docs/results from the numbers beside them.
 
-    python docs/numbers.py
+    python docs/tables.py
 
 A page has a table between two comments, the first of which says where it is from:
 
@@ -104,9 +104,12 @@ def of_files(names):
     reports = [json.loads((RESULTS / name).read_text()) for name in names]
     if "benchmark" in reports[0]:
         return table(*reports)
-    from recipes.engine import statements
-
-    return statements.table(*reports)
+    # blindness_layers.json is of recipes.blindness.layers.
+    name = names[0].removesuffix(".json").replace("_", ".", 1)
+    if name.startswith("statements."):
+        name = "engine.statements"
+    recipe = importlib.import_module(f"recipes.{name}")
+    return recipe.table(reports[0].get("rows", reports[0]))
 
 
 def compact(text):
@@ -138,7 +141,7 @@ def run(commands):
                 file.extractall(folder, filter="data")
         for variables, of in alike.items():
             words = [f"{folder}/printed.json", f"{folder}/trainings", *of]
-            environment = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+            environment = {"KERAS_BACKEND": "tensorflow", "TQDM_DISABLE": "1"}
             environment |= dict(each.split("=") for each in variables.split())
             subprocess.run(
                 [sys.executable, __file__, *words],
