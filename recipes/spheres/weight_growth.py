@@ -150,7 +150,8 @@ def run(settings):
     colour_of = figures.colours([label_of(decay) for decay in settings.weight_decays])
     colour_of["Lemma 3"] = "#000000"
     title = settings.about()
-    figures.curves(directory / "growth.png", panels, shown, title, colour_of)
+    of_all = panels, shown, title, colour_of
+    figures.curves(directory / "growth.png", *of_all, dashed=["Lemma 3"])
     for name, columns in distances.items():
         if columns:
             largest = [max(epoch) for values in columns.values() for epoch in values]
@@ -237,7 +238,7 @@ def label_of(decay):
 
 def name_of(norm):
     """A norm as tables call it."""
-    return figures.NAME_OF.get(norm, norm.upper())
+    return figures.NAME_OF.get(norm, norm)
 
 
 def table(found, seeds):
