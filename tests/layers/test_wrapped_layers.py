@@ -9,7 +9,7 @@ from keras import layers, ops
 
 from keras_norms import CWN, WN, WS
 from tests.support.backend import BACKEND, numpy, thorough_on
-from tests.support.wrapped import Noisy, assert_close, data, randomize, wrapped
+from tests.support.wrapped import Halved, Noisy, assert_close, data, randomize, wrapped
 
 
 def test_regularizers_count_once_and_act_on_the_stored_kernel_and_on_outputs():
@@ -152,12 +152,6 @@ def quantized():
     layer.build((None, 4))
     layer.quantize("int8")
     return layer
-
-
-class Halved(layers.Dense):
-    @property
-    def kernel(self):
-        return self._kernel / 2
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ import dataclasses
 import itertools
 
 import numpy as np
-import pytest
 from keras import layers, ops
 
 from keras_norms import CBN, LpNorm, NoisyBN
 from tests.support.autodiff import MODES
-from tests.support.backend import BACKEND, numpy
+from tests.support.backend import BACKEND, numpy, some
 from tests.support.batch_reference import BatchNormReference, LpNormReference
 from tests.support.cbn_reference import CBNReference, relative_error
 
@@ -25,16 +24,6 @@ CASES = {form: (CBN, arguments) for form, arguments in FORMS.items()}
 CASES |= {f"l{p} {of}": (LpNorm, {"p": p, "norm_of": of}) for p, of in NORMS}
 REFERENCES = {CBN: CBNReference, LpNorm: LpNormReference, NoisyBN: BatchNormReference}
 REFERENCES[layers.BatchNormalization] = BatchNormReference
-
-
-def some(values, few):
-    """Values of a parameter, or of several, all but a few of them thorough."""
-
-    def thorough(value):
-        value = value if isinstance(value, tuple) else (value,)
-        return pytest.param(*value, marks=pytest.mark.thorough)
-
-    return [value if value in few else thorough(value) for value in values]
 
 
 # The modes that run kernels of their own: TensorFlow's graph has those of eager, JAX's
