@@ -8,7 +8,7 @@ import pytest
 
 from keras_norms import AMAT, CBN
 from keras_norms.layers import cbn, learning_rate
-from tests.support.backend import jax_only, numpy, tensorflow_only, thorough_on
+from tests.support.backend import jax_only, later_on_jax, numpy, tensorflow_only
 from tests.support.cbn_reference import relative_error
 
 RNG = np.random.default_rng(0)
@@ -155,14 +155,14 @@ def test_many_trials_in_one_program():
             assert_close(actual[i], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("rho", [pytest.param(1.0, marks=thorough_on("jax"))])
-def test_between_a_convolution_of_one_pixel_and_an_activation(rho):
+@later_on_jax
+def test_between_a_convolution_of_one_pixel_and_an_activation():
     """Graph optimizers of TensorFlow see the whole model only in `predict`."""
     inputs = keras.Input((3, 3, 2))
     outputs = []
     for activation in ("tanh", "sigmoid", "relu", "selu"):
         x = keras.layers.Conv2D(4, 3, use_bias=False)(inputs)
-        x = CBN(decouple=False, rho=rho)(x)
+        x = CBN(decouple=False)(x)
         outputs.append(keras.layers.Activation(activation)(x))
     model = keras.Model(inputs, outputs)
     x = RNG.normal(size=(32, 3, 3, 2)).astype("float32")
