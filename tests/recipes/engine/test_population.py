@@ -7,7 +7,7 @@ import pytest
 from keras_norms import CBN
 from recipes.engine import data, optimizers, population, run, trial
 from tests.support import images as files_of
-from tests.support.backend import jax_only, numpy
+from tests.support.backend import jax_only, later, numpy
 from tests.support.processes import run as run_python
 
 pytestmark = jax_only
@@ -121,14 +121,7 @@ def by_hand(settings, amat=True, replacement=False):
     return {v.path: numpy(v) for v in model.variables}, means
 
 
-@pytest.mark.parametrize(
-    "k, amat",
-    [
-        (1, True),
-        pytest.param(0, True, marks=pytest.mark.thorough),
-        pytest.param(0, False, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize("k, amat", [(1, True), *later((0, True), (0, False))])
 def test_a_trial_among_others_equals_the_steps_by_hand(together, k, amat):
     """Though one of the others diverges; without AMAT also with replacement."""
     trials, scores = together
