@@ -45,7 +45,6 @@ from recipes.engine import classifier, command, figures, results, training
 from recipes.engine.settings import setting
 from recipes.models import norms as norm_names
 
-NORMS = ("bn", "group", "layer", "wn", "cbn", "ws+gn", "cwn")
 # The first convolution of the first residual block, and the BN after it.
 LAYERS = {"resnet101": ("conv2_block1_1_conv", "conv2_block1_1_bn")}
 OTHERS = ("stage1_block0_conv1", "stage1_block0_conv1_norm")
@@ -62,7 +61,11 @@ class Decays(classifier.Grid):
     activation: str = "relu"
     batch_size: int | None = 32
     seeds: int = 1
-    norms: tuple[str, ...] = setting(NORMS, "Norms.", choices=sorted(norm_names.NORMS))
+    norms: tuple[str, ...] = setting(
+        ("bn", "group", "layer", "wn", "cbn", "ws+gn", "cwn"),
+        "Norms.",
+        choices=sorted(norm_names.NORMS),
+    )
     weight_decays: tuple[float, ...] = setting((0, 5e-3), "Times weights.", at_least=0)
 
     def outcomes(self, train):

@@ -6,6 +6,7 @@ Without the last two it trains alone. It writes its weights to <directory>, and 
 as docs/tpu.md shows.
 """
 
+import faulthandler
 import pathlib
 import sys
 
@@ -76,4 +77,5 @@ def main(directory, addresses=None, number=None):
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(180)  # Says where a process waits in vain.
     main(*sys.argv[1:])
