@@ -27,7 +27,7 @@ import keras
 import numpy as np
 from absl import app, flags, logging
 
-from benchmarks import compare
+from benchmarks import compare, tables
 from keras_norms import AMAT, CBN, convert, fold, prune, recalibrate
 from recipes import models
 from recipes.engine import data
@@ -239,7 +239,7 @@ def measure(network, norm):
 
 
 def table(rows):
-    return compare.table(
+    return tables.markdown(
         ["network", "norm", "format", "MB", "error: rms", "largest", "same class"]
         + ["accuracy", "ms", "time (quartiles)"],
         [
@@ -251,10 +251,11 @@ def table(rows):
                 f"{row['same_class']:.1%}",
                 f"{row['accuracy']:.1%}",
                 f"{row['milliseconds']:.2f}",
-                compare.spread(row),
+                tables.spread(row),
             ]
             for row in rows
         ],
+        left=3,
     )
 
 

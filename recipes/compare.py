@@ -67,7 +67,8 @@ def run(settings):
         panels.setdefault(title, {})[norm] = [each.metrics for each in found]
     directory = settings.directory("compare")
     results.write(directory, table(rows, settings), {"rows": rows})
-    files.write(directory / "details.md", lambda path: path.write_text(details(rows)))
+    text = details(rows, settings)
+    files.write(directory / "details.md", lambda path: path.write_text(text))
     figures.training_curves(
         directory / "curves.png",
         panels,
@@ -101,12 +102,14 @@ def _accuracy(row):
     return results.spread(row["test_accuracy"], 2, 100) + lost
 
 
-def details(rows):
+def details(rows, settings):
     """All numbers of all rows as Markdown."""
     header = ["model", "activation", "norm", "test accuracy, %", "training loss"]
+    header += [f"epochs to {settings.target_accuracy:.0%}", "ms per step"]
     lines, speeds = [], ""
     for row in rows:
-        names = row["model"], row["activation"], row["norm"]
+        norm = figures.NAME_OF.get(row["norm"], row["norm"])
+        names = row["model"], row["activation"], norm
         loss = results.spread(row["train_loss"], 4)
         epochs = results.epochs(row["epochs_to_target"])
         seconds = results.spread(row["seconds_per_step"], 1, 1000)
@@ -116,7 +119,7 @@ def details(rows):
                 f"- {', '.join(names)}: {row['trials_at_once']} trials at once, "
                 f"{row['images_per_second']:,.0f} images per second\n"
             )
-    text = results.markdown([*header, "epochs", "ms per step"], lines) + (
+    text = results.markdown(header, lines) + (
         "\nTraining loss (cross-entropy) of the last epoch. A step is one batch of "
         "training, without compilation.\n"
     )
