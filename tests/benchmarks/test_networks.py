@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import network, networks
 from keras_norms import CBN, FusedCBN, LpNorm
-from tests.support.backend import numpy, thorough_on
 from tests.support.backend import later, numpy, thorough_on
 
 pytestmark = thorough_on("jax")
