@@ -8,7 +8,7 @@ from keras import layers, ops
 from keras.callbacks import BackupAndRestore, LearningRateScheduler, ReduceLROnPlateau
 
 from keras_norms import AMAT, CBN
-from tests.support.backend import BACKEND, not_torch
+from tests.support.backend import BACKEND, later, not_torch
 from tests.support.rates import (
     COSINE,
     EAGER,
@@ -31,10 +31,7 @@ from tests.support.rates import (
     ways,
 )
 
-thorough = pytest.mark.thorough
-rates = pytest.mark.parametrize(
-    "rate", [pytest.param(0.3, marks=thorough), PIECEWISE], ids=type
-)
+rates = pytest.mark.parametrize("rate", [PIECEWISE, *later(0.3)], ids=type)
 
 
 @ways(XLA, TWO_STEPS, later=[EAGER])
@@ -123,7 +120,7 @@ class Interrupt(keras.callbacks.Callback):
 
 
 @rates
-@pytest.mark.parametrize("amat_first", [pytest.param(False, marks=thorough), True])
+@pytest.mark.parametrize("amat_first", [True, *later(False)])
 def test_backup_and_restore_in_a_fresh_model(tmp_path, rate, amat_first):
     def callbacks():
         both = [AMAT(), BackupAndRestore(tmp_path)]
@@ -165,12 +162,7 @@ def twice_in_a_graph(norm):
 
 
 # How often each of them calls the norm in a step.
-PLACES = {
-    in_two_models: 1,
-    Twice: 2,
-    twice_in_a_graph: 2,
-    over_time: 3,
-}
+PLACES = {in_two_models: 1, Twice: 2, twice_in_a_graph: 2, over_time: 3}
 
 
 @ways({}, later=[EAGER, XLA, TWO_STEPS])

@@ -10,8 +10,8 @@ import pytest
 from keras_norms import CBN
 from tests.programs import numerics
 from tests.support.autodiff import training_step
-from tests.support.backend import BACKEND, numpy
-from tests.support.normalizations import linear_loss, some
+from tests.support.backend import BACKEND, numpy, some
+from tests.support.normalizations import linear_loss
 
 # Largest errors of an output and of a gradient in a dtype; of float32, that of all
 # tests of layers. TensorFlow comes to 2e-6 on a CPU, the others to 5e-7.

@@ -16,6 +16,7 @@ from keras_norms._checks import arguments
 from tests.support.arguments.kinds import FEW, POOL
 from tests.support.arguments.public import ENTRIES, LAYER_NAMES, QUICK
 from tests.support.arguments.table import KINDS, OWN, Tripwire
+from tests.support.backend import later
 from tuner import spaces
 
 PACKAGES = tuple(os.path.dirname(m.__file__) for m in (keras_norms, spaces))
@@ -24,9 +25,7 @@ CASES = [
     for name, entry in ENTRIES.items()
     for argument in entry.kinds
 ]
-several = pytest.mark.parametrize(
-    "values", [FEW, pytest.param(POOL, marks=pytest.mark.thorough)], ids=["few", "all"]
-)
+several = pytest.mark.parametrize("values", [FEW, *later(POOL)], ids=["few", "all"])
 
 
 def test_the_table_has_nothing_else():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tests.support.backend import tensorflow_only, thorough_on
+from tests.support.backend import later, tensorflow_only, thorough_on
 
 pytestmark = thorough_on("jax")
 
@@ -50,9 +50,7 @@ def small_network(weights, include_top, pooling, input_shape):
 
 
 @tensorflow_only  # which exports
-@pytest.mark.parametrize(
-    "network", [small_network, pytest.param(None, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("network", [small_network, *later(None)])
 @pytest.mark.filterwarnings("ignore:fold")
 def test_surgery(network, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

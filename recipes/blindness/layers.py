@@ -52,7 +52,7 @@ def _cbn(beta=0.0, moving=False):
 
 
 # Name -> what makes the layer.
-NORMS = {
+LAYERS = {
     figures.NAME_OF["none"]: lambda: layers.Activation("linear"),
     "BN": lambda: layers.BatchNormalization(epsilon=EPSILON),
     "BN, epsilon 1e-3": lambda: layers.BatchNormalization(),
@@ -78,7 +78,7 @@ NORMS = {
 class Settings(settings.Settings):
     """What is probed, with how many samples and networks."""
 
-    norms: tuple[str, ...] = tuple(NORMS)  # no flag: there are commas in the names
+    norms: tuple[str, ...] = tuple(LAYERS)  # no flag: there are commas in the names
     samples: int = setting(128, "In the batch.", at_least=16)
     seeds: int = setting(3, "Of weights and terms.", at_least=1)
 
@@ -100,7 +100,7 @@ def probe(name, x, y, seeds):
     """The `Blindness` of one norm for each seed."""
     found = []
     for seed in range(seeds):
-        norm = NORMS[name]()
+        norm = LAYERS[name]()
         model = network(norm, x.shape[1:], seed)
         how = {"layers": [norm], "seed": seed, "training": "inference" not in name}
         found.append(blindness(model, x, y, **how))

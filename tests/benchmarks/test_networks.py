@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import network, networks
 from keras_norms import CBN, FusedCBN
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import later, numpy, thorough_on
 
 pytestmark = thorough_on("jax")
 
@@ -17,8 +17,7 @@ pytestmark = thorough_on("jax")
     [
         ("bn", 21, 0, 0),
         ("none", 0, 0, 0),
-        pytest.param("cbn", 0, 19, 0, marks=pytest.mark.thorough),
-        pytest.param("fused_cbn", 0, 19, 19, marks=pytest.mark.thorough),
+        *later(("cbn", 0, 19, 0), ("fused_cbn", 0, 19, 19)),
     ],
 )
 def test_resnet20_has_the_norm(norm, batch_normalizations, cbns, fused):

@@ -5,14 +5,7 @@ import os
 
 import pytest
 
-from keras_norms import CBN
-from tests.support.backend import (
-    BACKEND,
-    not_torch,
-    tensorflow_only,
-    thorough_on,
-    torch_only,
-)
+from tests.support.backend import BACKEND, not_torch, some, torch_only
 from tests.support.device_cases import CASES
 from tests.support.processes import run
 
@@ -23,12 +16,7 @@ FEW += ["cbn, groups, masked"] * (BACKEND == "jax")
 
 @not_torch
 @pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(FEW, marks=thorough_on("tensorflow")),
-        pytest.param([], marks=pytest.mark.thorough),
-    ],
-    ids=["few", "all"],
+    "names", some([FEW, []], [FEW] if BACKEND == "jax" else []), ids=["few", "all"]
 )
 def test_as_one_device(names):
     flags = {}
@@ -62,17 +50,3 @@ def test_processes_of_torch_are_as_one():
     for name, errors in found.items():
         assert errors["outputs"] < CASES[name].error, (name, errors)
         assert max(errors["gradients"], errors["state"]) < 1e-5, (name, errors)
-
-
-@tensorflow_only
-@pytest.mark.parametrize(
-    "name", ["MultiWorkerMirroredStrategy", "ParameterServerStrategy"]
-)
-def test_what_keras_cannot_train_is_refused_by_build(name, monkeypatch):
-    import tensorflow as tf
-
-    # Not made by its own constructor, which needs a cluster.
-    strategy = object.__new__(getattr(tf.distribute, name))
-    monkeypatch.setattr(tf.distribute, "get_strategy", lambda: strategy)
-    with pytest.raises(ValueError, match="MirroredStrategy.*distribution.DataParallel"):
-        CBN().build((4, 3))

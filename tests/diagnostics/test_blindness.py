@@ -12,7 +12,7 @@ from keras_norms import diagnostics as probe
 from keras_norms.diagnostics.blindness import TERMS
 from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
-from tests.support.backend import later_on_jax, thorough_on
+from tests.support.backend import BACKEND, later_on_jax, precision, some
 from tests.support.diagnostics_networks import float64
 
 FEATURES = 4
@@ -99,17 +99,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize("dtype", networks.PRECISIONS)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[] if kind == "bn" else thorough_on("jax"))
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", some(KINDS, ["bn"] if BACKEND == "jax" else KINDS))
 def test_changes_and_shares_are_those_of_the_formulas(kind, dtype):
     layer, kind, blocked, passed, factor = KINDS[kind]
     tolerance = factor * TOLERANCE[dtype]
-    with networks.precision(dtype):
+    with precision(dtype):
         model, x = build(layer()), inputs(dtype)
     found = probe.blindness(model, x, LABELS)
     assert (found.batches, found.samples) == (("mixed", "one label"), (8, 4))
@@ -195,7 +189,7 @@ def test_nothing_of_the_model_changes():
 @pytest.mark.parametrize("dtype", networks.PRECISIONS)
 def test_second_order_against_the_formulas(dtype):
     """H of softmax and a linear layer is W (diag p - p p^T) W^T, at the mean output."""
-    with networks.precision(dtype):
+    with precision(dtype):
         norm = batch_normalization(beta_initializer=keras.initializers.Constant(0.25))
         model, x = build(norm), inputs(dtype)
     norm.gamma.assign([0.5, 1, 1.5, 2])

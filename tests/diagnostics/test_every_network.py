@@ -6,7 +6,7 @@ import pytest
 
 from keras_norms import diagnostics
 from tests.support import diagnostics_networks as networks
-from tests.support.backend import BACKEND, numpy
+from tests.support.backend import BACKEND, numpy, some
 from tests.support.diagnostics_networks import assert_same, variables, weights_of
 
 # On JAX each has three functions to compile.
@@ -21,11 +21,7 @@ if BACKEND == "tensorflow":
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.thorough) if name in LATER else name
-        for name in networks.NETWORKS
-    ],
+    "name", some(networks.NETWORKS, networks.NETWORKS.keys() - LATER)
 )
 def test_every_network(name):
     """The gradient is that of training, the Hessian its change; the model stays."""

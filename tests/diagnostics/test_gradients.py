@@ -11,7 +11,7 @@ from keras import layers
 from keras_norms import diagnostics
 from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
-from tests.support.backend import later_on_jax, not_torch, numpy
+from tests.support.backend import later_on_jax, not_torch, numpy, precision
 from tests.support.diagnostics_networks import flat, relative_error
 
 
@@ -85,7 +85,7 @@ def test_trace_is_that_of_the_dense_hessian_within_its_error(nonlinear, hessian)
 def test_mixed_precision():
     x, y = networks.batch()
     wide = networks.build("CBN", run_eagerly=networks.EAGER)
-    with networks.precision("mixed_bfloat16"):
+    with precision("mixed_bfloat16"):
         mixed = networks.build("CBN", run_eagerly=networks.EAGER)
     _, expected = diagnostics.value_and_grad(wide, x, y)
     _, gradient = diagnostics.value_and_grad(mixed, x, y)
@@ -97,7 +97,7 @@ def test_mixed_precision():
 
 @later_on_jax
 def test_float16_gradients_are_scaled_as_in_training():
-    with networks.precision("mixed_float16"):
+    with precision("mixed_float16"):
         model = networks.build("BatchNormalization")
     x, y = networks.batch()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -7,7 +7,7 @@ from keras import layers
 
 from keras_norms import diagnostics
 from tests.support import diagnostics_networks as networks
-from tests.support.backend import later_on_jax, numpy
+from tests.support.backend import later_on_jax, numpy, precision
 from tests.support.diagnostics_networks import WIDEST, sequential, variables
 
 rng = np.random.default_rng(0)
@@ -17,7 +17,7 @@ X, Y = rng.uniform(size=(13, 5)).astype(WIDEST), rng.integers(0, 3, 13)
 
 @pytest.fixture(scope="module")
 def model():
-    with networks.precision(WIDEST):
+    with precision(WIDEST):
         first = layers.Dense(8, "tanh", use_bias=False)
         model = sequential(first, layers.Dense(3, use_bias=False))
     model.set_weights([W1, W2])

@@ -7,6 +7,7 @@ from keras import layers
 
 from keras_norms import CBN, WS, diagnostics
 from tests.support import diagnostics_networks as networks
+from tests.support.backend import precision
 from tests.support.diagnostics_networks import WIDEST, float64, train
 
 TOLERANCE = 1e-8 if WIDEST == "float64" else 2e-3  # of differences of near squares
@@ -14,7 +15,7 @@ RATE = 0.125  # exact in float32, which Keras keeps it in
 
 
 def network(norm=None):
-    with networks.precision(WIDEST):
+    with precision(WIDEST):
         return networks.sequential(
             layers.Dense(6, use_bias=False, name="first"),
             norm or layers.BatchNormalization(epsilon=1e-12, name="norm"),

@@ -8,7 +8,7 @@ import pytest
 
 from keras_norms import AMAT, CBN
 from keras_norms.layers import cbn, learning_rate
-from tests.support.backend import jax_only, numpy, tensorflow_only, thorough_on
+from tests.support.backend import jax_only, later_on_jax, numpy, tensorflow_only
 from tests.support.cbn_reference import relative_error
 
 RNG = np.random.default_rng(0)
@@ -42,12 +42,16 @@ def test_rho_can_be_assigned():
 # Without AMAT
 
 
-def caught_hints(run):
-    learning_rate._explain_amat_once.cache_clear()
+def times_said(text, run):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
-    return [w for w in caught if "keras_norms.AMAT()" in str(w.message)]
+    return sum(text in str(w.message) for w in caught)
+
+
+def hints(run):
+    learning_rate._explain_amat_once.cache_clear()
+    return times_said("keras_norms.AMAT()", run)
 
 
 def test_the_hint_about_amat_comes_once_where_it_is_due():
@@ -65,9 +69,34 @@ def test_the_hint_about_amat_comes_once_where_it_is_due():
     def fit(**options):
         model.fit(X, X[:, :1], 3, verbose=0, **options)
 
-    assert not caught_hints(none_is_due)
-    assert len(caught_hints(lambda: fit(epochs=2))) == 1
-    assert not caught_hints(lambda: fit(callbacks=[AMAT()]))
+    assert not hints(none_is_due)
+    assert hints(lambda: fit(epochs=2)) == 1
+    assert not hints(lambda: fit(callbacks=[AMAT()]))
+
+
+def test_a_loaded_model_knows_whether_it_was_told(tmp_path):
+    def made():
+        return keras.Sequential([keras.Input((3,)), CBN()])
+
+    def hints_of(model):
+        return hints(lambda: model.layers[0](X, training=True))
+
+    model = made()
+    model.save(tmp_path / "untold.keras")
+    model.layers[0].set_learning_rate(0.1)
+    model.save(tmp_path / "told.keras")
+    model.save_weights(tmp_path / "told.weights.h5")
+    for file, expected in (("untold.keras", 1), ("told.keras", 0)):
+        assert hints_of(keras.models.load_model(tmp_path / file)) == expected
+    model, following = made(), made()
+    # The counter that a schedule adds is no part of a file.
+    following.layers[0].follow(keras.optimizers.schedules.CosineDecay(0.1, 9))
+    following.save_weights(tmp_path / "following.weights.h5")
+    for file in ("following", "told"):
+        for each in (model, following):
+            each.load_weights(tmp_path / f"{file}.weights.h5")
+    assert float(numpy(following.layers[0].learning_rate)) == pytest.approx(0.1)
+    assert not hints_of(model)
 
 
 # Batches of one
@@ -86,12 +115,12 @@ def test_batches_of_one_are_warned_of_once(shape, axis, training, warned):
     cbn._explain_batches_of_one_once.cache_clear()
     layer = known_rate(axis=axis)
     layer.build(shape)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+
+    def twice():
         for _ in range(2):
             layer(np.ones(shape, "float32"), training=training)
-    messages = [str(w.message) for w in caught]
-    assert sum("one element for each channel" in m for m in messages) == warned
+
+    assert times_said("one element for each channel", twice) == warned
 
 
 @tensorflow_only
@@ -99,14 +128,10 @@ def test_batches_of_unknown_size_are_not_warned_of():
     import tensorflow as tf
 
     cbn._explain_batches_of_one_once.cache_clear()
-    layer = known_rate()
+    layer, signature = known_rate(), [tf.TensorSpec((None, 3))]
     layer.build((None, 3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tf.function(
-            lambda x: layer(x, training=True),
-            input_signature=[tf.TensorSpec((None, 3))],
-        )(X[:1])
+    step = tf.function(lambda x: layer(x, training=True), input_signature=signature)
+    assert not times_said("one element", lambda: step(X[:1]))
 
 
 # In programs
@@ -155,14 +180,14 @@ def test_many_trials_in_one_program():
             assert_close(actual[i], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("rho", [pytest.param(1.0, marks=thorough_on("jax"))])
-def test_between_a_convolution_of_one_pixel_and_an_activation(rho):
+@later_on_jax
+def test_between_a_convolution_of_one_pixel_and_an_activation():
     """Graph optimizers of TensorFlow see the whole model only in `predict`."""
     inputs = keras.Input((3, 3, 2))
     outputs = []
     for activation in ("tanh", "sigmoid", "relu", "selu"):
         x = keras.layers.Conv2D(4, 3, use_bias=False)(inputs)
-        x = CBN(decouple=False, rho=rho)(x)
+        x = CBN(decouple=False)(x)
         outputs.append(keras.layers.Activation(activation)(x))
     model = keras.Model(inputs, outputs)
     x = RNG.normal(size=(32, 3, 3, 2)).astype("float32")

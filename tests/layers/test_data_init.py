@@ -6,11 +6,9 @@ import pytest
 from keras import layers
 
 from keras_norms import WN
-from tests.support.backend import has_channels_first, numpy
+from tests.support.backend import has_channels_first, later, numpy
 from tests.support.weight_reference import CASES
 from tests.support.wrapped import Doubled, Noisy, assert_close, data, randomize
-
-thorough = pytest.mark.thorough
 
 
 def assert_normalised(y, units):
@@ -26,10 +24,7 @@ LATER = {name: False for name in CASES if "einsum" in name and name not in QUICK
 LATER |= {"depthwise_conv2d": True}
 
 
-@pytest.mark.parametrize(
-    ("name", "built"),
-    [*QUICK.items(), *(pytest.param(*each, marks=thorough) for each in LATER.items())],
-)
+@pytest.mark.parametrize(("name", "built"), [*QUICK.items(), *later(*LATER.items())])
 def test_data_init(name, built):
     linear = CASES[name]
     layer = WN(linear.make(activation="relu"))

@@ -25,10 +25,9 @@ from tests.support.any_layer import (
     step_of,
 )
 from tests.support.autodiff import FAST, MODES, second_derivative, training_step
-from tests.support.backend import BACKEND, has_float64, not_torch, numpy
+from tests.support.backend import BACKEND, has_float64, not_torch, numpy, some
 from tests.support.weight_reference import AsLayer
 
-thorough = pytest.mark.thorough
 OTHER_MODES = [mode for mode in MODES if mode != FAST]
 
 
@@ -42,10 +41,7 @@ if BACKEND == "jax":  # Which compiles each of them; the kinds of layers are Ker
 
 def forms(names, quick=ONE_EACH):
     """Those that are quick; all of them in `make test-all`."""
-    marks = {name: () if name in quick else thorough for name in names}
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=mark) for name, mark in marks.items()]
-    )
+    return pytest.mark.parametrize("name", some(names, quick))
 
 
 def assert_near(found, expected, bound=1e-5):
@@ -126,9 +122,7 @@ def in_one_vector(each, values):
 
 
 @forms(FORMS, [*ONE_EACH, "CBN(coupled, ratio)", "LpNorm(1.5)", "LpNorm(2, centered)"])
-@pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=[thorough] * (m != FAST)) for m in MODES]
-)
+@pytest.mark.parametrize("mode", some(MODES, [FAST]))
 def test_second_derivatives(name, mode):
     """Of input and weights together, along one direction, times the rest."""
     each = case(name)

@@ -8,7 +8,7 @@ from keras import ops
 from keras_norms import CBN, LpNorm, NoisyBN
 from tests.support.any_layer import FORMS, GROUPS, Case, case, example, step_of
 from tests.support.autodiff import training_step
-from tests.support.backend import numpy, tensorflow_only
+from tests.support.backend import numpy, some, tensorflow_only
 
 X = np.random.default_rng(0).normal(1, 2, (6, 3)).astype("float32")
 ONE_EACH = ["CBN(groups)", "NoisyBN(groups)", "LpNorm(groups)"]
@@ -38,12 +38,7 @@ def test_one_group_is_the_batch(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.thorough] * (name not in ONE_EACH))
-        for name in GROUPS
-        if FORMS[name].inner is None
-    ],
+    "name", some([name for name in GROUPS if not FORMS[name].inner], ONE_EACH)
 )
 def test_a_mask_hides_elements_and_whole_groups(name):
     """Each group is a batch of its own; one that hides a channel does not count."""

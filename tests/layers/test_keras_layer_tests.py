@@ -5,6 +5,7 @@ from keras import layers
 from keras.src.testing import TestCase
 
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+from tests.support.backend import later
 
 VECTORS, SERIES, IMAGES = (5, 3), (4, 5, 3), (3, 4, 4, 3)
 DENSE = {"layer": lambda: layers.Dense(2)}
@@ -25,7 +26,7 @@ LATER = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("cls", "arguments", "shape"),
-    KEPT + [pytest.param(*each, marks=pytest.mark.thorough) for each in LATER],
+    KEPT + later(*LATER),
     ids=lambda v: getattr(v, "__name__", ""),
 )
 def test_a_layer_passes(cls, arguments, shape):

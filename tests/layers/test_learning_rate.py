@@ -1,14 +1,11 @@
 """CBN in training loops of one's own: the rate of each step is the optimizer's."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
 from keras_norms import CBN
-from keras_norms.layers import learning_rate
 from tests.support.backend import BACKEND, jax_only, numpy, tensorflow_only
 from tests.support.rates import (
     EAGER,
@@ -212,38 +209,3 @@ def test_a_counter_that_is_not_in_the_state_is_refused():
     with keras.StatelessScope([(optimizer.iterations, 4)]):
         norm(X, training=True)
         assert float(norm.learning_rate) == pytest.approx(PIECEWISE(4))
-
-
-# The hint
-
-
-def hints_of(norm):
-    """How often training says that the layer was not told a rate."""
-    learning_rate._explain_amat_once.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        norm(X, training=True)
-    return sum("without a learning rate" in str(w.message) for w in caught)
-
-
-def test_a_loaded_model_knows_whether_it_was_told(tmp_path):
-    def made():
-        return keras.Sequential([keras.Input((MOST_STEPS,)), CBN()])
-
-    model = made()
-    model.save(tmp_path / "untold.keras")
-    model.layers[0].set_learning_rate(0.1)
-    model.save(tmp_path / "told.keras")
-    model.save_weights(tmp_path / "told.weights.h5")
-    for file, hints in (("untold.keras", 1), ("told.keras", 0)):
-        loaded = keras.models.load_model(tmp_path / file)
-        assert hints_of(loaded.layers[0]) == hints
-    model, following = made(), made()
-    # The counter that a schedule adds is no part of a file.
-    following.layers[0].follow(PIECEWISE)
-    following.save_weights(tmp_path / "following.weights.h5")
-    for file in ("following", "told"):
-        for each in (model, following):
-            each.load_weights(tmp_path / f"{file}.weights.h5")
-    assert float(numpy(following.layers[0].learning_rate)) == pytest.approx(0.1)
-    assert not hints_of(model.layers[0])

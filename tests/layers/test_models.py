@@ -7,12 +7,11 @@ from keras import layers
 
 from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from tests.support.any_layer import QUIET
-from tests.support.backend import later_on_jax, numpy
+from tests.support.backend import later, later_on_jax, numpy, precision
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(1, 2, (8, 6, 6, 2)).astype("float32")
 LABELS = np.arange(8) % 2
-# JAX compiles for each size, which it knows.
 
 
 def network(rate=0.1, **compile_arguments):
@@ -88,18 +87,12 @@ def test_training_saving_and_copying(tmp_path):
     assert_same(fit(loaded), fit(model))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["mixed_bfloat16", pytest.param("mixed_float16", marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", *later("mixed_float16")])
 def test_mixed_precision(policy):
-    keras.config.set_dtype_policy(policy)
-    try:
+    with precision(policy):
         model = network()
         before = weights(model)
         assert_trained(before, fit(model))
-    finally:
-        keras.config.set_dtype_policy("float32")
 
 
 @later_on_jax

@@ -24,7 +24,7 @@ from tests.support.any_layer import (
     slope_of,
     step_of,
 )
-from tests.support.backend import thorough_on
+from tests.support.backend import later_on_jax
 
 # The default profile of Hypothesis has 100, of which backends would compile too many.
 few = settings(deadline=None, max_examples=max(settings.default.max_examples // 20, 1))
@@ -84,10 +84,10 @@ SHAPES = st.integers(2, 5).flatmap(lambda rank: st.tuples(*[st.integers(1, 4)] *
 
 
 # Each example is compiled.
-@pytest.mark.parametrize("_", [pytest.param(0, marks=thorough_on("jax"))])
+@later_on_jax
 @fewer
 @given(form=forms, shape=SHAPES, axis=st.integers(0, 4), p=st.floats(1, 20), seed=seeds)
-def test_any_shape_any_axis_and_any_norm(_, form, shape, axis, p, seed):
+def test_any_shape_any_axis_and_any_norm(form, shape, axis, p, seed):
     norm = {"p": p} if form == "LpNorm(2.5, centered)" else {}
     # Where a channel is constant, epsilon is all that it is divided by.
     each = case(form, shape, axis=axis % len(shape), epsilon=0.1, **norm)

@@ -11,15 +11,13 @@ from keras import layers, ops
 from keras_norms import AMAT, CBN, FusedCBN, LpNorm, NoisyBN
 from keras_norms.layers import recomputation
 from tests.support.autodiff import MODES, compiled
-from tests.support.backend import BACKEND, jax_only, numpy
+from tests.support.backend import BACKEND, jax_only, later, numpy, torch_only
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "recomputation.md"
 RNG = np.random.default_rng(0)
 X = [RNG.normal(i + 1, i + 2, (8, 5)).astype("float32") for i in range(3)]
 
 runs_twice = pytest.mark.skipif(BACKEND == "jax", reason="JAX traces once")
-torch_only = pytest.mark.skipif(BACKEND != "torch", reason="PyTorch only")
-thorough = pytest.mark.thorough
 
 
 def cbn(**arguments):
@@ -118,8 +116,7 @@ def assert_remat_changes_nothing(make, names, mode="eager", repeat=1):
 @runs_twice
 @pytest.mark.parametrize(
     ("names", "mode"),
-    [(["cbn", "groups", "noisy"], "eager")]
-    + [pytest.param(list(NORMS), mode, marks=thorough) for mode in MODES],
+    [(["cbn", "groups", "noisy"], "eager"), *later(*((list(NORMS), m) for m in MODES))],
 )
 def test_every_layer(names, mode):
     assert_remat_changes_nothing(once, names, mode)
@@ -130,8 +127,7 @@ def test_every_layer(names, mode):
     ("make", "names"),
     [
         (equal_inputs, ["cbn"]),
-        pytest.param(several_inputs, ["noisy"], marks=thorough),
-        pytest.param(nested, ["cbn", "noisy"], marks=thorough),
+        *later((several_inputs, ["noisy"]), (nested, ["cbn", "noisy"])),
     ],
 )
 def test_several_calls_and_backward_passes(make, names):

@@ -8,8 +8,8 @@ import pytest
 from keras import layers, ops
 
 from keras_norms import CWN, WN, WS
-from tests.support.backend import BACKEND, numpy, thorough_on
-from tests.support.wrapped import Noisy, assert_close, data, randomize, wrapped
+from tests.support.backend import BACKEND, later_on_jax, numpy
+from tests.support.wrapped import Halved, Noisy, assert_close, data, randomize, wrapped
 
 
 def test_regularizers_count_once_and_act_on_the_stored_kernel_and_on_outputs():
@@ -70,8 +70,8 @@ def test_mixed_precision_keeps_the_state_of_a_derived_layer():
     assert_close(layer.layer.calls, 4097.0, rtol=0)
 
 
-@pytest.mark.parametrize("_", [pytest.param(0, marks=thorough_on("jax"))])
-def test_a_derived_layer_may_use_the_weights_of_another(_):
+@later_on_jax
+def test_a_derived_layer_may_use_the_weights_of_another():
     keras.utils.set_random_seed(0)
     first = layers.Dense(4)
 
@@ -152,12 +152,6 @@ def quantized():
     layer.build((None, 4))
     layer.quantize("int8")
     return layer
-
-
-class Halved(layers.Dense):
-    @property
-    def kernel(self):
-        return self._kernel / 2
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from keras import ops
 from keras_norms import CBN
 from keras_norms.ops import custom_gradient, moments, passes, single_pass
 from tests.support.autodiff import second_derivative, training_step
-from tests.support.backend import BACKEND, tensorflow_only
-from tests.support.normalizations import CASES, INF, assert_near, averages, some
+from tests.support.backend import BACKEND, some, tensorflow_only
+from tests.support.normalizations import CASES, INF, assert_near, averages
 from tests.support.weight_reference import AsLayer
 
 COMPILED = {"tensorflow": "graph", "jax": "jit_compile", "torch": "eager"}[BACKEND]

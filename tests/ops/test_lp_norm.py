@@ -6,6 +6,7 @@ from keras import ops
 
 from keras_norms import LpNorm
 from tests.support.autodiff import MODES, second_derivative, training_step
+from tests.support.backend import some
 from tests.support.cbn_reference import relative_error
 from tests.support.normalizations import (
     CASES,
@@ -19,7 +20,6 @@ from tests.support.normalizations import (
     expected_step,
     in_modes,
     linear_loss,
-    some,
 )
 from tests.support.weight_reference import AsLayer
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from keras_norms import CBN, LpNorm, NoisyBN
 from keras_norms.ops import weight_norms
+from tests.support.any_layer import QUIET
 from tests.support.autodiff import MODES, training_step
 from tests.support.backend import BACKEND, numpy
 from tests.support.normalizations import built, expected_step, linear_loss, set_rate
@@ -74,7 +75,6 @@ def policy(case):
 
 
 # Name -> layer and arguments.
-QUIET = {"mean_range": 0, "scale_range": 1, "mean_jitter": 0, "scale_jitter": 0}
 BATCH = {
     "keras BN": (keras.layers.BatchNormalization, {}),
     "CBN": (CBN, {}),

@@ -7,17 +7,12 @@ import pathlib
 import pytest
 
 from tests.support import small
+from tests.support.backend import later
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 
 
-@pytest.mark.parametrize(
-    "paper",
-    [
-        pytest.param("cbn", marks=pytest.mark.thorough),
-        *("smoothness", "blindness", "spheres"),
-    ],
-)
+@pytest.mark.parametrize("paper", ["smoothness", "blindness", "spheres", *later("cbn")])
 def test_statements(paper, tmp_path):
     recipe = importlib.import_module(f"recipes.{paper}.statements")
     found, _ = small.run(recipe, tmp_path, draws=200)

@@ -8,7 +8,7 @@ import pytest
 from recipes import train
 from recipes.engine import data, optimizers, recorder, run
 from tests.support import processes, small
-from tests.support.backend import BACKEND, numpy, thorough_on
+from tests.support.backend import BACKEND, later, numpy, thorough_on
 from tests.support.small import dense_networks as dense_networks
 
 # Six epochs, three of them at the first learning rate, two at the next.
@@ -68,7 +68,7 @@ class Killed(BaseException):
         # Settings, a checkpoint for each of six epochs, the model, the results.
         # The metrics have an epoch that the checkpoint does not have.
         pytest.param(4, True, marks=thorough_on("jax")),
-        pytest.param(3, False, marks=pytest.mark.thorough),
+        *later((3, False)),
         (9, True),
     ],
 )

@@ -1,4 +1,6 @@
-"""The backend that runs, and what it does not have."""
+"""The backend that runs, what it does not have, and which tests can wait."""
+
+import contextlib
 
 import keras
 import numpy as np
@@ -17,17 +19,47 @@ has_channels_first = pytest.mark.skipif(
     BACKEND == "tensorflow", reason="TensorFlow on a CPU has no NCHW convolutions"
 )
 
+thorough = pytest.mark.thorough
+
+
+def later(*values):
+    """Parameters that are left to `make test-all`: a value each, or a tuple of them."""
+    values = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*each, marks=thorough) for each in values]
+
+
+def some(values, few):
+    """Parameters, all but a few of them left to `make test-all`."""
+    return [each for v in values for each in ([v] if v in few else later(v))]
+
 
 def thorough_on(*backends):
     """For `pytestmark`: tests that are left to `make test-all` on these backends."""
-    return [pytest.mark.thorough] if BACKEND in backends else []
+    return [thorough] if BACKEND in backends else []
 
 
 def later_on_jax(test):
     """Decorator of a test that is left to `make test-all` on JAX."""
-    return pytest.mark.thorough(test) if BACKEND == "jax" else test
+    return thorough(test) if BACKEND == "jax" else test
 
 
 def numpy(x):
     """A tensor as an array."""
     return np.asarray(keras.ops.convert_to_numpy(x))
+
+
+@contextlib.contextmanager
+def precision(dtype):
+    """Models and losses are made in `dtype`, or with that policy, which they keep.
+
+    float64, from end to end, is for TensorFlow: on JAX it is a switch of the process;
+    on PyTorch BatchNormalization has none.
+    """
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float32" if dtype.startswith("mixed") else dtype)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+from tests.support.any_layer import QUIET
 
 FEATURES = (5, 3)
 
@@ -51,10 +52,7 @@ def in_groups(make):
     return lambda synchronized: make(group_size=2)
 
 
-# Noise depends on the position: without it, elements can be compared.
-quiet_bn = partial(
-    NoisyBN, mean_range=0, scale_range=1, mean_jitter=0, scale_jitter=0, seed=1
-)
+quiet_bn = partial(NoisyBN, seed=1, **QUIET)
 lp = partial(LpNorm, epsilon=0.1)
 half = 2**-7  # two units in the last place of bfloat16
 

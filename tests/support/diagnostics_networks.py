@@ -1,38 +1,21 @@
 """Small networks with every normalisation, batches for them, and what they hold."""
 
-import contextlib
 from typing import NamedTuple
 
 import keras
 import numpy as np
-import pytest
 from keras import layers
 
 from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from tests.support import diagnostics_reference as reference
-from tests.support.backend import BACKEND, numpy
+from tests.support.backend import BACKEND, later, numpy, precision
 
 FEATURES, CLASSES = 5, 3
 # Operations of Keras return float32 of float64 on the other backends.
 WIDEST = "float64" if BACKEND == "tensorflow" else "float32"
-PRECISIONS = [WIDEST]
-if WIDEST == "float64":
-    PRECISIONS.append(pytest.param("float32", marks=pytest.mark.thorough))
+PRECISIONS = [WIDEST, *later(*{"float32"} - {WIDEST})]
 # TensorFlow compiles longer than it runs such networks, other backends do not.
 EAGER = BACKEND == "tensorflow"
-
-
-@contextlib.contextmanager
-def precision(dtype):
-    """Models and losses are made in `dtype`, or with that policy, which they keep."""
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float32" if dtype.startswith("mixed") else dtype)
-    keras.config.set_dtype_policy(dtype)
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(floatx)
-        keras.config.set_dtype_policy(policy)
 
 
 def batch(size=8, seed=0):

@@ -1,16 +1,16 @@
 """CBN, NoisyBN and LpNorm beside their references: layers, inputs, training steps."""
 
-import dataclasses
 import itertools
 
 import numpy as np
-import pytest
-from keras import layers, ops
+from keras import ops
+from keras.layers import BatchNormalization
 
-from keras_norms import CBN, LpNorm, NoisyBN
+from keras_norms import CBN, LpNorm
+from tests.support import layer_reference
 from tests.support.autodiff import MODES
-from tests.support.backend import BACKEND, numpy
-from tests.support.batch_reference import BatchNormReference, LpNormReference
+from tests.support.backend import BACKEND, numpy, some
+from tests.support.batch_reference import BatchNormReference
 from tests.support.cbn_reference import CBNReference, relative_error
 
 INF = np.inf
@@ -23,18 +23,7 @@ FORMS = {
 NORMS = [(p, of) for p in (1, 1.5, 2, 3, INF) for of in ("input", "centered")]
 CASES = {form: (CBN, arguments) for form, arguments in FORMS.items()}
 CASES |= {f"l{p} {of}": (LpNorm, {"p": p, "norm_of": of}) for p, of in NORMS}
-REFERENCES = {CBN: CBNReference, LpNorm: LpNormReference, NoisyBN: BatchNormReference}
-REFERENCES[layers.BatchNormalization] = BatchNormReference
-
-
-def some(values, few):
-    """Values of a parameter, or of several, all but a few of them thorough."""
-
-    def thorough(value):
-        value = value if isinstance(value, tuple) else (value,)
-        return pytest.param(*value, marks=pytest.mark.thorough)
-
-    return [value if value in few else thorough(value) for value in values]
+REFERENCES = layer_reference.REFERENCES | {BatchNormalization: BatchNormReference}
 
 
 # The modes that run kernels of their own: TensorFlow's graph has those of eager, JAX's
@@ -56,8 +45,7 @@ FEW += (f"l{INF} input",)
 def built(shape, rng, layer, **arguments):
     """A layer with random gamma and beta, its reference, and both in float64."""
     reference = REFERENCES[layer]
-    known = {field.name for field in dataclasses.fields(reference)} & set(arguments)
-    reference = reference(shape[-1], **{name: arguments[name] for name in known})
+    reference = reference(shape[-1], **layer_reference.known_to(reference, arguments))
     layer = layer(**arguments)
     layer.build((None, *shape[1:]))
     layer.gamma.assign(rng.normal(1, 0.3, shape[-1]))

@@ -1,30 +1,11 @@
 """Models with channels that a smaller model can do without, for tests of prune."""
 
-import contextlib
-
 import keras
 import numpy as np
 
 from keras_norms import prune
 from tests.support import surgery_models as m
 from tests.support.backend import numpy
-
-
-@contextlib.contextmanager
-def policy(name):
-    """Layers that are made have another dtype policy.
-
-    float64, from end to end, is for TensorFlow: on JAX it is a switch of the process;
-    on PyTorch BatchNormalization has none.
-    """
-    old = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64" if name == "float64" else old[0])
-    keras.config.set_dtype_policy(name)
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(old[0])
-        keras.config.set_dtype_policy(old[1])
 
 
 def draw_kernels(model, seed=0):

@@ -12,7 +12,7 @@ from keras import ops
 from keras.optimizers.schedules import CosineDecay, PiecewiseConstantDecay
 
 from keras_norms import CBN
-from tests.support.backend import BACKEND, numpy
+from tests.support.backend import BACKEND, numpy, some
 
 MOST_STEPS = 21
 PER_EPOCH = 3
@@ -29,9 +29,7 @@ TWO_STEPS = {"steps_per_execution": 2}
 def ways(*now, later=()):
     """Arguments of `compile` to try, those that PyTorch has."""
     ways = [w for w in (*now, *later) if BACKEND != "torch" or w in ({}, EAGER)]
-    marks = {False: pytest.mark.thorough, True: ()}
-    params = [pytest.param(way, marks=marks[way in now]) for way in ways]
-    return pytest.mark.parametrize("way", params, ids=str)
+    return pytest.mark.parametrize("way", some(ways, now), ids=str)
 
 
 class OneHot(keras.utils.PyDataset):

@@ -89,12 +89,6 @@ def check_fold(model, x=None, tolerance=1e-5, says=None):
     return folded
 
 
-def some_later(names, later):
-    """Parameters, some of which are left to `make test-all`."""
-    marks = pytest.mark.thorough
-    return [pytest.param(x, marks=marks) if x in later else x for x in names]
-
-
 def of_class(model, cls):
     return [layer for layer in model._flatten_layers() if isinstance(layer, cls)]
 

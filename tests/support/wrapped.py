@@ -1,4 +1,4 @@
-"""Layers for tests of WS, CWN and WN."""
+"""Layers for tests of WS, CWN and WN, and derived ones for those of models too."""
 
 import keras
 import numpy as np
@@ -58,8 +58,23 @@ class Noisy(layers.Dense):
         return outputs + ops.cast(noise, outputs.dtype)
 
 
-class Doubled(layers.Dense):
-    """Computes something else than a Dense layer does."""
+# They compute something else than the layers of Keras.
 
+
+@keras.saving.register_keras_serializable(package="tests")
+class Damped(layers.BatchNormalization):
+    def call(self, x, training=None, mask=None):
+        return 0.5 * super().call(x, training=training, mask=mask)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Doubled(layers.Dense):
     def call(self, inputs):
         return 2 * super().call(inputs)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Halved(layers.Dense):
+    @property
+    def kernel(self):
+        return self._kernel / 2

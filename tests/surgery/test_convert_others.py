@@ -9,10 +9,10 @@ from keras import layers
 
 from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from keras_norms.surgery import convert, fold, recalibrate
-from tests.support import planted
 from tests.support import surgery_models as m
-from tests.support.backend import BACKEND, numpy, thorough_on
+from tests.support.backend import BACKEND, later, numpy, precision, thorough_on
 from tests.support.surgery_models import apply, bn, dense, quiet, relu
+from tests.support.wrapped import Damped, Doubled, Halved
 
 pytestmark = thorough_on("jax")
 
@@ -30,9 +30,7 @@ pytestmark = thorough_on("jax")
         lambda layer: CBN(name="any") if layer.name == "stem_bn" else None,
     ],
 )
-@pytest.mark.parametrize(
-    "name", m.some_later(["shared", "nested", "kinds"], ["shared", "nested"])
-)
+@pytest.mark.parametrize("name", ["kinds", *later("shared", "nested")])
 def test_norms_in_place_preserve_the_function(name, norm):
     model = m.MODELS[name]()
     new = m.check_convert(model, norm)
@@ -80,7 +78,7 @@ def test_wrappers_take_arguments():
     assert m.of_class(convert(model, template), WN)[0].epsilon == 1e-3
 
 
-@pytest.mark.parametrize("norm", m.some_later([WS, CWN], [CWN]))
+@pytest.mark.parametrize("norm", [WS, *later(CWN)])
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("scale", [True, False])
 def test_kernels_without_a_mean_keep_the_function(norm, gain, scale):
@@ -144,10 +142,7 @@ def test_fused_ones_are_fused_and_recalibrate_and_fold_like_the_unfused():
 # Everything else stays
 
 
-KINDS = ["cbn", "fused", "noisy_bn", "wn"]
-
-
-@pytest.mark.parametrize("norm", m.some_later(KINDS, KINDS[1:]))
+@pytest.mark.parametrize("norm", ["cbn", *later("fused", "noisy_bn", "wn")])
 def test_it_trains_saves_and_loads(norm, tmp_path):
     model = m.sequential()
     eagerly = BACKEND == "tensorflow"
@@ -164,7 +159,7 @@ def test_it_trains_saves_and_loads(norm, tmp_path):
 
 
 def test_dtype_policies_and_frozen_layers_stay():
-    with planted.policy("mixed_bfloat16"):
+    with precision("mixed_bfloat16"):
         model = m.sequential()
     model.get_layer("one").trainable = False
     new = m.check_convert(model, tolerance=0.05)
@@ -188,25 +183,6 @@ def test_skip():
 
 
 # Classes derived from those of Keras, which may compute something else
-
-
-@keras.saving.register_keras_serializable(package="tests")
-class Damped(layers.BatchNormalization):
-    def call(self, x, training=None, mask=None):
-        return 0.5 * super().call(x, training=training, mask=mask)
-
-
-@keras.saving.register_keras_serializable(package="tests")
-class Doubled(layers.Dense):
-    def call(self, x):
-        return 2 * super().call(x)
-
-
-@keras.saving.register_keras_serializable(package="tests")
-class Halved(layers.Dense):
-    @property
-    def kernel(self):
-        return self._kernel / 2
 
 
 @pytest.mark.parametrize("cls", [Damped, Doubled, Halved])

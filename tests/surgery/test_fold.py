@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from keras import layers
 
 from keras_norms import CBN, NoisyBN, convert, fold
-from tests.support import planted
 from tests.support import surgery_models as m
 from tests.support.backend import (
     BACKEND,
     has_channels_first,
+    later,
     numpy,
+    precision,
     tensorflow_only,
     thorough_on,
 )
@@ -30,16 +31,9 @@ def with_cbn():
 
 
 @tensorflow_only
-@pytest.mark.parametrize(
-    "make",
-    [
-        m.kinds,
-        with_cbn,
-        pytest.param(m.residual, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize("make", [m.kinds, with_cbn, *later(m.residual)])
 def test_float64_shows_that_the_algebra_is_exact(make):
-    with planted.policy("float64"):
+    with precision("float64"):
         model = make()
         x = m.batch_for(model).astype("float64")
         m.check_fold(model, x, tolerance=1e-12)

@@ -8,10 +8,16 @@ from keras import layers
 from keras_norms import CBN, FusedCBN, convert, prune
 from tests.support import planted
 from tests.support import surgery_models as m
-from tests.support.backend import numpy, tensorflow_only, thorough_on
+from tests.support.backend import (
+    later,
+    numpy,
+    precision,
+    some,
+    tensorflow_only,
+    thorough_on,
+)
 
 pytestmark = thorough_on("jax")
-thorough = pytest.mark.thorough
 
 
 def chain(padding="same", activation="relu"):
@@ -92,9 +98,9 @@ def test_a_share_of_all_channels(round_to):
 
 
 @tensorflow_only
-@pytest.mark.parametrize("name", m.some_later(m.MODELS, set(m.MODELS) - {"residual"}))
+@pytest.mark.parametrize("name", some(m.MODELS, ["residual"]))
 def test_float64_shows_that_the_algebra_is_exact(name):
-    with planted.policy("float64"):
+    with precision("float64"):
         model = planted.draw_kernels(m.MODELS[name]())
         for layer in m.of_class(model, layers.BatchNormalization):
             if layer.scale and layer.center:
@@ -126,9 +132,7 @@ def test_constants_at_the_border_are_exact():
     [
         (layers.Conv2D, 9, {"kernel_size": 5}),
         (layers.SeparableConv2D, 7, {"kernel_size": 3, "strides": 2}),
-        pytest.param(
-            layers.Conv2D, 7, {"kernel_size": 3, "dilation_rate": 2}, marks=thorough
-        ),
+        *later((layers.Conv2D, 7, {"kernel_size": 3, "dilation_rate": 2})),
     ],
 )
 def test_a_constant_in_a_bias_is_exact_away_from_the_border(cls, size, options):
@@ -172,9 +176,7 @@ def test_a_layer_keeps_one_channel():
     assert pruned.model.get_layer("one").filters == 1
 
 
-@pytest.mark.parametrize(
-    "norm", m.some_later(["cbn", "noisy_bn", "lp_norm", "fused"], ["cbn", "noisy_bn"])
-)
+@pytest.mark.parametrize("norm", ["lp_norm", "fused", *later("cbn", "noisy_bn")])
 def test_norms_of_this_package(norm):
     fused = norm == "fused"
     model = plant(chain(padding="valid" if fused or norm == "cbn" else "same"))

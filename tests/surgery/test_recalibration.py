@@ -48,11 +48,7 @@ def batch(size=48):
 
 def network(norm=layers.BatchNormalization, **kwargs):
     model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(2, use_bias=False),
-            norm(),
-        ]
+        [keras.Input((4,)), layers.Dense(2, use_bias=False), norm()]
     )
     model.compile(keras.optimizers.SGD(0.05, **kwargs), "mse")
     return model

@@ -8,7 +8,7 @@ from keras import Sequential, layers
 
 from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN, convert
 from tests.support import surgery_models as m
-from tests.support.backend import numpy, thorough_on
+from tests.support.backend import later, numpy, some, thorough_on
 from tests.support.surgery_models import apply, bn, chain, dense, relu
 
 pytestmark = thorough_on("jax")
@@ -194,7 +194,7 @@ def test_small_models(name):
     assert_folds_and_converts(model, left, shifts)
 
 
-@pytest.mark.parametrize("name", m.some_later(m.MODELS, ["residual", "sequential"]))
+@pytest.mark.parametrize("name", some(m.MODELS, ["kinds", "nested", "shared"]))
 def test_networks(name):
     """Converting again finds nothing to do and inserts nothing twice."""
     new = assert_folds_and_converts(m.MODELS[name]())
@@ -211,9 +211,7 @@ def test_a_bias_where_the_norm_had_one(name):
     assert before.bias is None and after.bias is not None
 
 
-@pytest.mark.parametrize(
-    "wrapper", [WS, pytest.param(CWN, marks=pytest.mark.thorough), WN]
-)
+@pytest.mark.parametrize("wrapper", [WS, WN, *later(CWN)])
 @pytest.mark.parametrize(
     "cls, arguments",
     [

@@ -6,7 +6,7 @@ import pytest
 from recipes.engine import classifier, joint_training
 from tests.support import small
 from tests.support import synthetic_search as synthetic
-from tests.support.backend import BACKEND, jax_only
+from tests.support.backend import BACKEND, jax_only, later
 from tests.support.small import dense_networks as dense_networks
 from tuner import population
 from tuner.search import Settings, search
@@ -73,11 +73,11 @@ def test_halving_ends_the_worse_ones_and_their_places_are_filled(alone, tmp_path
     "fatal, arguments",
     [
         (8, {"population": 1, "trials": 2}),
-        pytest.param(34, HALVED, marks=pytest.mark.thorough),
-        pytest.param(
-            21, HALVED | {"algorithm": "bayesian"}, marks=pytest.mark.thorough
+        *later(
+            (34, HALVED),
+            (21, HALVED | {"algorithm": "bayesian"}),
+            (8, {"seeds": 2, "population": 4}),
         ),
-        pytest.param(8, {"seeds": 2, "population": 4}, marks=pytest.mark.thorough),
     ],
 )
 def test_killed_and_again(fatal, arguments, alone, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ def test_run(tmp_path):
     """Norms that are blind, or not, to each term; and that every norm can be made."""
     found, table = small.run(layers, tmp_path, "shares", samples=32, seeds=1)
     rows = found["rows"]
-    assert len(rows) == len(layers.NORMS) * len(available()) * 2
+    assert len(rows) == len(layers.LAYERS) * len(available()) * 2
     assert all(table.count(f"{dtype}, mixed\n") == 1 for dtype in available())
     table, of = " ".join(table.split()), {}
     for row in rows:

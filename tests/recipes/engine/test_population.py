@@ -7,7 +7,7 @@ import pytest
 from keras_norms import CBN
 from recipes.engine import data, optimizers, population, run, trial
 from tests.support import images as files_of
-from tests.support.backend import jax_only, numpy
+from tests.support.backend import jax_only, later, numpy
 from tests.support.processes import run as run_python
 
 pytestmark = jax_only
@@ -72,7 +72,7 @@ def together():
     return trials, scores
 
 
-def by_hand(settings, amat=True, replacement=False):
+def by_hand(settings, amat=True, replacement=False, **more):
     """The weights, and the mean loss of each epoch, by the layers of Keras."""
     import jax
 
@@ -80,7 +80,7 @@ def by_hand(settings, amat=True, replacement=False):
     keras.utils.set_random_seed(settings["seed"])
     model = build(settings)
     schedule = optimizers.piecewise_schedule(settings["learning_rate"], 4 * EPOCHS)
-    optimizer = optimizers.SGD(schedule, 0.9, 5e-4)
+    optimizer = optimizers.SGD(schedule, 0.9, 5e-4, **more)
     optimizer.build(model.trainable_variables)
     criterion = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -121,14 +121,7 @@ def by_hand(settings, amat=True, replacement=False):
     return {v.path: numpy(v) for v in model.variables}, means
 
 
-@pytest.mark.parametrize(
-    "k, amat",
-    [
-        (1, True),
-        pytest.param(0, True, marks=pytest.mark.thorough),
-        pytest.param(0, False, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize("k, amat", [(1, True), *later((0, True), (0, False))])
 def test_a_trial_among_others_equals_the_steps_by_hand(together, k, amat):
     """Though one of the others diverges; without AMAT also with replacement."""
     trials, scores = together
@@ -140,6 +133,16 @@ def test_a_trial_among_others_equals_the_steps_by_hand(together, k, amat):
     found = [score["train_loss"][k] for score in scores]
     np.testing.assert_allclose(found, losses, **SAME)
     assert_same(weights(trials, k), values)
+
+
+@pytest.mark.thorough
+def test_gradient_accumulation():
+    accumulated = {"gradient_accumulation_steps": 3}
+    trials = make(TRIALS[:2], **accumulated)
+    trials.train(EPOCHS)
+    for k in (0, 1):
+        values, _ = by_hand(TRIALS[k], **accumulated)
+        assert_same(weights(trials, k), values)
 
 
 def test_scores_are_those_of_the_models(together):

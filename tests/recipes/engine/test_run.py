@@ -11,6 +11,7 @@ from recipes.engine import run
 from tests.programs import damaged
 from tests.programs.damaged import CONFIG, record
 from tests.support import processes
+from tests.support.backend import later
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -66,14 +67,14 @@ def test_metrics_and_a_checkpoint(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-@pytest.mark.parametrize("every", [21, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("every", [21, *later(3)])
 def test_ended_at_any_moment_and_again(every):
     printed = processes.run("-m", "tests.programs.forked", f"--every={every}")
     counts = [int(line.split()[1]) for line in printed.splitlines()]
     assert counts[0] >= 42 // every and counts[1] == counts[2] >= 180 // every
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [20, *later(300)])
 @pytest.mark.parametrize("name", ["config.json", "results.json", "checkpoint.npz"])
 def test_a_damaged_file_is_an_error_that_names_it(name, count, tmp_path):
     """Or of a text, which is still JSON, another text."""

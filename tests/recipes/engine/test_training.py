@@ -9,6 +9,7 @@ import pytest
 
 from recipes.engine import classifier, optimizers, results, training, workers
 from tests.support import small
+from tests.support.backend import later
 
 pytestmark = pytest.mark.usefixtures("small_network")
 
@@ -51,12 +52,7 @@ def test_hooks_and_callbacks_add_to_the_lines_and_to_the_results(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "norm,rate",
-    [
-        ("cbn", 0.03),
-        pytest.param("noisy_bn", 0.03, marks=pytest.mark.thorough),
-        pytest.param("none", 1e30, marks=pytest.mark.thorough),
-    ],
+    "norm,rate", [("cbn", 0.03), *later(("noisy_bn", 0.03), ("none", 1e30))]
 )
 def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
     """Of which training shows no sign, even if the first one diverged."""
@@ -88,11 +84,7 @@ TOLD = [[0.1, 1.0], [0.01, 0.1], [0.001, 0.01]]
 
 
 @pytest.mark.parametrize(
-    "norm, expected",
-    [
-        ("bn_rho_amat", TOLD),
-        pytest.param("bn_rho", [[-1, -1]] * 3, marks=pytest.mark.thorough),
-    ],
+    "norm, expected", [("bn_rho_amat", TOLD), *later(("bn_rho", [[-1, -1]] * 3))]
 )
 def test_amat_goes_with_the_norms_that_want_it(norm, expected, tmp_path):
     def rate(model, problem, settings):
@@ -104,6 +96,17 @@ def test_amat_goes_with_the_norms_that_want_it(norm, expected, tmp_path):
     metrics = train(settings(tmp_path, norm=norm), after=rate).metrics
     found = [[line["rate"], line["product"]] for line in metrics]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_gradients_of_four_batches_make_one_step(tmp_path):
+    def kernel(model, *_):
+        return {"kernel": training.numpy_copy(model.get_layer("conv").kernel).tolist()}
+
+    # An epoch has two batches.
+    asked = settings(tmp_path, gradient_accumulation_steps=4)
+    lines = train(asked, after=kernel).metrics
+    first, second, third = (line["kernel"] for line in lines)
+    assert first != second == third
 
 
 def test_many_of_which_one_diverges(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from keras_norms import CBN, CWN, WN, WS
 from recipes import models
 from recipes.models import norms
-from tests.support.backend import numpy
+from tests.support.backend import numpy, some
 
 L = keras.layers
 CONVOLUTIONS = (L.Conv2D, L.DepthwiseConv2D)
@@ -163,10 +163,7 @@ def imagenet(name, norm):
     return models.build(name, (32, 32, 3), 1000, norm, "tanh", rho=2.0)
 
 
-rest = [pytest.param(name, marks=pytest.mark.thorough) for name in [*IMAGENET][1:]]
-
-
-@pytest.mark.parametrize("name", ["resnet18", *rest])
+@pytest.mark.parametrize("name", some(IMAGENET, ["resnet18"]))
 def test_imagenet_networks_with_bn(name):
     model = imagenet(name, "bn")
     weights, linear, activations, _ = IMAGENET[name]

@@ -163,22 +163,14 @@ KINDS = {
         (0.2, 2)
     ),
 }
-KINDS |= dict.fromkeys(["batch_size", "every", "points", "round_to", "steps"], COUNT)
-KINDS |= dict.fromkeys(["deviation", "epsilon", "rho"], POSITIVE)
-for name in "noise", "omega", "mean_jitter", "mean_range", "scale_jitter", "tolerance":
-    KINDS[name] = NOT_NEGATIVE
-for name in (
-    "center",
-    "decouple",
-    "gain",
-    "log",
-    "noise_at_inference",
-    "scale",
-    "synchronized",
-):
-    KINDS[name] = SWITCH
-for name in "affine", "fused", "inline", "preserve", "training":
-    KINDS[name] = SWITCH
+SAME = {
+    COUNT: "batch_size every points round_to steps",
+    POSITIVE: "deviation epsilon rho",
+    NOT_NEGATIVE: "noise omega mean_jitter mean_range scale_jitter tolerance",
+    SWITCH: "affine center decouple fused gain inline log noise_at_inference preserve "
+    "scale synchronized training",
+}
+KINDS |= {name: kind for kind, names in SAME.items() for name in names.split()}
 BY_ENDING = {
     "_initializer": INITIALIZER,
     "_regularizer": OPTIONAL_OBJECT,
