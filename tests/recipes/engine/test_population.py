@@ -91,6 +91,7 @@ def by_hand(settings, amat=True, replacement=False):
         return criterion(y, logits), non_trainable
 
     gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    crop_and_flip = jax.jit(trial.crop_and_flip)
     means = []
     for epoch in range(EPOCHS):
         order_key, key = trial.epoch_keys(settings["seed"], epoch)
@@ -106,7 +107,7 @@ def by_hand(settings, amat=True, replacement=False):
                     rate = float(schedule(4 * epoch + step)) if amat else -1.0
                     layer.set_learning_rate(rate)
             chosen = order[8 * step : 8 * step + 8]
-            batch = trial.crop_and_flip(x[chosen], jax.random.fold_in(key, step))
+            batch = crop_and_flip(x[chosen], jax.random.fold_in(key, step))
             (value, state), gradients = gradient(
                 [v.value for v in model.trainable_variables],
                 [v.value for v in model.non_trainable_variables],
@@ -191,7 +192,8 @@ def test_seeds_and_epochs_have_other_batches():
     ]
     assert (orders[0] != orders[1]).any() and (orders[0] != orders[2]).any()
     key = jax.random.key(0)
-    files_of.assert_every_crop_and_flip(lambda x: trial.crop_and_flip(x, key))
+    crop_and_flip = jax.jit(trial.crop_and_flip)
+    files_of.assert_every_crop_and_flip(lambda x: crop_and_flip(x, key))
 
 
 DEVICES = """
