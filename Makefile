@@ -7,6 +7,7 @@
 # make test-dist    wheel and sdist, each tried with nothing but one backend
 # make dist      wheel and sdist, in dist/
 # make docs      the site, in build/site
+# make numbers   the tables of README and docs/results, from the numbers beside them
 # make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
 
 PYTHON ?= python3
@@ -26,8 +27,8 @@ QUICK := tests/layers/test_every_layer.py tests/recipes/test_train.py \
 	tests/surgery/test_inline.py::test_convert_save_recalibrate_prune_and_fold \
 	tests/test_readme.py
 
-.PHONY: demo quick test test-all test-oldest test-thorough docs lint format install
-.PHONY: test-latest test-dist dist
+.PHONY: demo quick test test-all test-oldest test-thorough docs numbers lint format
+.PHONY: install test-latest test-dist dist
 .DELETE_ON_ERROR:
 
 demo: install
@@ -57,6 +58,9 @@ docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 	@echo "build/site/index.html; with its search:"
 	@echo ".venv/bin/python -m http.server -d build/site"
+
+numbers: install
+	.venv/bin/python docs/tables.py
 
 # Files of a later Keras do not load in an earlier one.
 test-oldest: IGNORED := --ignore=tests/test_golden.py

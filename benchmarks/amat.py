@@ -116,30 +116,6 @@ def measure(rate, network, size, batch, *, steps, rounds):
     return {**row, "ratio_interval": interval(row, rounds)}
 
 
-def table(rows):
-    return compare.table(
-        [
-            "rate",
-            "s/step",
-            "AMAT, us",
-            "direct share",
-            "with / without AMAT (quartiles)",
-            "interval of the median",
-        ],
-        [
-            [
-                row["rate"],
-                f"{row['seconds_per_step']:.4g}",
-                f"{1e6 * row['amat_seconds']:.3g}",
-                f"{row['direct_share']:.3%}",
-                compare.spread(row),
-                "{:.3f} - {:.3f}".format(*row["ratio_interval"]),
-            ]
-            for row in rows
-        ],
-    )
-
-
 def define_flags():
     flags.DEFINE_list("rates", [*RATES], "Where the learning rate comes from.")
     flags.DEFINE_string("network", "resnet20:32:128", "Name:image size:batch size.")
@@ -155,16 +131,8 @@ def main(_):
     for rate in values.rates:
         rows.append(measure(rate, *case, steps=values.steps, rounds=values.rounds))
         keras.utils.clear_session(free_memory=True)
-    print(table(rows))
-    if values.output:
-        compare.write_report(
-            values.output,
-            "amat",
-            rows,
-            network=values.network,
-            steps=values.steps,
-            rounds=values.rounds,
-        )
+    settings = {"steps": values.steps, "rounds": values.rounds}
+    compare.report(values.output, "amat", rows, network=values.network, **settings)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Candidates that take turns, the ratios of their times, tables and reports."""
+"""Candidates that take turns, the ratios of their times, and reports."""
 
 import functools
 import math
 import statistics
 import time
 
-from benchmarks import machine
+from benchmarks import machine, tables
 from recipes.engine import files
 
 
@@ -56,19 +56,19 @@ def ratio(times, yardstick):
     return {"ratio": middle, "ratio_quartiles": [low, high]}
 
 
-def spread(row):
-    """The text of a row's ratio, with its quartiles."""
-    low, high = row["ratio_quartiles"]
-    return f"{row['ratio']:.3f} ({low:.3f} - {high:.3f})"
-
-
-def table(header, rows):
-    """A Markdown table of a list of column names and lists of cells."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+def report(output, benchmark, rows, **settings):
+    """Print the table of rows; write them to a JSON file where `output` names one."""
+    found = described(benchmark, rows, **settings)
+    if output:
+        files.write_json(output, found)
+    print(tables.of(found))
 
 
 def write_report(path, benchmark, rows, **settings):
     """Write rows with settings, versions and machine to a JSON file."""
-    report = {"benchmark": benchmark, **settings, **machine.describe(), "rows": rows}
-    files.write_json(path, report)
+    files.write_json(path, described(benchmark, rows, **settings))
+
+
+def described(benchmark, rows, **settings):
+    """A report: rows with settings, versions and machine."""
+    return {"benchmark": benchmark, **settings, **machine.describe(), "rows": rows}

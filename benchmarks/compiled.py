@@ -159,11 +159,3 @@ def rows_of(steps, settings, output):
         if output:
             compare.write_report(output, rows=rows, **settings)
     return rows
-
-
-def ratio(row, rows, key, norm, place):
-    """A cost of a row by that of another norm at the same place, as text."""
-    for other in rows:
-        if (other[place], other["norm"]) == (row[place], norm) and other[key]:
-            return f"{row[key] / other[key]:.3f}"
-    return ""

@@ -238,26 +238,6 @@ def measure(network, norm):
     return rows
 
 
-def table(rows):
-    return compare.table(
-        ["network", "norm", "format", "MB", "error: rms", "largest", "same class"]
-        + ["accuracy", "ms", "time (quartiles)"],
-        [
-            [
-                *(row["network"], row["norm"], row["format"]),
-                f"{row['bytes'] / 1e6:.2f}",
-                f"{row['error']:.1e}",
-                f"{row['largest_error']:.1e}",
-                f"{row['same_class']:.1%}",
-                f"{row['accuracy']:.1%}",
-                f"{row['milliseconds']:.2f}",
-                compare.spread(row),
-            ]
-            for row in rows
-        ],
-    )
-
-
 def main(_):
     if keras.backend.backend() != "tensorflow":
         raise app.UsageError("Only TensorFlow exports to all of these formats.")
@@ -271,9 +251,7 @@ def main(_):
         for norm in _NORMS.value:
             rows += measure(network, norm)
             keras.utils.clear_session(free_memory=True)
-    print(table(rows))
-    if _OUTPUT.value:
-        compare.write_report(_OUTPUT.value, "deployment", rows, rounds=_ROUNDS.value)
+    compare.report(_OUTPUT.value, "deployment", rows, rounds=_ROUNDS.value)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import compare
+from benchmarks import tables
 from keras_norms import AMAT, CBN
 from recipes.engine import data
 
@@ -47,7 +47,7 @@ def main(_):
         found = [accuracy(size, seed) for seed in range(_SEEDS.value)]
         mean, deviation = np.mean(found), np.std(found, ddof=1)
         rows.append([size or "whole batch", f"{mean:.2f} +- {deviation:.2f}"])
-    print(compare.table(["group_size", "test accuracy, %"], rows))
+    print(tables.markdown(["group_size", "test accuracy, %"], rows))
 
 
 if __name__ == "__main__":

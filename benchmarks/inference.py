@@ -24,7 +24,7 @@ import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import compare
+from benchmarks import compare, tables
 from keras_norms.layers import layers_of
 from keras_norms.surgery import convert, fold
 from recipes.models import norms
@@ -143,18 +143,19 @@ def measure(name, size, batch, rounds):
 
 
 def table(rows):
-    return compare.table(
+    return tables.markdown(
         ["network", "form", "ms", "ratio to no normalisation (quartiles)", "shifts"],
         [
             [
                 row["network"],
                 row["form"],
                 f"{row['milliseconds']:.2f}",
-                compare.spread(row),
+                tables.spread(row),
                 row["shifts_that_stay"],
             ]
             for row in rows
         ],
+        left=2,
     )
 
 

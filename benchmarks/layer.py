@@ -140,22 +140,6 @@ def measure(shape, dtype, rounds, copy_bandwidth, cache):
     ]
 
 
-def table(rows):
-    return compare.table(
-        ["shape", "layer", "ms", "floor, ms", "ratio (quartiles)"],
-        [
-            [
-                f"{row['shape']} {row['dtype']}",
-                row["layer"],
-                f"{row['milliseconds']:.2f}",
-                f"{row['floor_milliseconds']:.2f}",
-                compare.spread(row),
-            ]
-            for row in rows
-        ],
-    )
-
-
 def main(_):
     bandwidth = machine.copy_bandwidth()
     rows = []
@@ -164,16 +148,14 @@ def main(_):
         rows += measure(
             shape, _DTYPE.value, _ROUNDS.value, bandwidth, machine.cache_bytes()
         )
-    print(table(rows))
-    if _OUTPUT.value:
-        compare.write_report(
-            _OUTPUT.value,
-            "layer",
-            rows,
-            jit_compile=_JIT.value,
-            rounds=_ROUNDS.value,
-            copy_gigabytes_per_second=bandwidth / 1e9,
-        )
+    compare.report(
+        _OUTPUT.value,
+        "layer",
+        rows,
+        jit_compile=_JIT.value,
+        rounds=_ROUNDS.value,
+        copy_gigabytes_per_second=bandwidth / 1e9,
+    )
 
 
 if __name__ == "__main__":

@@ -193,20 +193,6 @@ def measure(network, norms, policy="float32", jit_compile="auto"):
     return [{**row, "ratio": row[key] / base} for row in rows]
 
 
-def table(rows):
-    cells = []
-    for row in rows:
-        name, size, batch = networks.parse(row["network"])
-        keys = ("peak_bytes", "temporary_bytes", "bytes_per_image")
-        values = [f"{row[key] / 1e6:.4g}" if key in row else "" for key in keys]
-        network = f"{name}, {batch} x {size}"
-        cells.append([network, row["norm"], *values, f"{row['ratio']:.3f}"])
-    return compare.table(
-        ["network", "norm", "peak, MB", "temporary, MB", "MB an image", "ratio to bn"],
-        cells,
-    )
-
-
 def define_flags():
     flags.DEFINE_list(
         "networks",
@@ -233,15 +219,8 @@ def main(_):
     rows = []
     for network in values.networks:
         rows += measure(network, values.norms, values.dtype_policy, jit_compile)
-    print(table(rows))
-    if values.output:
-        compare.write_report(
-            values.output,
-            "memory",
-            rows,
-            dtype_policy=values.dtype_policy,
-            jit_compile=jit_compile,
-        )
+    settings = {"dtype_policy": values.dtype_policy, "jit_compile": jit_compile}
+    compare.report(values.output, "memory", rows, **settings)
 
 
 if __name__ == "__main__":

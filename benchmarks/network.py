@@ -12,9 +12,9 @@ turns of some steps of `fit`; the device is waited for at both ends of a turn. A
 is the median over the rounds of time / BatchNormalization's time in the same round, and
 its spread is the interquartile range.
 
-The floor is `none`, the same network without normalisation, as a ratio too. Beside it
-stands what the passes of the normalisation over its tensors take at the copy bandwidth
-measured in the same run (see `PASSES`), if none of them is fused with a neighbour.
+The floor is `none`, the same network without normalisation. On a CPU there is also what
+the passes of the normalisation over its tensors take at the copy bandwidth measured in
+the same run (see `PASSES`), if none of them is fused with a neighbour.
 
 Prints a table; --output also writes it as JSON with versions and machine.
 """
@@ -103,30 +103,6 @@ def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
     ]
 
 
-def table(rows, bandwidth):
-    header = ["network", "norm", "s/step", "images/s", "ratio to bn (quartiles)"]
-    cells = []
-    for row in rows:
-        same = ("network", "image_size", "batch")
-        floor = [
-            f"{other['ratio']:.3f}"
-            for other in rows
-            if other["norm"] == "none" and all(other[k] == row[k] for k in same)
-        ]
-        cells.append(
-            [
-                f"{row['network']}, {row['batch']} x {row['image_size']}",
-                row["norm"],
-                f"{row['seconds_per_step']:.4g}",
-                f"{row['images_per_second']:.4g}",
-                compare.spread(row),
-                *(floor or [""]),
-                f"{row['bytes_of_passes'] / bandwidth:.2g}",
-            ]
-        )
-    return compare.table([*header, "floor (none)", "passes, s"], cells)
-
-
 def define_flags():
     flags.DEFINE_list(
         "networks",
@@ -163,18 +139,16 @@ def main(_):
             jit_compile=jit_compile,
         )
         keras.utils.clear_session(free_memory=True)
-    print(table(rows, bandwidth))
-    if values.output:
-        compare.write_report(
-            values.output,
-            "network",
-            rows,
-            dtype_policy=values.dtype_policy,
-            jit_compile=jit_compile,
-            steps=values.steps,
-            rounds=values.rounds,
-            copy_gigabytes_per_second=bandwidth / 1e9,
-        )
+    compare.report(
+        values.output,
+        "network",
+        rows,
+        dtype_policy=values.dtype_policy,
+        jit_compile=jit_compile,
+        steps=values.steps,
+        rounds=values.rounds,
+        copy_gigabytes_per_second=bandwidth / 1e9,
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import compare
+from benchmarks import tables
 from keras_norms import AMAT, CBN, FusedCBN
 from recipes.engine import data
 
@@ -78,7 +78,7 @@ def main(_):
             rms, largest, before, after = np.mean(each, 0)
             row += [f"{rms:.1%} / {largest:.0%}", f"{before:.1f} % -> {after:.1f} %"]
         rows.append(row)
-    print(compare.table(["norm", "int8", "accuracy", "int4", "accuracy"], rows))
+    print(tables.markdown(["norm", "int8", "accuracy", "int4", "accuracy"], rows))
 
 
 if __name__ == "__main__":

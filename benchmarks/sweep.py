@@ -10,7 +10,7 @@ and 4 and from 3 to 1,024 channels. The candidates take turns as in `benchmarks.
 a ratio is the median over the rounds of CBN's time / BatchNormalization's time in the
 same round. In a round a call is repeated until it takes two milliseconds.
 
-Prints a table a phase; --output also writes it as JSON with versions and machine.
+Prints a table; --output also writes it as JSON with versions and machine.
 """
 
 import math
@@ -96,23 +96,6 @@ def measure(shape, phase, rounds, jit_compile):
     }
 
 
-def table(rows, phase):
-    header = ["elements", "shape", "bn, ms", "decoupled (quartiles)", "coupled"]
-    return compare.table(
-        header,
-        [
-            [
-                f"{row['elements']:.0e}",
-                "x".join(map(str, row["shape"])),
-                f"{row['bn']['milliseconds']:.3g}",
-                *(compare.spread(row[name]) for name in ("decoupled", "coupled")),
-            ]
-            for row in rows
-            if row["phase"] == phase
-        ],
-    )
-
-
 def main(_):
     rows = []
     for phase in PHASES:
@@ -120,23 +103,8 @@ def main(_):
             timed = measure(shape, phase, _ROUNDS.value, _JIT.value)
             rows.append({"phase": phase, "elements": elements, "shape": shape, **timed})
             keras.utils.clear_session(free_memory=True)
-        ratios = [
-            row[name]["ratio"]
-            for row in rows
-            if row["phase"] == phase
-            for name in ("decoupled", "coupled")
-        ]
-        slower = sum(ratio > 1 for ratio in ratios)
-        print(f"\n{phase}: CBN is slower in {slower} of {len(ratios)} cells\n")
-        print(table(rows, phase), flush=True)
-    if _OUTPUT.value:
-        compare.write_report(
-            _OUTPUT.value,
-            "sweep",
-            rows,
-            jit_compile=_JIT.value,
-            rounds=_ROUNDS.value,
-        )
+    settings = {"jit_compile": _JIT.value, "rounds": _ROUNDS.value}
+    compare.report(_OUTPUT.value, "sweep", rows, **settings)
 
 
 if __name__ == "__main__":

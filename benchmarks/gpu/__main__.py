@@ -20,7 +20,7 @@ from benchmarks.gpu import compiler  # isort: skip  # before JAX
 import keras
 from absl import app, flags
 
-from benchmarks import compare, compiled, networks
+from benchmarks import compiled, networks, tables
 
 _NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
 _NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "")
@@ -28,41 +28,6 @@ _TOPOLOGIES = flags.DEFINE_list("topologies", ["1x1x1"], "How many GPUs, as 1x1x
 _BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
 _POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
-
-HEADER = [
-    "GPUs",
-    "norm",
-    "moved, GB",
-    "temporary, GB",
-    "kernels",
-    "under 1 MB",
-    "all-reduces",
-    "moved / bn",
-    "temporary / bn",
-    "kernels / bn",
-    "moved / none",
-]
-
-
-def cells(row, rows):
-    """A line of the table: costs, and ratios to those of others on as many GPUs."""
-
-    def ratio(key, norm):
-        return compiled.ratio(row, rows, key, norm, "gpus")
-
-    return [
-        row["gpus"],
-        row["norm"],
-        f"{row['gigabytes_moved']:.2f}",
-        f"{row['temporary_gigabytes']:.2f}",
-        row["kernels"],
-        row["small_kernels"],
-        row["all_reduces"],
-        ratio("gigabytes_moved", "bn"),
-        ratio("temporary_gigabytes", "bn"),
-        ratio("kernels", "bn"),
-        ratio("gigabytes_moved", "none"),
-    ]
 
 
 def steps():
@@ -89,7 +54,7 @@ def main(_):
         "dtype_policy": _POLICY.value,
     }
     rows = compiled.rows_of(steps(), settings, _OUTPUT.value)
-    print(compare.table(HEADER, [cells(row, rows) for row in rows]))
+    print(tables.of({**settings, "rows": rows}))
 
 
 if __name__ == "__main__":

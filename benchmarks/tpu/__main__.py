@@ -22,7 +22,7 @@ from benchmarks.tpu import compiler  # isort: skip  # before JAX
 import keras
 from absl import app, flags
 
-from benchmarks import compare, compiled, networks
+from benchmarks import compiled, networks, tables
 from benchmarks.tpu import check
 
 _CHECK = flags.DEFINE_bool("check", False, "Whether the recipes compile.")
@@ -36,37 +36,6 @@ _GROUP_SIZE = flags.DEFINE_integer(
 )
 _POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
-
-HEADER = [
-    "slice",
-    "norm",
-    "moved, GB",
-    "temporary, GB",
-    "all-reduces",
-    "moved / bn",
-    "temporary / bn",
-    "all-reduces / bn",
-    "moved / none",
-]
-
-
-def cells(row, rows):
-    """A line of the table: costs, and ratios to those of others on the same slice."""
-
-    def ratio(key, norm):
-        return compiled.ratio(row, rows, key, norm, "slice")
-
-    return [
-        row["slice"],
-        row["norm"],
-        f"{row['gigabytes_moved']:.2f}",
-        f"{row['temporary_gigabytes']:.2f}",
-        row["all_reduces"],
-        ratio("gigabytes_moved", "bn"),
-        ratio("temporary_gigabytes", "bn"),
-        ratio("all_reduces", "bn"),
-        ratio("gigabytes_moved", "none"),
-    ]
 
 
 def steps():
@@ -115,10 +84,7 @@ def main(_):
         settings["group_size"] = _GROUP_SIZE.value
     each = steps_of_recipes() if _CHECK.value else steps()
     rows = compiled.rows_of(each, settings, _OUTPUT.value)
-    if _CHECK.value:
-        print(compare.table(check.HEADER, [check.cells(row) for row in rows]))
-    else:
-        print(compare.table(HEADER, [cells(row, rows) for row in rows]))
+    print(tables.of({**settings, "rows": rows}))
 
 
 if __name__ == "__main__":

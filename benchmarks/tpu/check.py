@@ -63,21 +63,6 @@ CHIPS = {
     "v6e": Chip(918, 32, 1600, 100),
 }
 
-HEADER = [
-    "network",
-    "norm",
-    "slice",
-    "memory, GB",
-    "of the chip's",
-    "operations, TFLOP",
-    "moved, GB",
-    "collectives",
-    "their bytes, MB",
-    "chip, ms",
-    "collectives, ms",
-    "efficiency",
-]
-
 
 def compile_step(network, norm, topology, batch_per_chip, dtype, group_size=None):
     """The compiled training step of a recipe network on a slice.
@@ -152,22 +137,3 @@ def prediction(row):
         "collective_milliseconds": collective,
         "efficiency": milliseconds / (milliseconds + collective),
     }
-
-
-def cells(row):
-    """A line of the table."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in row["collectives"].items())
-    return [
-        row["network"],
-        row["norm"],
-        row["slice"],
-        f"{row['memory_gigabytes']:.2f}",
-        f"{row['memory_share']:.0%}",
-        f"{row['gigaflops'] / 1e3:.2f}",
-        f"{row['gigabytes_moved']:.2f}",
-        kinds or "none",
-        f"{row['collective_megabytes']:.1f}",
-        f"{row['chip_milliseconds']:.2f}",
-        f"{row['collective_milliseconds']:.2f}",
-        f"{row['efficiency']:.3f}",
-    ]

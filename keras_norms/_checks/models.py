@@ -7,6 +7,7 @@ import keras
 import numpy as np
 from keras import tree
 
+from keras_norms import _keras
 from keras_norms._checks import arguments
 
 
@@ -141,6 +142,33 @@ def check_layers(layers: Sequence[keras.layers.Layer | str] | None) -> None:
     is_list = isinstance(layers, (list, tuple)) and len(layers) > 0
     if not is_list or not all(isinstance(layer, kinds) for layer in layers):
         raise arguments.wrong("layers", "a list of layers or of their names", layers)
+
+
+def matching_layers(
+    model: keras.Model, layer: keras.layers.Layer | str, argument: str = "layers"
+) -> list[keras.layers.Layer]:
+    """List the layers of a model, nested ones too, that an argument means.
+
+    Args:
+        layer: A layer, which means itself, or a name or path, which may mean several.
+        argument: The name of the argument.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    layers = _keras.layers_of(model, include_self=False)
+    name = layer if isinstance(layer, str) else object()
+    found = [e for e in layers if e is layer or e.name == name or e.path == name]
+    if found:
+        return found
+    expected = f"be a layer of model '{model.name}', or its name"
+    if argument == "layers":
+        expected = f"hold layers of model '{model.name}', or their names"
+    raise ValueError(
+        f"Argument `{argument}` must {expected}. "
+        f"Received: {argument}={arguments.shown(layer)}. "
+        f"The model has {[each.name for each in layers]}"
+    )
 
 
 def _inputs_of(model):

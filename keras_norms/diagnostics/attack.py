@@ -17,7 +17,7 @@ from keras_norms.diagnostics._engine.differentiation import (
 from keras_norms.diagnostics._engine.model_loss import ModelLoss, as_tensors
 from keras_norms.diagnostics._engine.types import Data, Loss
 
-NORMS = ("inf", 2)
+_NORM_ORDERS = ("inf", 2)
 
 
 def bim(
@@ -100,7 +100,7 @@ class Attack:
         self._y = _targets(self._x, y)
         self.samples = len(self._x)
         self._epsilon = arguments.number("epsilon", epsilon, at_least=0)
-        self._norm = arguments.choice("norm", norm, NORMS)
+        self._norm = arguments.choice("norm", norm, _NORM_ORDERS)
         self._steps = arguments.integer("steps", steps, at_least=1)
         if step_size is None:
             step_size = self._epsilon / self._steps

@@ -22,7 +22,7 @@ from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.layers.kernel_normalization import KernelNormalization
 
 TERMS = ("first", "diagonal", "off_diagonal", "third")
-NORMS = (
+_NORM_CLASSES = (
     ChannelNormalization,
     FusedCBN,
     KernelNormalization,
@@ -213,7 +213,7 @@ def _layers(model, layers):
     check_layers(layers)
     if layers is not None:
         return [find_layer(model, layer, "layers") for layer in layers]
-    found = _keras.layers_of(model, kind=NORMS, include_self=False)
+    found = _keras.layers_of(model, kind=_NORM_CLASSES, include_self=False)
     # A FusedCBN has a CBN of its own, that it does not call.
     inner = {id(layer.norm) for layer in found if isinstance(layer, FusedCBN)}
     found = [layer for layer in found if id(layer) not in inner]

@@ -10,12 +10,12 @@ from keras_norms import _keras
 from keras_norms._checks.models import check_layers, check_model
 from keras_norms.diagnostics._engine.layers import (
     find_layer,
-    kernels_owned_by,
     learning_rate_of,
     names_of,
 )
 from keras_norms.diagnostics._engine.objective import Objective
 from keras_norms.diagnostics._engine.types import Data, Layers, Loss
+from keras_norms.layers.kernels import kernels_owned_by
 
 
 class CovariateShift(NamedTuple):

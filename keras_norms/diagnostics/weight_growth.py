@@ -6,17 +6,14 @@ import keras
 import numpy as np
 
 from keras_norms import _keras
-from keras_norms._checks.models import check_inputs, check_layers
+from keras_norms._checks.models import check_inputs, check_layers, matching_layers
 from keras_norms.diagnostics._engine.arrays import affine, float64, moments
-from keras_norms.diagnostics._engine.layers import (
-    kernels_owned_by,
-    matching_layers,
-    names_of,
-)
+from keras_norms.diagnostics._engine.layers import names_of
 from keras_norms.diagnostics._engine.model_loss import record
 from keras_norms.diagnostics._engine.probe import Probe
 from keras_norms.diagnostics._engine.types import Data, Directory, Layers
 from keras_norms.layers.channel_normalization import ChannelNormalization
+from keras_norms.layers.kernels import kernels_by_name
 
 
 class WeightGrowth(Probe):
@@ -100,38 +97,6 @@ class WeightGrowth(Probe):
             numbers[f"{name}_cosine"] = product / (norm * length) if moves else np.nan
         self._before = None
         self.record(numbers)
-
-
-def kernels_by_name(model, layers=None):
-    """Return the kernels of layers by the name of their layer, or their path.
-
-    Args:
-        model: A built model.
-        layers: See `WeightGrowth`.
-    """
-    owners = {
-        id(kernel): layer
-        for layer in _keras.layers_of(model, include_self=False)
-        for kernel in kernels_owned_by(layer)
-    }
-    holders = [model]
-    if layers is not None:
-        # A name may be that of a wrapper and of what is inside.
-        holders = [each for one in layers for each in matching_layers(model, one)]
-    chosen = {}
-    for holder in holders:
-        found = {id(v): v for v in holder.trainable_variables if id(v) in owners}
-        if not found:
-            raise ValueError(
-                "Argument `layers` must name layers with a trainable kernel. "
-                f"Received: layer '{holder.name}'"
-            )
-        chosen |= found
-    names = [owners[key].name for key in chosen]
-    return {
-        name if names.count(name) == 1 else variable.path: variable
-        for name, variable in zip(names, chosen.values())
-    }
 
 
 class BatchStatistics(Probe):

@@ -1,12 +1,15 @@
 """Layers with a kernel: which weights those are, and where a unit lies in them."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 from keras import layers
 
+from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms._checks.models import matching_layers
 from keras_norms._types import Shape
 
 _CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
@@ -130,6 +133,50 @@ def unit_axes(layer: keras.layers.Layer, rank: int) -> tuple[int, ...]:
         return tuple(output.index(axis) for axis in weight if axis in output)
     first = getattr(layer, "data_format", None) == "channels_first"
     return (1 if first else rank - 1,)
+
+
+def kernels_owned_by(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """List the trainable weights of rank 2 or more that are a layer's own."""
+    own = {id(v) for v in _keras.own_weights(layer) if len(v.shape) > 1}
+    return [v for v in layer.trainable_variables if id(v) in own]
+
+
+def kernels_by_name(
+    model: keras.Model, layers: Sequence[keras.layers.Layer | str] | None = None
+) -> dict[str, keras.Variable]:
+    """Return the kernels of layers by the name of their layer, or their path.
+
+    Args:
+        model: A built model.
+        layers: Layers or their names, of which all kernels are meant, those of layers
+            inside too. `None`: all kernels of the model.
+
+    Raises:
+        ValueError: If a layer is not in the model, or has no trainable kernel.
+    """
+    owners = {
+        id(kernel): layer
+        for layer in _keras.layers_of(model, include_self=False)
+        for kernel in kernels_owned_by(layer)
+    }
+    holders = [model]
+    if layers is not None:
+        # A name may be that of a wrapper and of what is inside.
+        holders = [each for one in layers for each in matching_layers(model, one)]
+    chosen: dict[int, keras.Variable] = {}
+    for holder in holders:
+        found = {id(v): v for v in holder.trainable_variables if id(v) in owners}
+        if not found:
+            raise ValueError(
+                "Argument `layers` must name layers with a trainable kernel. "
+                f"Received: layer '{holder.name}'"
+            )
+        chosen |= found
+    names = [owners[key].name for key in chosen]
+    return {
+        name if names.count(name) == 1 else variable.path: variable
+        for name, variable in zip(names, chosen.values())
+    }
 
 
 def _einsum_axes(layer):

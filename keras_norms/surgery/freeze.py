@@ -8,7 +8,7 @@ from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_model
 from keras_norms.layers.frozen import set_frozen
-from keras_norms.surgery._graph.affine import NORMS
+from keras_norms.surgery._graph.affine import NORM_CLASSES
 
 
 def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
@@ -96,7 +96,7 @@ def unfreeze(model: keras.Model) -> keras.Model:
 
 def _norms_of(model):
     check_model(model)
-    norms = _keras.layers_of(model, NORMS)
+    norms = _keras.layers_of(model, NORM_CLASSES)
     if not norms:
         raise ValueError(
             "Argument `model` must have a normalisation layer with statistics: "

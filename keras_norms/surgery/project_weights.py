@@ -9,8 +9,7 @@ from keras import ops
 
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_layers
-from keras_norms.diagnostics.weight_growth import kernels_by_name
-from keras_norms.layers.kernels import kernels_of
+from keras_norms.layers.kernels import kernels_by_name, kernels_of
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery._graph import affine, linear

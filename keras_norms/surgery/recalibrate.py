@@ -9,7 +9,7 @@ from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Tensor
 from keras_norms.layers.frozen import Frozen
-from keras_norms.surgery._graph.affine import NORMS
+from keras_norms.surgery._graph.affine import NORM_CLASSES
 from keras_norms.surgery._graph.measure import measure, stored
 from keras_norms.surgery._graph.units import assign, to_float64
 
@@ -84,10 +84,10 @@ def layers_to_measure(model: keras.Model) -> list[keras.layers.Layer]:
     Raises:
         ValueError: If there is none.
     """
-    calls = [norm.call for norm in NORMS]
+    calls = [norm.call for norm in NORM_CLASSES]
     norms = [
         layer
-        for layer in _keras.layers_of(model, NORMS)
+        for layer in _keras.layers_of(model, NORM_CLASSES)
         if layer.trainable and not isinstance(layer, Frozen)
     ]
     found = [layer for layer in norms if type(layer).call in calls]

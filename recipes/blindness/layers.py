@@ -15,7 +15,7 @@ beta 0 is as BN, docs/results/blindness.md has all norms:
                          first    diagonal   off-diagonal   third
     BN                  1.8e-7      2.3e-7        0.99       0.66
     CBN, beta 0.5         0.43        0.46        1.0        0.63
-    LpNorm inf          3.4e-7        2.2         1.1        1.8
+    LpNorm ∞            1.8e-7        2.2         1.1        1.8
     LN                    0.98        1.0         1.0        0.98
 
 Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
@@ -52,8 +52,8 @@ def _cbn(beta=0.0, moving=False):
 
 
 # Name -> what makes the layer.
-NORMS = {
-    "none": lambda: layers.Activation("linear"),
+LAYERS = {
+    figures.NAME_OF["none"]: lambda: layers.Activation("linear"),
     "BN": lambda: layers.BatchNormalization(epsilon=EPSILON),
     "BN, epsilon 1e-3": lambda: layers.BatchNormalization(),
     "BN, inference": lambda: layers.BatchNormalization(epsilon=EPSILON),
@@ -63,7 +63,7 @@ NORMS = {
     "NoisyBN": lambda: NoisyBN(epsilon=EPSILON, seed=0),
     "LpNorm 1": lambda: LpNorm(1, epsilon=EPSILON),
     "LpNorm 2": lambda: LpNorm(2, epsilon=EPSILON),
-    "LpNorm inf": lambda: LpNorm("inf", epsilon=EPSILON),
+    "LpNorm ∞": lambda: LpNorm("inf", epsilon=EPSILON),
     "LpNorm 2, centered": lambda: LpNorm(2, norm_of="centered", epsilon=EPSILON),
     "LN": lambda: layers.LayerNormalization(epsilon=EPSILON),
     "GN, 4 groups": lambda: layers.GroupNormalization(4, epsilon=EPSILON),
@@ -78,7 +78,7 @@ NORMS = {
 class Settings(settings.Settings):
     """What is probed, with how many samples and networks."""
 
-    norms: tuple[str, ...] = tuple(NORMS)  # no flag: there are commas in the names
+    norms: tuple[str, ...] = tuple(LAYERS)  # no flag: there are commas in the names
     samples: int = setting(128, "In the batch.", at_least=16)
     seeds: int = setting(3, "Of weights and terms.", at_least=1)
 
@@ -100,7 +100,7 @@ def probe(name, x, y, seeds):
     """The `Blindness` of one norm for each seed."""
     found = []
     for seed in range(seeds):
-        norm = NORMS[name]()
+        norm = LAYERS[name]()
         model = network(norm, x.shape[1:], seed)
         how = {"layers": [norm], "seed": seed, "training": "inference" not in name}
         found.append(blindness(model, x, y, **how))
@@ -147,6 +147,11 @@ def draw(path, rows):
     axes = figure.subplots()
     colours = np.log10(shares.clip(lower=1e-9))
     picture = axes.imshow(colours, vmin=-8, vmax=0.5, aspect="auto")
+    for (row, column), share in np.ndenumerate(shares.to_numpy()):
+        text = f"{share:.2f}" if share > 0.005 else f"{share:.0e}"
+        style = {"ha": "center", "va": "center", "fontsize": 8}
+        style["color"] = "black" if share > 1e-3 else "white"
+        axes.text(column, row, text, **style)
     axes.set_xticks(range(len(TERMS)), [term.replace("_", "-") for term in TERMS])
     axes.set_yticks(range(len(shares)), shares.index)
     axes.set_title("Share of a term that arrives at the input (float32)")

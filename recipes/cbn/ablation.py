@@ -48,6 +48,15 @@ ROWS = (
     Row(6, False, False, True, False, "bn_rho"),
     Row(7, False, False, True, True, "bn_rho_amat"),
 )
+NAMES = {
+    1: "1: BN",
+    3: "3: before the layer",
+    4: "4: and decoupled",
+    5: "5: and rho",
+    2: "2: and AMAT (CBN)",
+    6: "6: BN with rho",
+    7: "7: BN with rho and AMAT",
+}
 # What a part adds: the number of the row with it, and of the one without.
 GAINS = {
     "before the linear layer (3 - 1)": (3, 1),
@@ -131,7 +140,8 @@ def run(settings):
         theirs = [_of_paper(paper[a], n) if a in paper else None for n in numbers]
         panels[a] = {"test accuracy (%)": ours, "the paper's (%)": theirs}
     title = f"Above: {settings.about()}. Below: the paper's {title}"
-    figures.steps(directory / "accuracy.png", panels, list(map(str, numbers)), title)
+    names = [NAMES[number] for number in numbers]
+    figures.steps(directory / "accuracy.png", panels, names, title)
     return directory
 
 

@@ -39,7 +39,6 @@ from recipes.engine.optimizers import followers
 from recipes.engine.settings import setting
 from recipes.models import norms
 
-NORMS = ("bn", "cbn_batch", "cbn_fixed", "cbn")
 PHASES = ("first rate", "a tenth", "a hundredth")
 VALUES = {
     "gradient_variance": "Variance of the mini-batch gradient",
@@ -65,7 +64,11 @@ class Settings(Measured, classifier.Grid):
 
     model: str = "resnet8"
     activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
-    norms: tuple[str, ...] = setting(NORMS, "What to compare.", choices=norms.NORMS)
+    norms: tuple[str, ...] = setting(
+        ("bn", "cbn_batch", "cbn_fixed", "cbn"),
+        "What to compare.",
+        choices=norms.NORMS,
+    )
     seeds: int = 1
 
 

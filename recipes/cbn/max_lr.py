@@ -39,8 +39,6 @@ from recipes.engine import classifier, command, figures, optimizers, results, tr
 from recipes.engine.settings import setting
 from recipes.models import norms
 
-NORMS = ("none", "mean_removal", "l2_norm", "cbn")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(classifier.Grid):
@@ -50,7 +48,11 @@ class Settings(classifier.Grid):
     activations: tuple[str, ...] = setting(
         ("sigmoid", "tanh", "relu"), "As Keras has them."
     )
-    norms: tuple[str, ...] = setting(NORMS, "What to compare.", choices=norms.NORMS)
+    norms: tuple[str, ...] = setting(
+        ("none", "mean_removal", "l2_norm", "cbn"),
+        "What to compare.",
+        choices=norms.NORMS,
+    )
     learning_rates: tuple[float, ...] = setting(
         (1e-4, 1e-3, 1e-2, 1e-1, 1.0), "Of epoch 1.", above=0
     )

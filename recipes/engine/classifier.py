@@ -44,6 +44,9 @@ class Training(Images):
     batch_size: int | None = setting(None, "128; of imagenet2012 256.", at_least=1)
     learning_rate: float = setting(0.1, "Of epoch 1.", above=0)
     momentum: float = setting(0.9, "Of gradient descent.", at_least=0, at_most=1)
+    gradient_accumulation_steps: int | None = setting(
+        None, "Batches whose mean gradient is one step of the weights.", at_least=2
+    )
     weight_decay: float | None = setting(
         None, "Times weights; 5e-4, of imagenet2012 1e-4.", at_least=0
     )
@@ -177,7 +180,12 @@ def _network(settings, source, norm, optimizer):
     model = network(settings, source, norm)
     norms.check_stages(settings.stage_rho, model)
     model.compile(
-        optimizer(settings.learning_rate, settings.momentum, settings.weight_decay),
+        optimizer(
+            settings.learning_rate,
+            settings.momentum,
+            settings.weight_decay,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        ),
         # With a strategy, test batches have images of weight 0.
         keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction="mean_with_sample_weight"

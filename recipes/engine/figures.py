@@ -6,36 +6,50 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+    StrMethodFormatter,
+)
 
 from recipes.engine import files
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# A norm has one colour and one name in all pictures. Where two of one colour meet, the
-# first here has it.
+# A norm has one colour and one name in all pictures. Those of Okabe and Ito, and of
+# Paul Tol's "muted", are with those that meet most.
 _STYLE_OF = {
+    "none": ("#999999", "no normalization"),
     "bn": ("#D55E00", "BN"),
     "cbn": ("#0072B2", "CBN"),
-    "mean_removal": ("#009E73", "mean removal alone"),
-    "l2_norm": ("#CC79A7", "l2 norm alone"),
     "cbn_batch": ("#E69F00", "CBN without AMAT"),
-    "cbn_fixed": ("#56B4E9", "CBN, eta = 0.9"),
-    "none": ("#000000", "no normalization"),
+    "cbn_fixed": ("#88CCEE", "CBN, eta = 0.9"),
+    "mean_removal": ("#44AA99", "mean removal alone"),
+    "l2_norm": ("#EE6677", "l2 norm alone"),
+    "bn_before": ("#CC6677", "BN before the layer"),
+    "bn_rho": ("#994F00", "BN with rho"),
+    "bn_rho_amat": ("#661100", "BN with rho and AMAT"),
     "noisy_bn": ("#CC79A7", "NoisyBN"),
-    "noise": ("#E69F00", "noise alone"),
-    "lp1": ("#0072B2", "l1 norm"),
-    "lp2": ("#009E73", "l2 norm"),
-    "lpinf": ("#E69F00", "l∞ norm"),
+    "noise": ("#DDCC77", "noise alone"),
+    "lp1": ("#332288", "LpNorm 1"),
+    "lp2": ("#33BBEE", "LpNorm 2"),
+    "lpinf": ("#999933", "LpNorm ∞"),
     "layer": ("#009E73", "LN"),
     "group": ("#56B4E9", "GN"),
-    "rms": ("#E69F00", "RMS"),
-    "renorm": ("#009E73", "batch renorm"),
-    "instance": ("#CC79A7", "IN"),
-    "dyt": ("#CC79A7", "DyT"),
-    "derf": ("#E69F00", "Derf"),
-    "ws+gn": ("#009E73", "WS + GN"),
-    "cwn+bn": ("#56B4E9", "CWN + BN"),
+    "instance": ("#6A3D9A", "IN"),
+    "rms": ("#B2DF8A", "RMS"),
+    "renorm": ("#AA4499", "batch renorm"),
+    "dyt": ("#BBBB00", "DyT"),
+    "derf": ("#7F5F00", "Derf"),
+    "ws": ("#E5C494", "WS"),
+    "cwn": ("#000000", "CWN"),
+    "wn": ("#882255", "WN"),
+    "sn": ("#555555", "SN"),
+    "ws+gn": ("#F0C000", "WS+GN"),
+    "cwn+bn": ("#117733", "CWN+BN"),
 }
 COLOUR_OF = {norm: colour for norm, (colour, _) in _STYLE_OF.items()}
 NAME_OF = {norm: name for norm, (_, name) in _STYLE_OF.items()}
@@ -43,10 +57,7 @@ NAME_OF = {norm: name for norm, (_, name) in _STYLE_OF.items()}
 
 def colours(labels):
     """A dict from each label to its colour: a norm's own, or the next free one."""
-    own = {}
-    for name, colour in COLOUR_OF.items():
-        if name in labels and colour not in own.values():
-            own[name] = colour
+    own = {name: COLOUR_OF[name] for name in labels if name in COLOUR_OF}
     free = itertools.cycle([c for c in COLOURS if c not in own.values()] or COLOURS)
     return {name: own.get(name) or next(free) for name in labels}
 
@@ -59,13 +70,26 @@ def shades(labels):
 
 
 def training_curves(path, panels, title):
-    """Draws the training loss above the test accuracy: see `curves`."""
+    """Draws the training loss above the test error: see `curves`."""
+    panels = {
+        name: {label: list(map(_with_error, runs)) for label, runs in of.items()}
+        for name, of in panels.items()
+    }
     loss = "train_loss", "training loss (nats)", {"yscale": "log"}
-    accuracy = "test_accuracy", "test accuracy", {"ylim": (0, 1)}
-    curves(path, panels, [loss, accuracy], title)
+    # The last points of an accuracy near 1 are told apart by their errors.
+    error = "test_error", "test error (%)", {"yscale": "log"}
+    curves(path, panels, [loss, error], title)
 
 
-def curves(path, panels, rows, title, colour_of=None):
+def _with_error(run):
+    lines = ((line, line.get("test_accuracy")) for line in run)
+    return [
+        line | {"test_error": None if found is None else 100 * (1 - found)}
+        for line, found in lines
+    ]
+
+
+def curves(path, panels, rows, title, colour_of=None, dashed=()):
     """Draws values of each epoch: one column a panel, one row a value.
 
     Each curve is the mean over the runs that reached the epoch, in a band of all these.
@@ -78,13 +102,15 @@ def curves(path, panels, rows, title, colour_of=None):
             the axes, such as `{"yscale": "log"}`.
         title: Of the picture.
         colour_of: Dict from a label to its colour; `colours` of the labels if `None`.
+        dashed: Labels whose curves are drawn last and do not cover the others.
     """
     colour_of = colour_of or _colours(panels.values())
 
     def draw(axis, row, name):
         key, _, settings = row
         for label, runs in panels[name].items():
-            _curve(axis, runs, key, label, colour_of[label])
+            style = {"ls": (0, (2, 3)), "zorder": 3} if label in dashed else {}
+            _curve(axis, runs, key, label, colour_of[label], **style)
         axis.set(**settings)
 
     _by_epoch(path, rows, panels, draw, [label for _, label, _ in rows], title)
@@ -194,29 +220,31 @@ def heat_map(path, panels, xlabel, label, title):
     save(figure, path)
 
 
-def steps(path, panels, ticks, title):
-    """Draws outcomes of a list of variants, side by side with those of a paper.
+def steps(path, panels, names, title):
+    """Draws outcomes of a list of variants, those of a paper below.
 
     Args:
         path, title: See `curves`.
         panels: Dict from the title of a panel to a dict from a label, which has an axis
             of its own, to a list of `results.mean_and_std`, one a variant, or `None`.
-        ticks: The names of the variants.
+        names: Those of the variants, from above to below.
     """
     labels = list(next(iter(panels.values())))
-    figure, axes = subplots(len(labels), len(panels), title, sharey=False)
+    size = 3 + 2.2 * len(panels), 1 + len(labels) * (0.8 + 0.25 * len(names))
+    shape = len(labels), len(panels)
+    figure, axes = subplots(*shape, title, sharey=True, size=size, sharex=False)
     for column, (name, values_of) in zip(axes.T, panels.items(), strict=True):
         for axis, label in zip(column, labels):
             found = {i: v for i, v in enumerate(values_of[label]) if v is not None}
             means = [value["mean"] for value in found.values()]
             deviations = [value["std"] or 0.0 for value in found.values()]
             colour = COLOUR_OF["cbn"] if label == labels[0] else "gray"
-            axis.errorbar([*found], means, deviations, fmt="o", capsize=3, color=colour)
-            axis.set_xticks(range(len(ticks)), ticks)
+            style = {"fmt": "o", "capsize": 3, "color": colour}
+            axis.errorbar(means, [*found], xerr=deviations, **style)
+            axis.set_xlabel(label)
         column[0].set_title(name)
-        column[-1].set_xlabel("row")
-    for axis, label in zip(axes[:, 0], labels, strict=True):
-        axis.set_ylabel(label)
+    axes[0, 0].set_yticks(range(len(names)), names)
+    axes[0, 0].set_ylim(len(names) - 0.5, -0.5)
     save(figure, path)
 
 
@@ -262,15 +290,22 @@ def legend(figure, axes):
 
 def save(figure, path):
     """Writes the figure, whole or not at all."""
+    for axis in figure.axes:
+        low, high = axis.get_ylim()
+        if axis.get_yscale() == "log" and high / low < 1000:  # 2, 5, 10
+            subs = (1, 2, 3, 5, 7) if high / low < 10 else (1, 2, 5)
+            axis.yaxis.set_major_locator(LogLocator(subs=subs))
+            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.yaxis.set_minor_formatter(NullFormatter())
     files.write(path, lambda temporary: figure.savefig(temporary, dpi=120))
 
 
-def _curve(axis, runs, key, label, colour):
+def _curve(axis, runs, key, label, colour, **style):
     lines = [{epoch: line.get(key) for epoch, line in enumerate(run)} for run in runs]
     # A diverged run ends with NaN.
     values = pd.DataFrame(lines, dtype=float).dropna(axis=1, how="all")
     if values.empty:
         return
     x, name = np.arange(1, values.shape[1] + 1), NAME_OF.get(label, label)
-    axis.plot(x, values.mean(), color=colour, label=name)
+    axis.plot(x, values.mean(), color=colour, label=name, **style)
     axis.fill_between(x, values.min(), values.max(), color=colour, alpha=0.2, lw=0)

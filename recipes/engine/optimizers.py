@@ -104,7 +104,8 @@ class Rate(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._rate = None
-        self._step = int(ops.convert_to_numpy(self.model.optimizer.iterations))
+        # Batches, of which `optimizer.iterations` counts those that moved the weights.
+        self._step = int(ops.convert_to_numpy(self.model.optimizer.variables[0]))
         layers = followers(self.model)
         self._layers = [layer for layer in layers if layer.name in self._omegas]
 

@@ -50,7 +50,8 @@ class Population:
         images: A `recipes.engine.data.ImageData`.
         epochs: Integer, the length of the whole training, for the schedule.
         batch_size: Integer, the batch of one trial.
-        momentum, weight_decay: Arguments of `recipes.engine.optimizers.SGD`.
+        momentum, weight_decay, gradient_accumulation_steps: Arguments of
+            `recipes.engine.optimizers.SGD`.
         augment: Whether training images are cropped at random and mirrored.
         replacement: Whether each image of a batch is drawn anew from all.
         amat: Whether CBN layers are told the learning rate of each step.
@@ -79,6 +80,7 @@ class Population:
         batch_size=128,
         momentum=0.9,
         weight_decay=5e-4,
+        gradient_accumulation_steps=None,
         augment=False,
         replacement=False,
         amat=True,
@@ -101,7 +103,10 @@ class Population:
         self._programs = {}
         self._trial = Trial(
             self._seeded(self.trials[0]),
-            optimizers.SGD(1.0, momentum, weight_decay),
+            optimizers.SGD(
+                *(1.0, momentum, weight_decay),
+                gradient_accumulation_steps=gradient_accumulation_steps,
+            ),
             *(batch_size, self.steps, augment, bool(replacement), amat),
             functools.partial(schedule, total_steps=epochs * self.steps),
         )

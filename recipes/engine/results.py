@@ -35,6 +35,8 @@ def spread(value, digits, factor=1, kind="f"):
     """A dict of `mean_and_std`, or `None`, as text; `kind` as in a format, f or e."""
     if value is None or value["mean"] is None:
         return "–"
+    if abs(factor * value["mean"]) > 1e6:
+        digits, kind = 1, "e"
     parts = [value["mean"]] + [value["std"]] * (value["std"] is not None)
     return " ± ".join(f"{factor * part:.{digits}{kind}}" for part in parts)
 

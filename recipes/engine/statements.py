@@ -34,17 +34,23 @@ class Settings(settings.Settings):
 
 def write(name, statements, settings):
     """Writes the `Statement`s of a paper; returns the directory."""
-    directory, rows = settings.directory(name), []
+    directory, found = settings.directory(name), {}
     for item, says, claimed, computed, holds in statements:
-        cells = [item, says, claimed, f"{computed:.3g}", "yes" if holds else "no"]
+        found[item] = {"computed": float(computed), "holds": bool(holds)}
+        found[item] |= {"says": says, "claimed": claimed}
+    results.write(directory, table(found), found)
+    return directory
+
+
+def table(found):
+    """The Markdown of what is in results.json."""
+    rows = []
+    for item, of in found.items():
+        cells = [item, of["says"], of["claimed"], f"{of['computed']:.3g}"]
+        cells.append("yes" if of["holds"] else "no")
         rows.append([cell.replace("|", "\\|") for cell in cells])
     header = ["item", "computed is", "the paper's", "computed", "holds"]
-    found = {
-        each.item: {"computed": float(each.computed), "holds": bool(each.holds)}
-        for each in statements
-    }
-    results.write(directory, results.markdown(header, rows), found)
-    return directory
+    return results.markdown(header, rows)
 
 
 def zero(item, says, error, tolerance=1e-9):

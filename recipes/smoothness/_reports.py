@@ -54,6 +54,9 @@ def medians(outcomes, layer, keys):
 def table(rows, columns, note):
     """Rows as Markdown, and a note; the columns are a dict from a key to a title."""
     keys = [key for key in columns if any(row.get(key) for row in rows)]
+    rows = [
+        row | {"norm": figures.NAME_OF.get(row["norm"], row["norm"])} for row in rows
+    ]
     cells = [[_cell(row.get(key)) for key in keys] for row in rows]
     return results.markdown([columns[key] for key in keys], cells) + f"\n{note}\n"
 
@@ -188,6 +191,5 @@ def _ridges(axis, rows, colour_of):
 
 
 def _style(norm):
-    # The curve of no norm is the others' background.
-    colour = "#999999" if norm == "none" else figures.COLOUR_OF.get(norm, "#000000")
+    colour = figures.COLOUR_OF.get(norm, "#000000")
     return {"color": colour, "label": figures.NAME_OF.get(norm, norm)}

@@ -49,19 +49,23 @@ def share_at(lines, limit, key, gone):
 def draw(path, points, settings):
     """Draws test accuracy over what is gone: a row for each of `KEYS`."""
     title = f"{data.stem(settings.dataset)}, {settings.model}, {settings.norm}"
-    figure, axes = figures.subplots(len(KEYS), 2, "", sharey=True)
-    figure.suptitle(title, x=0.02, ha="left")  # the legend is on the right
+    size, columns = (7.2, 5.6), ("channels", "macs")
+    figure, axes = figures.subplots(2, 2, title, sharey=True, size=size, sharex="col")
     colour_of = figures.colours(list(METHODS.values()))
     for row, (key, limit) in zip(axes, limits(points).items()):
-        for axis, gone in zip(row, ("channels", "macs")):
+        for axis, gone in zip(row, columns):
             for method, label in METHODS.items():
                 style = {"ms": 3, "color": colour_of[label], "label": label}
-                axis.plot(points[method][gone], points[method][key], "o-", **style)
-            axis.axhline(limit, color="black", ls="--", lw=1, label="one point lost")
-            axis.set(ylim=(0, 1), xlabel=f"{GONE[gone]}\nremoved")
-            axis.label_outer()
-        row[0].set_ylabel(f"test accuracy,\n{KEYS[key]}")
-    figures.legend(figure, axes)
+                lines = 100 * points[method][[gone, key]]
+                axis.plot(lines[gone], lines[key], "o-", **style)
+            style = {"color": "black", "ls": "--", "lw": 1, "label": "one point lost"}
+            axis.axhline(100 * limit, **style)
+            axis.set_ylim(bottom=0)
+        row[0].set_ylabel(f"test accuracy (%),\n{KEYS[key]}")
+    for axis, gone in zip(axes[-1], columns):
+        axis.set_xlabel(f"{GONE[gone]} removed (%)")
+    found = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*found, loc="outside lower center", ncols=4, fontsize="small")
     figures.save(figure, path)
 
 

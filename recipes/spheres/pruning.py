@@ -177,11 +177,15 @@ def run(settings):
         with recorded:
             if recorded.results is None:
                 measure(recorded, settings)
+    points = results.by_method(recorded.metrics)
+    results.draw(recorded.directory / "pruning.png", points, settings)
+    text = results.table(recorded.results)
+    files.write(recorded.directory / "table.md", lambda path: path.write_text(text))
     return recorded.directory
 
 
 def measure(recorded, settings):
-    """Measures what is not measured yet; writes the table, the figure, the results."""
+    """Measures what is not measured yet; writes the results."""
     model = trained(settings.training())
     loaded = data.images(settings)
     images = loaded.x_train[: settings.measure_size].copy()
@@ -204,9 +208,6 @@ def measure(recorded, settings):
         "speeds": speeds(points, model, images, test[0]),
         "points": recorded.metrics,
     }
-    results.draw(recorded.directory / "pruning.png", points, settings)
-    text = results.table(outcome)
-    files.write(recorded.directory / "table.md", lambda path: path.write_text(text))
     recorded.finish(outcome)
 
 

@@ -13,6 +13,12 @@ Claims:
   they stabilise or fall (Figure 3, BN, GN, LN and WN; here CBN, WS and CWN as well).
 * gamma^2 and beta of a BN come near variance sigma^2 and mean mu of what it reads, and
   their distance stays small (Figure 2).
+* The effective weights W' of a BN and the convolution before it (Eq. 12) lie on the
+  ellipsoid W' Sigma W'^T = gamma^2 of each unit, Sigma the covariance of what the
+  convolution reads. It converges as training does (Section 2.2): here, what each epoch
+  changes of Sigma, gamma and W'.
+* Optimisation on the sphere stabilises training (Section 2.5): here, without decay and
+  with `keras_norms.ProjectWeights`, for all norms but CBN.
 
 Plain gradient descent at one rate, with and without weight decay. The small run
 (ResNet-8 on digits, 14 trainings) takes 4 minutes on two cores of an AMD EPYC. The
@@ -32,17 +38,19 @@ import itertools
 import keras
 import numpy as np
 import pandas as pd
+from keras import ops
 
-from keras_norms import diagnostics
+from keras_norms import ProjectWeights, diagnostics
 from recipes.engine import classifier, command, figures, results, training
 from recipes.engine.settings import setting
 from recipes.models import norms as norm_names
 
-NORMS = ("bn", "group", "layer", "wn", "cbn", "ws+gn", "cwn")
 # The first convolution of the first residual block, and the BN after it.
 LAYERS = {"resnet101": ("conv2_block1_1_conv", "conv2_block1_1_bn")}
 OTHERS = ("stage1_block0_conv1", "stage1_block0_conv1_norm")
-DISTANCES = {"variance": "|gamma² - sigma²|", "mean": "|beta - mu|"}
+DISTANCES = {"variance_distance": "|gamma² - sigma²|", "mean_distance": "|beta - mu|"}
+CHANGES = {"sigma_change": "Sigma", "gamma_change": "gamma", "effective_change": "W'"}
+SPHERE = "on the sphere"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +61,11 @@ class Decays(classifier.Grid):
     activation: str = "relu"
     batch_size: int | None = 32
     seeds: int = 1
-    norms: tuple[str, ...] = setting(NORMS, "Norms.", choices=sorted(norm_names.NORMS))
+    norms: tuple[str, ...] = setting(
+        ("bn", "group", "layer", "wn", "cbn", "ws+gn", "cwn"),
+        "Norms.",
+        choices=sorted(norm_names.NORMS),
+    )
     weight_decays: tuple[float, ...] = setting((0, 5e-3), "Times weights.", at_least=0)
 
     def outcomes(self, train):
@@ -64,13 +76,35 @@ class Decays(classifier.Grid):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Decays):
+class Growing(classifier.Training):
+    """A training that may keep the norms of scale-invariant kernels."""
+
+    sphere: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Decays, Growing):
     """Plain gradient descent at one rate."""
+
+    RUN = Growing
 
     model: str = setting("resnet8", "A residual network.")
     epochs: int | None = 30
     learning_rate: float = setting(0.1, "Throughout.", above=0)
     momentum: float = 0.0  # as Lemma 3 has it
+
+    def runs(self):
+        """The settings of all runs, those on the sphere last."""
+        on_sphere = super().runs(weight_decay=0.0, sphere=True)
+        return super().runs() + [run for run in on_sphere if run.norm != "cbn"]
+
+    def outcomes(self, train):
+        """Trains all, as `Decays` does; the decay is `None` on the sphere."""
+        found = training.train_all(train, self.runs(), self.workers)
+        for norm, decay in itertools.product(self.norms, (*self.weight_decays, None)):
+            sphere = True if decay is None else None
+            if of := found.of(norm=norm, weight_decay=decay or 0.0, sphere=sphere):
+                yield norm, decay, of
 
 
 def problem(settings):
@@ -82,7 +116,24 @@ def problem(settings):
 
 def train(settings):
     """Trains one network, and follows its kernels and the BN after the layer shown."""
-    hooks = {"callbacks": [lambda *_: _Growth()], "after": statistics}
+    callbacks, start = [lambda *_: _Growth()], {}
+    if settings.sphere:
+        callbacks.append(lambda *_: ProjectWeights())
+
+    def before(model, problem, settings, epoch):
+        start.update(ellipsoid(model, problem, settings))
+        return {}
+
+    def after(model, problem, settings):
+        end = ellipsoid(model, problem, settings)
+        return statistics(model, problem, settings) | {
+            f"{key}_change": float(
+                np.linalg.norm(value - start[key]) / np.linalg.norm(start[key])
+            )
+            for key, value in end.items()
+        }
+
+    hooks = {"callbacks": callbacks, "before": before, "after": after}
     return training.train(settings, "weight_growth", problem, **hooks)
 
 
@@ -122,39 +173,73 @@ def statistics(model, problem, settings):
     }
 
 
+def ellipsoid(model, problem, settings):
+    """Sigma, gamma and W' of the layer shown with BN, on 128 images: a dict."""
+    if settings.norm != "bn":
+        return {}
+    names, x = LAYERS.get(settings.model, OTHERS), problem.images.x_train[:128]
+    layer, norm = map(model.get_layer, names)
+    before = keras.Model(model.inputs, layer.input)
+    states = before.trainable_variables, before.non_trainable_variables
+    states = [[v.value for v in variables] for variables in states]
+    read, _ = before.stateless_call(*states, ops.convert_to_tensor(x), training=True)
+    patches = ops.image.extract_patches(
+        read, layer.kernel_size, layer.strides, padding=layer.padding
+    )
+    patches = ops.convert_to_numpy(patches).astype("float64")
+    patches = patches.reshape(-1, patches.shape[-1])
+    return {
+        "sigma": np.cov(patches, rowvar=False, bias=True),
+        "gamma": training.numpy_copy(norm.gamma),
+        "effective": diagnostics.effective_weights(model, x)[norm.name].kernel,
+    }
+
+
 def run(settings):
     """Trains all, and returns the directory with the table and the figures.
 
-    These are growth.png (Figure 3) and, with BN, variance.png and mean.png (Figure 2).
+    These are growth.png (Figure 3) and, with BN, variance.png and mean.png (Figure 2)
+    and ellipsoid.png.
     """
     layer, _ = LAYERS.get(settings.model, OTHERS)
-    rows, panels, distances = [], {}, {name: {} for name in DISTANCES}
+    rows, panels, of_bn = [], {}, {}
     for norm, decay, found in settings.outcomes(train):
-        rows.append({"norm": norm, "weight_decay": decay, **summary(found, layer)})
+        case = {"norm": norm, "weight_decay": decay or 0.0, "sphere": decay is None}
+        rows.append(case | summary(found, layer))
         curves = [outcome.metrics for outcome in found]
         panel = panels.setdefault(name_of(norm), {})
         for curve in curves:
             for label, lines in drawn(curve, layer, decay).items():
                 panel.setdefault(label, []).append(lines)
         if norm == "bn":
-            for name, of_bn in distances.items():
-                of_bn[label_of(decay)] = pooled(curves, f"{name}_distance")
+            of_bn[label_of(decay)] = curves
+    distances, changes = followed(of_bn, DISTANCES), followed(of_bn, CHANGES)
     directory = settings.directory("weight_growth")
     found = {"layer": layer, "rows": rows, "distances": distance_rows(distances)}
+    found["changes"] = distance_rows(changes)
     results.write(directory, table(found, settings.seeds), found)
     shown = [("norm", f"norm of\n{layer}", {}), ("gain", "less that of epoch 0", {})]
     shown.append(("test_accuracy", "test accuracy", {}))
-    colour_of = figures.colours([label_of(decay) for decay in settings.weight_decays])
+    colour_of = figures.colours([*map(label_of, settings.weight_decays), SPHERE])
     colour_of["Lemma 3"] = "#000000"
     title = settings.about()
-    figures.curves(directory / "growth.png", panels, shown, title, colour_of)
+    of_all = panels, shown, title, colour_of
+    figures.curves(directory / "growth.png", *of_all, dashed=["Lemma 3"])
     for name, columns in distances.items():
         if columns:
             largest = [max(epoch) for values in columns.values() for epoch in values]
             ylim = (0, 1.05 * max(largest, default=1))
-            path, panel = directory / f"{name}.png", {"all channels": columns}
-            about, of_bn = f"BN after {layer}\n{title}", DISTANCES[name]
-            figures.distributions(path, panel, (), of_bn, about, ylim)
+            picture = f"{name.removesuffix('_distance')}.png"
+            path, panel = directory / picture, {"all channels": columns}
+            about, label = f"BN after {layer}\n{title}", DISTANCES[name]
+            figures.distributions(path, panel, (), label, about, ylim)
+    if of_bn:
+        shown = [
+            (name, f"change of {label}\nin an epoch", {"yscale": "log"})
+            for name, label in CHANGES.items()
+        ]
+        path, panel = directory / "ellipsoid.png", {f"BN after {layer}": of_bn}
+        figures.curves(path, panel, shown, title, colour_of)
     return directory
 
 
@@ -171,6 +256,7 @@ def epochs(curve, layer):
     before = np.sqrt(lines["norm"] ** 2 - lines["growth"])
     lines["start"] = next(iter(before), np.nan)
     lines["ratio"] = lines["growth"].cumsum() / lines["squared steps"].cumsum()
+    lines["lowest_accuracy"] = lines["test_accuracy"][len(lines) // 2 :].min()
     return lines
 
 
@@ -182,7 +268,7 @@ def drawn(curve, layer, decay):
     """
     lines = epochs(curve, layer)
     found = {label_of(decay): lines}
-    if not decay:
+    if decay == 0:
         norm = np.sqrt(lines["start"] ** 2 + lines["squared steps"].cumsum())
         found["Lemma 3"] = pd.DataFrame({"norm": norm})
         for each in found.values():
@@ -194,7 +280,8 @@ def summary(outcomes, layer):
     """Of the runs that did not diverge; `lowest` and `highest` of all convolutions."""
     curves = [each.metrics for each in outcomes if not each.results["diverged"]]
     last = [epochs(curve, layer).iloc[-1].rename({"norm": "end"}) for curve in curves]
-    last = pd.DataFrame(last, columns=["test_accuracy", "start", "end", "ratio"])
+    columns = ["test_accuracy", "lowest_accuracy", "start", "end", "ratio"]
+    last = pd.DataFrame(last, columns=columns)
     numbers = {key: results.mean_and_std(last[key]) for key in last}
     ratios = [
         float(epochs(curve, name)["ratio"].iloc[-1])
@@ -205,6 +292,14 @@ def summary(outcomes, layer):
     numbers["lowest"] = min(ratios, default=None)
     numbers["highest"] = max(ratios, default=None)
     return {"diverged": len(outcomes) - len(curves), **numbers}
+
+
+def followed(of_bn, names):
+    """Dict from each name to one from each decay to what is `pooled` of its runs."""
+    return {
+        name: {label: pooled(curves, name) for label, curves in of_bn.items()}
+        for name in names
+    }
 
 
 def pooled(curves, key):
@@ -228,30 +323,35 @@ def distance_rows(distances):
 
 
 def label_of(decay):
-    """A weight decay as figures call it."""
+    """A weight decay as figures call it; `None` is on the sphere."""
+    if decay is None:
+        return SPHERE
     return f"decay {decay:g}" if decay else "no decay"
 
 
 def name_of(norm):
     """A norm as tables call it."""
-    return figures.NAME_OF.get(norm, norm.upper())
+    return figures.NAME_OF.get(norm, norm)
 
 
 def table(found, seeds):
     """What is in results.json, as Markdown."""
-    header = ["norm", "weight decay", "test accuracy, %", "norm at the start"]
-    header += ["at the end", "growth / squared steps", "of all convolutions"]
+    header = ["norm", "weight decay", "test accuracy, %", "lowest of the last half"]
+    header += ["norm at the start", "at the end", "growth / squared steps"]
+    header += ["of all convolutions"]
     lines = []
     for row in found["rows"]:
         ratios = ["–", "–"]
-        if not row["weight_decay"] and row["ratio"]:  # decay is not part of Lemma 3
+        # Decay is not part of Lemma 3, and on the sphere nothing grows.
+        if not row["weight_decay"] and not row["sphere"] and row["ratio"]:
             extremes = f"{row['lowest']:.4f} to {row['highest']:.4f}"
             ratios = [results.spread(row["ratio"], 4), extremes]
         lost = f" ({row['diverged']} diverged)" if row["diverged"] else ""
         accuracy = results.spread(row["test_accuracy"], 2, 100) + lost
+        lowest = results.spread(row["lowest_accuracy"], 2, 100)
         norms = [results.spread(row[key], 3) for key in ("start", "end")]
-        decay = f"{row['weight_decay']:g}"
-        lines.append([name_of(row["norm"]), decay, accuracy, *norms, *ratios])
+        decay = f"0, {SPHERE}" if row["sphere"] else f"{row['weight_decay']:g}"
+        lines.append([name_of(row["norm"]), decay, accuracy, lowest, *norms, *ratios])
     text = (
         f"The kernel of {found['layer']}\n\n{results.markdown(header, lines)}\n"
         f"{results.note(seeds)} The last two columns are the growth of |W|² over all "
@@ -259,16 +359,20 @@ def table(found, seeds):
     )
     if not found["distances"]:
         return text
-    header = ["distance", "weight decay", "epoch 1", "middle", "last epoch"]
-    lines = []
-    for row in found["distances"]:
+    text += "\nThe BN after it, median over channels and seeds\n\n"
+    text += _by_epoch(found["distances"], DISTANCES, "its largest channel")
+    text += "\nWhat an epoch changes, the norm of the difference over the norm\n\n"
+    return text + _by_epoch(found["changes"], CHANGES, "its largest seed")
+
+
+def _by_epoch(rows, names, last):
+    """What `distance_rows` returns, as Markdown."""
+    header, lines = ["", "weight decay", "epoch 1", "middle", "last epoch", last], []
+    for row in rows:
         name, decay, *numbers = row.values()
         numbers = [f"{number:.4f}" for number in numbers]
-        lines.append([DISTANCES[name].replace("|", ""), decay, *numbers])
-    return (
-        f"{text}\nThe BN after it, median over channels and seeds\n\n"
-        f"{results.markdown([*header, 'its largest channel'], lines)}"
-    )
+        lines.append([names[name].replace("|", ""), decay, *numbers])
+    return results.markdown(header, lines)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def start_two(directory):
 def finish(processes, directory):
     for process in processes:
         code = process.wait(600)
-        logs = [path.read_text()[-2000:] for path in directory.glob("log*.txt")]
+        logs = [path.read_text()[-9000:] for path in directory.glob("log*.txt")]
         assert code == 0, "\n".join(logs)
 
 

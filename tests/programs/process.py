@@ -6,6 +6,7 @@ Without the last two it trains alone. It writes its weights to <directory>, and 
 as docs/tpu.md shows.
 """
 
+import faulthandler
 import pathlib
 import sys
 
@@ -50,6 +51,9 @@ def part(array):
 
 def main(directory, addresses=None, number=None):
     directory = pathlib.Path(directory)
+    # A collective holds one of XLA's threads, of which there are as many as cores.
+    # Steps that run ahead of it could take them all.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     several = (addresses, 2, int(number)) if addresses else ()
     strategy = devices.get("data_parallel", *several)
     keras.utils.set_random_seed(0)
@@ -76,4 +80,5 @@ def main(directory, addresses=None, number=None):
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(180)  # Says where a process waits in vain.
     main(*sys.argv[1:])

@@ -2,33 +2,8 @@
 
 from keras import ops
 
-from keras_norms import _keras
 from keras_norms._checks import arguments
-
-
-def matching_layers(model, layer, argument="layers"):
-    """List the layers of a model, nested ones too, that an argument means.
-
-    Args:
-        layer: A layer, which means itself, or a name or path, which may mean several.
-        argument: The name of the argument.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    layers = _keras.layers_of(model, include_self=False)
-    name = layer if isinstance(layer, str) else object()
-    found = [e for e in layers if e is layer or e.name == name or e.path == name]
-    if found:
-        return found
-    expected = f"be a layer of model '{model.name}', or its name"
-    if argument == "layers":
-        expected = f"hold layers of model '{model.name}', or their names"
-    raise ValueError(
-        f"Argument `{argument}` must {expected}. "
-        f"Received: {argument}={arguments.shown(layer)}. "
-        f"The model has {[each.name for each in layers]}"
-    )
+from keras_norms._checks.models import matching_layers
 
 
 def find_layer(model, layer, argument="layer"):
@@ -49,12 +24,6 @@ def names_of(layers):
         name if names.count(name) == 1 else layer.path
         for name, layer in zip(names, layers)
     ]
-
-
-def kernels_owned_by(layer):
-    """List the trainable weights of rank 2 or more that are a layer's own."""
-    own = {id(v) for v in _keras.own_weights(layer) if len(v.shape) > 1}
-    return [v for v in layer.trainable_variables if id(v) in own]
 
 
 def learning_rate_of(model, learning_rate):

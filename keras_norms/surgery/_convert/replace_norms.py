@@ -37,7 +37,7 @@ def replace_norms(units, template, preserve):
             config = template.config(
                 unit.name, unit.config["dtype"], **_own_settings(unit, template)
             )
-        if cls not in affine_lib.NORMS:
+        if cls not in affine_lib.NORM_CLASSES:
             changed += [unit.name] if preserve else []
             unit.become(cls, config, {})
             continue
@@ -50,7 +50,7 @@ def replace_norms(units, template, preserve):
 
 def _own_settings(unit, template):
     """What a new norm has of the BatchNormalization whose place it takes."""
-    if template.cls not in affine_lib.NORMS:
+    if template.cls not in affine_lib.NORM_CLASSES:
         return {}
     names = ["axis"]
     if not template.is_given:

@@ -14,7 +14,7 @@ from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery._graph import linear
 
-NORMS = (keras.layers.BatchNormalization, CBN, NoisyBN, LpNorm)
+NORM_CLASSES = (keras.layers.BatchNormalization, CBN, NoisyBN, LpNorm)
 
 
 class Affine(NamedTuple):
@@ -37,7 +37,7 @@ def identity(channels):
 
 def is_norm(unit):
     """Whether it is a norm that this package knows. A subclass may do anything."""
-    return unit.cls in NORMS
+    return unit.cls in NORM_CLASSES
 
 
 def is_batch_norm(unit):
@@ -56,7 +56,7 @@ def is_called_plainly(unit):
 
 def axis_of(unit, rank):
     """The channel axis of a norm, or of a diagonal EinsumDense."""
-    if issubclass(unit.cls, NORMS):
+    if issubclass(unit.cls, NORM_CLASSES):
         axis = unit.config["axis"]
         # Keras once stored a list.
         return int(np.ravel(axis)[0]) % rank
@@ -65,7 +65,7 @@ def axis_of(unit, rank):
 
 def affine_of(unit):
     """What a norm or a diagonal EinsumDense does at inference."""
-    if not issubclass(unit.cls, NORMS):
+    if not issubclass(unit.cls, NORM_CLASSES):
         kernel, bias = unit.weight("kernel"), unit.weight("bias")
         zero = np.zeros_like(kernel)
         return Affine(kernel, zero if bias is None else np.ravel(bias))
@@ -159,7 +159,7 @@ def weights_for(unit, affine, statistics):
     gamma = a * rho * sqrt(sq + epsilon). The identity is beta = mu.
 
     Args:
-        unit: A norm, of one of `NORMS`.
+        unit: A norm, of one of `NORM_CLASSES`.
         affine: The wanted map.
         statistics: `Statistics` of the input.
 
@@ -236,12 +236,12 @@ def hidden_norms(graph):
     for unit in graph.all_units():
         if unit.layer is None or unit.graph is not None or is_norm(unit):
             continue
-        if issubclass(unit.cls, NORMS) and overrides_call(unit.cls):
+        if issubclass(unit.cls, NORM_CLASSES) and overrides_call(unit.cls):
             names.append(f"{unit.name} (of class {unit.cls.__name__})")
         names += [
             f"{inside.name} (in {unit.name})"
             for inside in _keras.layers_of(unit.layer, include_self=False)
-            if isinstance(inside, NORMS)
+            if isinstance(inside, NORM_CLASSES)
         ]
     return names
 

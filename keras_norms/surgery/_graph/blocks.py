@@ -19,12 +19,12 @@ from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery._graph import linear
-from keras_norms.surgery._graph.affine import NORMS
+from keras_norms.surgery._graph.affine import NORM_CLASSES
 from keras_norms.surgery._graph.calls import functional_of, is_graph
 from keras_norms.surgery._graph.graph import Graph
 from keras_norms.surgery._graph.trace import Tracer
 
-NORMALIZING = (*NORMS, *linear.WRAPPERS, FusedCBN)
+NORMALIZING = (*NORM_CLASSES, *linear.WRAPPERS, FusedCBN)
 # Bases that say nothing of how a layer calls what is in it.
 _BASES = (
     keras.layers.Layer,

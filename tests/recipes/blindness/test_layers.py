@@ -11,7 +11,7 @@ def test_run(tmp_path):
     """Norms that are blind, or not, to each term; and that every norm can be made."""
     found, table = small.run(layers, tmp_path, "shares", samples=32, seeds=1)
     rows = found["rows"]
-    assert len(rows) == len(layers.NORMS) * len(available()) * 2
+    assert len(rows) == len(layers.LAYERS) * len(available()) * 2
     assert all(table.count(f"{dtype}, mixed\n") == 1 for dtype in available())
     table, of = " ".join(table.split()), {}
     for row in rows:
@@ -20,12 +20,14 @@ def test_run(tmp_path):
         limit = {"float32": 1e-4, "float64": 1e-12}[row["dtype"]]
         if norm in ("BN", "CBN"):
             assert max(shares["first"], shares["diagonal"]) < limit
-        if norm in ("none", "BN, inference", "LN", "CBN, beta 0.5"):
+        if norm in ("no normalization", "BN, inference", "LN", "CBN, beta 0.5"):
             assert shares["first"] > 1e-2
-        if norm in ("none", "BN, inference", "LN"):
+        if norm in ("no normalization", "BN, inference", "LN"):
             assert shares["diagonal"] > 1e-2
         assert shares["third"] > 1e-2
         of.setdefault(norm, []).append(shares)
     # The stored statistics of a new layer are no normalisation.
-    for none, inference in zip(of["none"], of["BN, inference"], strict=True):
+    for none, inference in zip(
+        of["no normalization"], of["BN, inference"], strict=True
+    ):
         assert inference == pytest.approx(none, rel=1e-3)

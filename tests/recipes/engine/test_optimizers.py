@@ -40,14 +40,15 @@ def test_schedules():
         np.testing.assert_allclose(rates, expected, rtol=1e-6)
 
 
-def fit(rate, callbacks):
+def fit(rate, callbacks, accumulated):
     """A network after five epochs of two steps each."""
     keras.utils.set_random_seed(0)
     x, y = np.random.default_rng(0).normal(size=(2, 8, 3)).astype("float32")
     layers = [keras.layers.Dense(4, name="a"), CBN(omega=5.0, name="norm")]
     layers += [keras.layers.Dense(3, name="b")]
     model = keras.Sequential([keras.layers.Input((3,)), *layers], name="net")
-    model.compile(optimizers.SGD(rate, 0.9, 0.01), "mse")
+    more = {"gradient_accumulation_steps": accumulated}
+    model.compile(optimizers.SGD(rate, 0.9, 0.01, **more), "mse")
     callbacks = callbacks(model)
     # The second call goes on where it was, by the optimizer's count of steps.
     for epochs in (3, 2):
@@ -55,7 +56,8 @@ def fit(rate, callbacks):
     return model
 
 
-def test_rates_that_are_set_equal_those_of_a_schedule_and_amat():
+@pytest.mark.parametrize("accumulated", [None, 2])
+def test_rates_that_are_set_equal_those_of_a_schedule_and_amat(accumulated):
     schedule = optimizers.piecewise_schedule(0.1, 10)
     rates = []
 
@@ -68,8 +70,8 @@ def test_rates_that_are_set_equal_those_of_a_schedule_and_amat():
         assert list(omegas.values()) == [5.0]
         return [optimizers.Rate(schedule, omegas), Seen()]
 
-    expected = fit(schedule, lambda model: [AMAT()])
-    found = fit(0.7, told)
+    expected = fit(schedule, lambda model: [AMAT()], accumulated)
+    found = fit(0.7, told, accumulated)
     np.testing.assert_allclose(rates, [float(schedule(i)) for i in range(10)])
     (layer,) = optimizers.followers(found)
     assert layer.omega == 1.0

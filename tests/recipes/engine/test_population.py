@@ -72,7 +72,7 @@ def together():
     return trials, scores
 
 
-def by_hand(settings, amat=True, replacement=False):
+def by_hand(settings, amat=True, replacement=False, **more):
     """The weights, and the mean loss of each epoch, by the layers of Keras."""
     import jax
 
@@ -80,7 +80,7 @@ def by_hand(settings, amat=True, replacement=False):
     keras.utils.set_random_seed(settings["seed"])
     model = build(settings)
     schedule = optimizers.piecewise_schedule(settings["learning_rate"], 4 * EPOCHS)
-    optimizer = optimizers.SGD(schedule, 0.9, 5e-4)
+    optimizer = optimizers.SGD(schedule, 0.9, 5e-4, **more)
     optimizer.build(model.trainable_variables)
     criterion = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -134,6 +134,16 @@ def test_a_trial_among_others_equals_the_steps_by_hand(together, k, amat):
     found = [score["train_loss"][k] for score in scores]
     np.testing.assert_allclose(found, losses, **SAME)
     assert_same(weights(trials, k), values)
+
+
+@pytest.mark.thorough
+def test_gradient_accumulation():
+    accumulated = {"gradient_accumulation_steps": 3}
+    trials = make(TRIALS[:2], **accumulated)
+    trials.train(EPOCHS)
+    for k in (0, 1):
+        values, _ = by_hand(TRIALS[k], **accumulated)
+        assert_same(weights(trials, k), values)
 
 
 def test_scores_are_those_of_the_models(together):

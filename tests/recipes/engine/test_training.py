@@ -100,6 +100,17 @@ def test_amat_goes_with_the_norms_that_want_it(norm, expected, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_gradients_of_four_batches_make_one_step(tmp_path):
+    def kernel(model, *_):
+        return {"kernel": training.numpy_copy(model.get_layer("conv").kernel).tolist()}
+
+    # An epoch has two batches.
+    asked = settings(tmp_path, gradient_accumulation_steps=4)
+    lines = train(asked, after=kernel).metrics
+    first, second, third = (line["kernel"] for line in lines)
+    assert first != second == third
+
+
 @later_on_jax
 def test_many_of_which_one_diverges(tmp_path):
     lost = settings(tmp_path, norm="none", learning_rate=1e30)

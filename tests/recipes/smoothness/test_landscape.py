@@ -14,7 +14,11 @@ def test_deep_linear_network(tmp_path):
     )
     assert sorted(path.name for path in directory.glob("*.png")) == PICTURES
     table = (directory / "table.md").read_text()
-    assert "\n| none " in table and " ± " in table and "2 seeds (n - 1)" in table
+    assert (
+        "\n| no normalization " in table
+        and " ± " in table
+        and "2 seeds (n - 1)" in table
+    )
 
     # Without a norm, everything can be computed by hand.
     lines, others = (

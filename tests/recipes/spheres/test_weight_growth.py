@@ -12,30 +12,35 @@ from tests.support.backend import numpy
 
 
 def test_weight_growth(tmp_path, monkeypatch, small_network):
-    kernels, rates = [], []
+    kernels, rates, maps = [], [], []
     statistics = weight_growth.statistics
 
     def measure(model, problem, settings):
         kernel = numpy(model.get_layer("conv").kernel).astype("float64")
         kernels.append(np.linalg.norm(kernel))
         rates.append(float(numpy(model.optimizer.learning_rate)))
+        maps.append(weight_growth.ellipsoid(model, problem, settings))
+        maps[-1]["kernel"] = training.numpy_copy(model.get_layer("conv").kernel)
         return statistics(model, problem, settings)
 
     monkeypatch.setattr(weight_growth, "statistics", measure)
     monkeypatch.setattr(weight_growth, "OTHERS", ("conv", "conv_norm"))
     own = {"norms": ("bn",), "weight_decays": (0, 0.05), "workers": 1}
     own |= small.SETTINGS
-    pictures = "growth", "mean", "variance"
+    pictures = "growth", "mean", "variance", "ellipsoid"
     results, text = small.run(weight_growth, tmp_path, *pictures, **own)
-    plain, decayed = results["rows"]
+    plain, decayed, projected = results["rows"]
     assert (plain["weight_decay"], decayed["weight_decay"]) == (0, 0.05)
     # Lemma 3, on every convolution; the epsilon of BN is what is left.
     assert plain["lowest"] > 0.99 and plain["highest"] < 1.01
     assert plain["end"]["mean"] > plain["start"]["mean"]
     assert decayed["end"]["mean"] < decayed["start"]["mean"]
     assert f" {plain['lowest']:.4f} to {plain['highest']:.4f} |" in text
-    distances = results["distances"]
-    assert [row["decay"] for row in distances] == ["no decay", "decay 0.05"] * 2
+    assert projected["end"]["mean"] == pytest.approx(projected["start"]["mean"])
+    assert [row["sphere"] for row in results["rows"]] == [False, False, True]
+    labels = ["no decay", "decay 0.05", "on the sphere"]
+    assert [row["decay"] for row in results["distances"]] == labels * 2
+    assert [row["decay"] for row in results["changes"]] == labels * 3
 
     # The lines of the first training, whose two epochs `measure` saw first.
     asked = Settings(**own, runs_dir=str(tmp_path)).runs()[0]
@@ -57,16 +62,28 @@ def test_weight_growth(tmp_path, monkeypatch, small_network):
     assert label == "decay 0.1" and "gain" not in lines[-1]
     for line in curve:
         assert len(line["variance_distance"]) == len(line["mean_distance"]) == 4
+    # A unit lies on its ellipsoid, but for the epsilon of BN.
+    sigma, gamma, *weights = maps[1].values()
+    weights = [w.reshape(36, 4) for w in weights]  # W' and W
+    square, variance = (np.diag(w.T @ sigma @ w) for w in weights)
+    expected = gamma**2 * variance / (variance + 1e-5)
+    np.testing.assert_allclose(square, expected, rtol=1e-4)
+    for key in ("sigma", "gamma", "effective"):
+        old, new = maps[0][key], maps[1][key]
+        change = np.linalg.norm(new - old) / np.linalg.norm(old)
+        assert curve[1][f"{key}_change"] == pytest.approx(change)
+    lowest = min(line["test_accuracy"] for line in curve[1:])
+    assert plain["lowest_accuracy"]["mean"] == pytest.approx(lowest)
 
 
 def test_what_diverged():
     metrics = [{"test_accuracy": 0.1, "variance_distance": [None]}]
     diverged = training.Outcome(Training(), {"diverged": True}, metrics)
-    row = {"norm": "bn", "weight_decay": 0.0}
+    row = {"norm": "bn", "weight_decay": 0.0, "sphere": False}
     row |= weight_growth.summary([diverged], "conv")
     results = {"layer": "conv", "rows": [row], "distances": []}
     (line,) = re.findall(r"\| (BN.*?) \|\n", weight_growth.table(results, 1))
-    expected = ["BN", "0", "– (1 diverged)", *["–"] * 4]
+    expected = ["BN", "0", "– (1 diverged)", *["–"] * 5]
     assert [cell.strip() for cell in line.split("|")] == expected
     drawn = weight_growth.drawn(metrics, "conv", 0)
     assert drawn == {"no decay": [], "Lemma 3": []}

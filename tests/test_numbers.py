@@ -1,0 +1,113 @@
+"""The tables of README and docs/results are those of the numbers beside them."""
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+from tests.support.backend import tensorflow_only
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    spec = importlib.util.spec_from_file_location("tables_of_pages", DOCS / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages(numbers):
+    """A dict from each page with such a table to its text."""
+    texts = {page: page.read_text() for page in numbers.PAGES}
+    return {page: text for page, text in texts.items() if "<!-- numbers" in text}
+
+
+def test_tables_of_files(numbers, pages):
+    for page, text in pages.items():
+        assert text.count("<!-- numbers") == len(numbers.BLOCK.findall(text)), page
+        assert numbers.written(text) == text, page
+    every = "".join(pages.values())
+    files = {path.name for path in DOCS.glob("results/*.json")}
+    assert files == set(re.findall(r"\w+\.json", " ".join(numbers.sources(every))))
+
+
+def test_numbers_of_the_readme_stand_in_the_tables(numbers, pages):
+    (text,) = (text for page, text in pages.items() if page.name == "README.md")
+    # Not those of code, addresses and versions.
+    prose = re.sub(
+        r"```.*?```|`.*?`|\(.*?\)|Python [\d.]+", "", text, flags=re.S | re.M
+    )
+    found = re.findall(r"\d+\.\d+", numbers.BLOCK.sub("", prose))
+    tables = [
+        match[0] for each in pages.values() for match in numbers.BLOCK.finditer(each)
+    ]
+    assert len(found) > 5
+    assert set(found) <= set(re.findall(r"\d+\.\d+", "".join(tables)))
+
+
+@pytest.mark.thorough
+@tensorflow_only  # each command has its backend
+def test_tables_of_commands(numbers, pages):
+    printed = numbers.run(
+        each for text in pages.values() for each in numbers.commands(text)
+    )
+    for page, text in pages.items():
+        assert numbers.written(text, printed) == text, page
+
+
+def test_a_changed_number_is_noticed(numbers, pages):
+    text = pages[DOCS / "results/network.md"]
+    changed = text.replace("| 0.90 (", "| 0.80 (")
+    assert changed != text == numbers.written(changed)
+
+
+PAGE = """
+    KERAS_BACKEND=jax python -m recipes.train \\
+        --seed=1  # one
+
+<!-- numbers: {} -->
+
+| a | b |
+| --- | --: |
+| 1 | 2 |
+
+<!-- end -->
+"""
+COMMAND = "KERAS_BACKEND=jax python -m recipes.train --seed=1"
+PRINTED = {
+    "table.md": "First\n\n| a   |   b |\n|:----|----:|\n| 1   |   2 |\n\n"
+    "The\nsecond\n\n| c \\| d |\n|:-----|\n|      |\n",
+    "details.md": "| e |\n|--:|\n| 3 |\n",
+}
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        (
+            "the command above",
+            "First\n\n| a | b |\n| --- | --: |\n| 1 | 2 |\n\nThe second",
+        ),
+        ("table 2 of the command above", "\n| c \\| d |\n| --- |\n|  |\n\n<"),
+        ("details of the command above", "\n| e |\n| --: |\n| 3 |\n\n<"),
+        (f"table 1 of {COMMAND}", "\n| a | b |\n| --- | --: |\n| 1 | 2 |\n\n<"),
+    ],
+)
+def test_of_what_a_command_prints(numbers, source, expected):
+    page = PAGE.format(source)
+    assert numbers.commands(page) == [COMMAND]
+    assert numbers.written(page) == page
+    assert expected in (now := numbers.written(page, {COMMAND: PRINTED}))
+    assert numbers.written(now, {COMMAND: PRINTED}) == now
+
+
+@pytest.mark.parametrize(
+    "source", ["no.json", "table 3 of the command above", "the command", "summary of"]
+)
+def test_what_is_not_there_is_named(numbers, source):
+    with pytest.raises(ValueError, match=f"<!-- numbers: {source} -->"):
+        numbers.written(PAGE.format(source), {COMMAND: PRINTED})
