@@ -4,7 +4,7 @@ import warnings
 
 import keras
 
-from keras_norms import CBN
+from keras_norms import CBN, LpNorm
 from keras_norms.layers import layers_of
 from keras_norms.surgery import convert
 from recipes import models
@@ -36,6 +36,8 @@ NETWORKS = {
     "densenet121": (224, _application("DenseNet121")),
 }
 NORMS = ("none", "bn", "cbn", "fused_cbn", "noisy_bn", "lp_norm", "ws", "cwn", "wn")
+# With another p than 2.
+LP_NORMS = {"lp_norm:1": 1, "lp_norm:inf": "inf"}
 
 
 def build(network, norm, image_size=None, learning_rate=0.1):
@@ -44,7 +46,8 @@ def build(network, norm, image_size=None, learning_rate=0.1):
     Args:
         network: A name in `NETWORKS`.
         norm: `"bn"` is the network as it is. `"none"` is without any normalisation,
-            `"fused_cbn"` with `FusedCBN`, the others are those of `convert`, which
+            `"fused_cbn"` with `FusedCBN`, `"lp_norm:1"` and `"lp_norm:inf"` with
+            `LpNorm(1)` and `LpNorm("inf")`, the others are those of `convert`, which
             leaves BN where it is for `"ws"`, `"cwn"` and `"wn"`.
         image_size: Height and width of the images, by default the usual ones.
         learning_rate: What the CBN layers are told: AMAT is on.
@@ -52,9 +55,10 @@ def build(network, norm, image_size=None, learning_rate=0.1):
     Returns:
         A `keras.Model`.
     """
-    if norm not in NORMS:
+    names = (*NORMS, *LP_NORMS)
+    if norm not in names:
         raise ValueError(
-            f"Argument `norm` must be one of {', '.join(NORMS)}. Received: norm={norm}"
+            f"Argument `norm` must be one of {', '.join(names)}. Received: norm={norm}"
         )
     usual_size, make = NETWORKS[network]
     model = make(image_size or usual_size)
@@ -64,6 +68,8 @@ def build(network, norm, image_size=None, learning_rate=0.1):
         warnings.simplefilter("ignore")  # Nothing is to be preserved here.
         if norm == "none":
             return convert(model, _nothing, preserve=False)
+        if norm in LP_NORMS:
+            return convert(model, LpNorm(LP_NORMS[norm]), preserve=False)
         fused = norm == "fused_cbn"
         model = convert(model, norm.removeprefix("fused_"), preserve=False, fused=fused)
     for layer in layers_of(model, CBN):

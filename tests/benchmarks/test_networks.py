@@ -6,7 +6,7 @@ import keras
 import pytest
 
 from benchmarks import network, networks
-from keras_norms import CBN, FusedCBN
+from keras_norms import CBN, FusedCBN, LpNorm
 from tests.support.backend import later, numpy, thorough_on
 
 pytestmark = thorough_on("jax")
@@ -29,6 +29,12 @@ def test_resnet20_has_the_norm(norm, batch_normalizations, cbns, fused):
     rates = {float(numpy(x.learning_rate)) for x in layers if isinstance(x, CBN)}
     assert rates == ({0.25} if cbns else set())
     assert (network.bytes_of_passes(model, 2, 0) == 0) == (norm == "none")
+
+
+@pytest.mark.parametrize("norm, p", [("lp_norm", 2), ("lp_norm:1", 1)])
+def test_lp_norm_has_the_p(norm, p):
+    layers = networks.build("resnet20", norm)._flatten_layers()
+    assert [each.p for each in layers if isinstance(each, LpNorm)] == [p] * 21
 
 
 def test_build():

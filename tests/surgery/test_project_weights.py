@@ -8,7 +8,7 @@ from keras import layers
 from keras_norms import CBN, WS, ProjectWeights, diagnostics, freeze
 from tests.support import planted
 from tests.support import surgery_models as m
-from tests.support.backend import BACKEND, numpy
+from tests.support.backend import BACKEND, later_on_jax, numpy
 
 
 def network(optimizer="sgd", **kwargs):
@@ -59,6 +59,7 @@ def test_weights_do_not_grow():
     assert np.ptp(growth.history["last_norm"]) > 0.01
 
 
+@later_on_jax
 def test_which_kernels():
     """Those whose scale has no effect, and `weight_geometry` says the same."""
 
