@@ -28,8 +28,9 @@ behind which not every kernel is scale-invariant. The norm of the first convolut
 the first residual block goes from 5.72 to 5.77 to 5.87, with decay to 2.98 to 3.14.
 Norms grow until the loss is small (at rate 1, by 22 to 39 %). The distances of Figure 2
 are stable without decay, not small: 0.23 and 0.28. The first epoch changes Sigma by 11
-%, the last one by 0.2; with decay, at this constant rate, by 4.5, to the end. See
-docs/results/weight_growth.md.
+%, the last one by 0.2; with decay, at this constant rate, by 4.5, to the end. At rate 1
+the test accuracy with BN stays above 99 % on the sphere in the last half, above 98
+without it, and falls to 41 with decay. See docs/results/weight_growth.md.
 
 Reference: Sun et al., AAAI 2020, Section 3.1. https://doi.org/10.1609/aaai.v34i04.6046
 """
