@@ -27,7 +27,7 @@ import keras
 import numpy as np
 from absl import app, flags, logging
 
-from benchmarks import compare, tables
+from benchmarks import compare
 from keras_norms import AMAT, CBN, convert, fold, prune, recalibrate
 from recipes import models
 from recipes.engine import data
@@ -238,27 +238,6 @@ def measure(network, norm):
     return rows
 
 
-def table(rows):
-    return tables.markdown(
-        ["network", "norm", "format", "MB", "error: rms", "largest", "same class"]
-        + ["accuracy", "ms", "time (quartiles)"],
-        [
-            [
-                *(row["network"], row["norm"], row["format"]),
-                f"{row['bytes'] / 1e6:.2f}",
-                f"{row['error']:.1e}",
-                f"{row['largest_error']:.1e}",
-                f"{row['same_class']:.1%}",
-                f"{row['accuracy']:.1%}",
-                f"{row['milliseconds']:.2f}",
-                tables.spread(row),
-            ]
-            for row in rows
-        ],
-        left=3,
-    )
-
-
 def main(_):
     if keras.backend.backend() != "tensorflow":
         raise app.UsageError("Only TensorFlow exports to all of these formats.")
@@ -272,9 +251,7 @@ def main(_):
         for norm in _NORMS.value:
             rows += measure(network, norm)
             keras.utils.clear_session(free_memory=True)
-    print(table(rows))
-    if _OUTPUT.value:
-        compare.write_report(_OUTPUT.value, "deployment", rows, rounds=_ROUNDS.value)
+    compare.report(_OUTPUT.value, "deployment", rows, rounds=_ROUNDS.value)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,25 @@ def amat(*reports):
     return markdown(header, cells)
 
 
+def deployment(*reports):
+    """A line a network, norm and format."""
+    header = ["network", "norm", "format", "MB", "error: rms", "largest", "same class"]
+    cells = [
+        [
+            *(row["network"], row["norm"], row["format"]),
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{row['error']:.1e}",
+            f"{row['largest_error']:.1e}",
+            f"{row['same_class']:.1%}",
+            f"{row['accuracy']:.1%}",
+            f"{row['milliseconds']:.2f}",
+            spread(row, 2),
+        ]
+        for row in _rows(reports)
+    ]
+    return markdown([*header, "accuracy", "ms", "time (quartiles)"], cells, left=3)
+
+
 def _ratio(row, rows, key, norm, place):
     """A cost of a row by that of another norm at the same place, as text."""
     for other in rows:
@@ -273,6 +292,7 @@ _TABLES = {
     "network": network,
     "memory": memory,
     "amat": amat,
+    "deployment": deployment,
     "gpu": gpu,
     "tpu": tpu,
     "tpu_check": tpu_check,

@@ -4,8 +4,8 @@
 
 A page has a table between two comments, the first of which says where it is from:
 
-    <!-- numbers: layer_jax.json -->                 a report of a benchmark, or several
-    <!-- numbers: summary of network_jax.json -->    of one; of whole networks shortly
+    <!-- numbers: layer_jax.json -->                 reports of a benchmark, one or more
+    <!-- numbers: summary of network_jax.json -->    ratios alone, of whole networks
     <!-- numbers: statements_cbn.json -->            the results of a recipe
     <!-- numbers: the command above -->              what a recipe prints
     <!-- numbers: table 2 of the command above -->   the second table of that
@@ -77,7 +77,7 @@ def written(text, printed=None):
             if number:
                 found = re.findall(r"(?:^\|.*\n)+", found, re.M)[int(number) - 1]
             return f"{match[1]}\n{compact(found)}\n\n{match[3]}"
-        except (OSError, LookupError) as error:
+        except (OSError, LookupError, ImportError) as error:
             raise ValueError(f"<!-- numbers: {match[2]} -->: {error!r}.") from error
 
     return BLOCK.sub(table, text)

@@ -140,8 +140,8 @@ def table(rows, settings):
     return (
         f"{text}The rate is that with {USUAL_BATCH} images a batch, of "
         f"{', '.join(f'{rate:g}' for rate in settings.learning_rates)}; with others it "
-        "is in proportion. * the smallest or the largest of these: the best one may be "
-        f"beyond. {results.note(settings.seeds)}\n"
+        "is in proportion. Those with * are the smallest or the largest: the best one "
+        f"may be beyond. {results.note(settings.seeds)}\n"
     )
 
 

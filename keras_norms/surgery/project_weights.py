@@ -128,8 +128,11 @@ class _OnSphere(keras.constraints.Constraint):
         w = ops.convert_to_tensor(w)
         dtype = keras.backend.result_type(w.dtype, "float32")
         wide = ops.cast(w, dtype)
-        square = ops.sum(ops.square(wide))
-        scale = ops.where(square > 0, self.norm / ops.sqrt(square), 1.0)
+        # Divided by the largest, so that no square overflows or vanishes.
+        largest = ops.max(ops.abs(wide))
+        wide = wide / ops.where(largest > 0, largest, 1)
+        length = ops.sqrt(ops.sum(ops.square(wide)))
+        scale = ops.where(length > 0, self.norm / length, 1)
         return ops.cast(wide * ops.cast(scale, dtype), w.dtype)
 
     def get_config(self):

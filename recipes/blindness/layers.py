@@ -15,7 +15,7 @@ beta 0 is as BN, docs/results/blindness.md has all norms:
                          first    diagonal   off-diagonal   third
     BN                  1.8e-7      2.3e-7        0.99       0.66
     CBN, beta 0.5         0.43        0.46        1.0        0.63
-    LpNorm ∞            3.4e-7        2.2         1.1        1.8
+    LpNorm ∞            1.8e-7        2.2         1.1        1.8
     LN                    0.98        1.0         1.0        0.98
 
 Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146

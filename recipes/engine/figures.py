@@ -292,7 +292,7 @@ def save(figure, path):
     """Writes the figure, whole or not at all."""
     for axis in figure.axes:
         low, high = axis.get_ylim()
-        if axis.get_yscale() == "log" and high / low < 100:  # 2, 5, 10 for powers
+        if axis.get_yscale() == "log" and high / low < 1000:  # 2, 5, 10
             subs = (1, 2, 3, 5, 7) if high / low < 10 else (1, 2, 5)
             axis.yaxis.set_major_locator(LogLocator(subs=subs))
             axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -17,8 +17,8 @@ Claims:
   ellipsoid W' Sigma W'^T = gamma^2 of each unit, Sigma the covariance of what the
   convolution reads. It converges as training does (Section 2.2): here, what each epoch
   changes of Sigma, gamma and W'.
-* Optimisation on the sphere stabilises training (Section 2.5): here, without decay and
-  with `keras_norms.ProjectWeights`, for all norms but CBN.
+* Optimisation on the sphere stabilises training (Section 2.5): with --sphere also each
+  norm but CBN without decay and with `keras_norms.ProjectWeights`.
 
 Plain gradient descent at one rate, with and without weight decay. The small run
 (ResNet-8 on digits, 14 trainings) takes 4 minutes on two cores of an AMD EPYC. The
@@ -27,7 +27,10 @@ Lemma 3 holds up to rounding and the epsilon of norms, but for CBN (-14.0 to 2.8
 behind which not every kernel is scale-invariant. The norm of the first convolution of
 the first residual block goes from 5.72 to 5.77 to 5.87, with decay to 2.98 to 3.14.
 Norms grow until the loss is small (at rate 1, by 22 to 39 %). The distances of Figure 2
-are stable without decay, not small: 0.23 and 0.28. See docs/results/weight_growth.md.
+are stable without decay, not small: 0.23 and 0.28. The first epoch changes Sigma by 11
+%, the last one by 0.2; with decay, at this constant rate, by 4.5, to the end. At rate 1
+the test accuracy with BN stays above 99 % on the sphere in the last half, above 98
+without it, and falls to 41 with decay. See docs/results/weight_growth.md.
 
 Reference: Sun et al., AAAI 2020, Section 3.1. https://doi.org/10.1609/aaai.v34i04.6046
 """
@@ -77,9 +80,9 @@ class Decays(classifier.Grid):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growing(classifier.Training):
-    """A training that may keep the norms of scale-invariant kernels."""
+    """A training, of points on spheres or not."""
 
-    sphere: bool | None = None
+    sphere: bool | None = setting(None, "Each norm but CBN with ProjectWeights, too.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +98,11 @@ class Settings(Decays, Growing):
 
     def runs(self):
         """The settings of all runs, those on the sphere last."""
-        on_sphere = super().runs(weight_decay=0.0, sphere=True)
-        return super().runs() + [run for run in on_sphere if run.norm != "cbn"]
+        runs = super().runs(sphere=None)
+        if self.sphere:
+            on_sphere = super().runs(weight_decay=0.0, sphere=True)
+            runs += [run for run in on_sphere if run.norm != "cbn"]
+        return runs
 
     def outcomes(self, train):
         """Trains all, as `Decays` does; the decay is `None` on the sphere."""
@@ -233,21 +239,18 @@ def run(settings):
             path, panel = directory / picture, {"all channels": columns}
             about, label = f"BN after {layer}\n{title}", DISTANCES[name]
             figures.distributions(path, panel, (), label, about, ylim)
-    if of_bn:
-        shown = [
-            (name, f"change of {label}\nin an epoch", {"yscale": "log"})
-            for name, label in CHANGES.items()
-        ]
-        path, panel = directory / "ellipsoid.png", {f"BN after {layer}": of_bn}
-        figures.curves(path, panel, shown, title, colour_of)
+    if found["changes"]:
+        shown = [("change", "what an epoch changes,\nrelative", {"yscale": "log"})]
+        path, title = directory / "ellipsoid.png", f"BN after {layer}\n{title}"
+        figures.curves(path, changes_drawn(of_bn), shown, title, colour_of)
     return directory
 
 
 def epochs(curve, layer):
     """What the lines of a run say of a kernel, up to where it diverged: a DataFrame.
 
-    On all its lines are the norm at the `start`, and the `ratio` of the growth of
-    |W|^2 to the squared steps since then.
+    On all its lines are the norm at the `start`, the `ratio` of the growth of |W|^2 to
+    the squared steps since then, and the lowest test accuracy of the last half.
     """
     keys = ("norm", "growth", "squared steps")
     names = {f"{layer} {key}": key for key in keys}
@@ -299,6 +302,17 @@ def followed(of_bn, names):
     return {
         name: {label: pooled(curves, name) for label, curves in of_bn.items()}
         for name in names
+    }
+
+
+def changes_drawn(of_bn):
+    """The panels of the figure of `CHANGES`."""
+    return {
+        name: {
+            label: [[{"change": line.get(key)} for line in curve] for curve in curves]
+            for label, curves in of_bn.items()
+        }
+        for key, name in CHANGES.items()
     }
 
 
@@ -361,6 +375,8 @@ def table(found, seeds):
         return text
     text += "\nThe BN after it, median over channels and seeds\n\n"
     text += _by_epoch(found["distances"], DISTANCES, "its largest channel")
+    if not found["changes"]:  # of runs that have not measured them
+        return text
     text += "\nWhat an epoch changes, the norm of the difference over the norm\n\n"
     return text + _by_epoch(found["changes"], CHANGES, "its largest seed")
 

@@ -25,7 +25,7 @@ from tests.support.any_layer import (
     step_of,
 )
 from tests.support.autodiff import FAST, MODES, second_derivative, training_step
-from tests.support.backend import BACKEND, has_float64, not_torch, numpy, some
+from tests.support.backend import BACKEND, later_on_jax, not_torch, numpy, some
 from tests.support.weight_reference import AsLayer
 
 OTHER_MODES = [mode for mode in MODES if mode != FAST]
@@ -35,8 +35,13 @@ OTHER_MODES = [mode for mode in MODES if mode != FAST]
 SAME_CODE = {f"FusedCBN({kind})" for kind in ("conv1d", "conv3d")}
 SAME_CODE |= {"NoisyBN(no beta)", "LpNorm(1, centered)"}
 QUICK = FORMS.keys() - SAME_CODE
+IN_MODES = ["CBN", "WN(dense)", "LpNorm(2.5, centered)", "FusedCBN(conv2d_same)"]
+POLICIES = {"mixed_bfloat16": 2**-8, "mixed_float16": 2**-11, "float64": 1e-13}
+ROUNDED = {*POLICIES}
 if BACKEND == "jax":  # Which compiles each of them; the kinds of layers are Keras'.
     QUICK = {*CHANNELS, *ONE_EACH, "FusedCBN(dense, tanh)", "CWN(dense)"} - SAME_CODE
+    IN_MODES, ROUNDED = IN_MODES[:2], ["mixed_bfloat16"]
+    del POLICIES["float64"]  # a switch of the process
 
 
 def forms(names, quick=ONE_EACH):
@@ -93,7 +98,7 @@ def test_training_and_inference(name):
 
 
 @not_torch
-@forms(FORMS, ["CBN", "LpNorm(2.5, centered)", "FusedCBN(conv2d_same)", "WN(dense)"])
+@forms(FORMS, IN_MODES)
 @pytest.mark.parametrize("mode", OTHER_MODES)
 def test_training_in_other_modes(name, mode):
     assert_steps(case(name), mode)
@@ -154,6 +159,7 @@ def test_second_derivatives(name, mode):
     assert_near(actual, split(expected), bound=2e-5)
 
 
+@later_on_jax  # It is of NumPy, but for the layer.
 @forms(FORMS, FORMS)
 def test_reference_gradients_are_finite_differences(name):
     each = case(name)
@@ -180,18 +186,11 @@ def test_reference_gradients_are_finite_differences(name):
 
 
 @forms(CHANNELS | FUSED | GROUPS)
-@pytest.mark.parametrize(
-    ("policy", "unit"),
-    [
-        ("mixed_float16", 2**-11),
-        ("mixed_bfloat16", 2**-8),
-        pytest.param("float64", 1e-13, marks=has_float64),
-    ],
-)
-def test_policies(name, policy, unit):
+@pytest.mark.parametrize("policy", some(POLICIES, ROUNDED))
+def test_policies(name, policy):
     # What is rounded: y, the two terms of its gradient and their sum, dx. FusedCBN also
     # rounds the normalised input, the kernel and the product.
-    bound = (8 if FORMS[name].inner else 5) * unit
+    bound = (8 if FORMS[name].inner else 5) * POLICIES[policy]
     each = case(name, dtype=policy)
     wide = "float64" if policy == "float64" else "float32"
     x = np.random.default_rng(0).normal(1, 2, each.shape).astype(wide)

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_norms import CBN, LpNorm, NoisyBN
 from tests.support.any_layer import FORMS, GROUPS, Case, case, example, step_of
-from tests.support.autodiff import training_step
+from tests.support.autodiff import FAST, training_step
 from tests.support.backend import numpy, some, tensorflow_only
 
 X = np.random.default_rng(0).normal(1, 2, (6, 3)).astype("float32")
@@ -55,8 +55,10 @@ def test_a_mask_hides_elements_and_whole_groups(name):
     g = rng.normal(size=x.shape).astype("float32")
 
     def step(layer, g, *arrays):
-        run = training_step(layer, lambda y: ops.sum(ops.convert_to_tensor(g) * y))
-        return run(arrays[0], mask=arrays[1])
+        def loss(y):
+            return ops.sum(ops.convert_to_tensor(g) * y)
+
+        return training_step(layer, loss, FAST)(arrays[0], mask=arrays[1])
 
     parts = zip(*(np.split(array, len(x) // size) for array in (g, x, mask)))
     expected, states = [], []

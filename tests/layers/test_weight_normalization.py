@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from keras_norms import CWN, WN, WS
+from keras_norms import CWN, WN, WS, FusedCBN
 from tests.support.any_layer import (
     FORMS,
     WRAPPERS,
@@ -138,15 +138,15 @@ def test_other_dtypes(name, dtype, tolerance):
     assert relative_error(y, numpy(plain(x))) < 1e-15
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_dtype_of_its_own_is_that_of_inputs_and_outputs(wrapper):
-    x = data(5, 4)
-    layer = wrapper(layers.Dense(3))
-    assert layer.dtype_policy == layer.layer.dtype_policy
+@pytest.mark.parametrize("cls", [*WRAPPERS, FusedCBN])
+def test_a_dtype_of_its_own_is_that_of_inputs_and_outputs(cls):
+    x, inner = data(5, 4), layers.Dense(3)
+    layer = cls(inner)
+    assert layer.dtype_policy == inner.dtype_policy
     y = layer(x.astype("float16"))
-    layer = wrapper(layer.layer, dtype="float16")
+    layer = cls(inner, dtype="mixed_float16" if cls is FusedCBN else "float16")
     half = layer(x)
     assert keras.backend.standardize_dtype(half.dtype) == "float16"
-    assert layer.layer.compute_dtype == "float32"
-    assert {weight.dtype for weight in layer.weights} == {"float32"}
+    computes = {each.compute_dtype for each in layer._flatten_layers()} - {"float16"}
+    assert computes == {weight.dtype for weight in layer.weights} == {"float32"}
     assert_close(half, y, rtol=1e-3, atol=1e-3)

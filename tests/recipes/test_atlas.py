@@ -66,8 +66,9 @@ def test_choice_of_the_rate(accuracies, rate, at_end):
 
 
 @jax_only
-def test_together_and_in_parts(tmp_path, small_network):
+def test_together_and_in_parts(tmp_path, monkeypatch):
     """Parts of the grid, then the whole of it from what they left."""
+    small.use(monkeypatch, small.dense)
     own = OWN | {"train_size": 64, "validation_size": 16, "epochs": 1, "population": 3}
     for norm in own["norms"]:
         small.run(atlas, tmp_path, "accuracy", **own | {"norms": (norm,)})

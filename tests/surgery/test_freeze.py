@@ -8,7 +8,7 @@ from keras import layers
 import keras_norms
 from keras_norms import CBN, FusedCBN, LpNorm, NoisyBN, freeze, prune, unfreeze
 from tests.support import surgery_models as m
-from tests.support.backend import numpy
+from tests.support.backend import later_on_jax, numpy
 
 STATISTICS = "moving_mean", "moving_variance", "moving_square", "moving_norm"
 
@@ -36,6 +36,7 @@ def moved(model, names, **options):
     return [not np.array_equal(a, b) for a, b in zip(before, weights(model, names))]
 
 
+@later_on_jax
 def test_statistics_stay_and_the_rest_trains_through_files(tmp_path):
     model = network()
     model.compile("sgd", "mse")

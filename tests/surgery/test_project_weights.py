@@ -8,7 +8,7 @@ from keras import layers
 from keras_norms import CBN, WS, ProjectWeights, diagnostics, freeze
 from tests.support import planted
 from tests.support import surgery_models as m
-from tests.support.backend import BACKEND, numpy
+from tests.support.backend import BACKEND, later_on_jax, numpy
 
 
 def network(optimizer="sgd", **kwargs):
@@ -45,6 +45,13 @@ def test_a_step_is_projected():
     assert norm_of(first) > 1.0001 * start and norm_of(last) != other
 
 
+def test_a_step_whose_square_overflows():
+    model, x, y = network(keras.optimizers.SGD(1e25)), m.images(8, 4), np.ones((8, 3))
+    start = norm_of(model.get_layer("first"))
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[ProjectWeights()])
+    assert norm_of(model.get_layer("first")) == pytest.approx(start, rel=1e-5)
+
+
 def test_weights_do_not_grow():
     model, growth = network(), diagnostics.WeightGrowth()
     several = 1 if BACKEND == "torch" else 2
@@ -59,6 +66,7 @@ def test_weights_do_not_grow():
     assert np.ptp(growth.history["last_norm"]) > 0.01
 
 
+@later_on_jax
 def test_which_kernels():
     """Those whose scale has no effect, and `weight_geometry` says the same."""
 

@@ -179,6 +179,8 @@ DATA = {
     "steps of an array": (lambda x: x, {"steps": 1, "batch_size": 4}, 4),
 }
 LATER = {"array", "tensor", "steps of an array"}
+if BACKEND == "jax":
+    LATER |= {"list with labels", "iterator", "tf.data", "steps of a list"}
 
 
 @pytest.mark.parametrize("kind", some(DATA, DATA.keys() - LATER))

@@ -81,6 +81,7 @@ SWEEP = {"train_size": 400, "test_size": 60, "width": 1, "batch_size": 16}
 SWEEP |= {"epochs": 1, "seeds": 1, "workers": 1}
 
 
+@pytest.mark.thorough
 def test_run(tmp_path, monkeypatch, small_network):
     def build(network, image_shape, num_classes, norm, width):
         return small.convolutions(network, image_shape, num_classes, norm, "relu")

@@ -7,7 +7,7 @@ from recipes.engine import classifier, data, devices, joint_training, population
 from recipes.models import norms
 from tests.recipes.engine.test_imagenet import SIZE, TEST, read, stream
 from tests.recipes.engine.test_imagenet import data_dir as data_dir  # a fixture
-from tests.support.backend import BACKEND, tensorflow_only
+from tests.support.backend import BACKEND, later_on_jax, tensorflow_only
 
 SETTINGS = classifier.Training(train_size=40, batch_size=12, augment=True)
 
@@ -72,6 +72,7 @@ def test_processes_share_each_batch(processes):
         devices._Parts(data.source(SETTINGS), 12, 8)
 
 
+@later_on_jax
 def test_processes_share_imagenet(data_dir):
     whole = stream(data_dir)
     parts = [devices._Parts(stream(data_dir), 4, 4, process, 2) for process in range(2)]

@@ -9,7 +9,7 @@ import pytest
 
 from recipes.engine import classifier, optimizers, results, training, workers
 from tests.support import small
-from tests.support.backend import later
+from tests.support.backend import later, later_on_jax
 
 pytestmark = pytest.mark.usefixtures("small_network")
 
@@ -26,6 +26,7 @@ def count(model, problem, settings):
 train = functools.partial(classifier.train, kind="some", after=count)
 
 
+@later_on_jax
 def test_hooks_and_callbacks_add_to_the_lines_and_to_the_results(tmp_path):
     class Logs(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -83,6 +84,7 @@ def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
 TOLD = [[0.1, 1.0], [0.01, 0.1], [0.001, 0.01]]
 
 
+@later_on_jax
 @pytest.mark.parametrize(
     "norm, expected", [("bn_rho_amat", TOLD), *later(("bn_rho", [[-1, -1]] * 3))]
 )
@@ -109,6 +111,7 @@ def test_gradients_of_four_batches_make_one_step(tmp_path):
     assert first != second == third
 
 
+@later_on_jax
 def test_many_of_which_one_diverges(tmp_path):
     lost = settings(tmp_path, norm="none", learning_rate=1e30)
     good = settings(tmp_path, epochs=1)

@@ -27,7 +27,7 @@ def build(name, norm, size=8, channels=1, activation="relu", **options):
     return models.build(name, shape, 10, norm, activation, **options)
 
 
-@pytest.mark.parametrize("name,convs", [("resnet20", 21), ("vgg11", 8)])
+@pytest.mark.parametrize("name,convs", [("resnet8", 9), ("vgg11", 8)])
 def test_places_of_norms(name, convs):
     model = build(name, "cbn", rho=2.0, omega=3.0)
     first, *others = of(model, LINEAR)
@@ -36,7 +36,7 @@ def test_places_of_norms(name, convs):
     assert all(isinstance(before(layer), CBN) for layer in others)
     # One CBN a linear layer, but for the shortcuts, which share that of conv1.
     found = of(model, CBN)
-    assert len(found) == convs - (2 if name == "resnet20" else 0)
+    assert len(found) == convs - (2 if name == "resnet8" else 0)
     assert {(layer.initial_rho, layer.omega) for layer in found} == {(2.0, 3.0)}
     above = (L.Activation, L.MaxPooling2D, L.GlobalAveragePooling2D)
     assert all(isinstance(before(layer), above) for layer in found)
@@ -117,12 +117,12 @@ def test_sizes_and_widths(size, channels):
 
 @pytest.mark.parametrize("norm,wrapper", [("ws+gn", WS), ("cwn+bn", CWN), ("wn", WN)])
 def test_kernels_of_all_convolutions_are_normalised(norm, wrapper):
-    model = build("resnet20_0.25", norm)
+    model = build("resnet8_0.25", norm)
     wrapped, groups = of(model, wrapper), of(model, L.GroupNormalization)
-    assert len(wrapped) == 21 and not of(model, L.Conv2D)
+    assert len(wrapped) == 9 and not of(model, L.Conv2D)
     assert all(layer.layer.use_bias == (norm == "wn") for layer in wrapped)
     assert {layer.layer.filters for layer in wrapped} == {4, 8, 16}
-    assert len(groups) == 21 * (norm == "ws+gn") and model.output_shape == (None, 10)
+    assert len(groups) == 9 * (norm == "ws+gn") and model.output_shape == (None, 10)
     assert all(layer.input.shape[-1] == 4 * layer.groups for layer in groups)
     expected = {4: 1, 16: 4, 64: 16, 512: 32, 12: 3}  # of at least four channels
     for channels, count in expected.items():

@@ -48,6 +48,7 @@ def test_deep_linear_network(tmp_path):
         assert line["effective_beta"] == pytest.approx(max(betas), rel=5e-2)
 
 
+@pytest.mark.thorough
 def test_classifier(tmp_path, small_network):
     """Also of half the width, another direction, and with a run that diverges."""
     changes = {"norms": ["lp1"], "width": 0.5, "initializer": "glorot_uniform"}

@@ -26,7 +26,7 @@ def test_weight_growth(tmp_path, monkeypatch, small_network):
     monkeypatch.setattr(weight_growth, "statistics", measure)
     monkeypatch.setattr(weight_growth, "OTHERS", ("conv", "conv_norm"))
     own = {"norms": ("bn",), "weight_decays": (0, 0.05), "workers": 1}
-    own |= small.SETTINGS
+    own |= small.SETTINGS | {"sphere": True}
     pictures = "growth", "mean", "variance", "ellipsoid"
     results, text = small.run(weight_growth, tmp_path, *pictures, **own)
     plain, decayed, projected = results["rows"]
