@@ -9,7 +9,8 @@ A page has a table between two comments, the first of which says where it is fro
     <!-- numbers: statements_cbn.json -->            the results of a recipe
     <!-- numbers: the command above -->              what a recipe prints
     <!-- numbers: table 2 of the command above -->   the second table of that
-    <!-- numbers: details of the command above -->   its details.md
+    <!-- numbers: details of the command above -->   its details.md, of which a table
+                                                     can be named, too
     ...
     <!-- end -->
 
@@ -35,7 +36,7 @@ PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md"))]
 BLOCK = re.compile(r"(<!-- numbers: (.*?) -->\n).*?(<!-- end -->)", re.S)
 COMMAND = re.compile(r"^ {4}((?:\w+=\S+ )*python -m recipes\.(?:\\\n|.)*)", re.M)
 OF_A_COMMAND = re.compile(
-    r"(?:table (\d+) of |(details) of )?"
+    r"(?:table (\d+) of )?(?:(details) of )?"
     r"(the command above|(?:\w+=\S+ )*python -m recipes\..*)",
     re.S,
 )
