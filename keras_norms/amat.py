@@ -26,6 +26,9 @@ class AMAT(keras.callbacks.Callback):
     epoch; steps that a `LossScaleOptimizer` skips are counted until the next one. Put
     AMAT after callbacks that change the rate at `on_train_batch_begin`.
 
+    With `gradient_accumulation_steps=n` every small batch moves the averages by its
+    rate: `CBN(omega=10 / n)` then moves them in an update as far as one large batch.
+
     On TensorFlow, layers that a model makes only while its first step is traced, in a
     `build()` of its own, learn the rate after that step. Build such a model before.
 
