@@ -25,7 +25,7 @@ def test_sweep(tmp_path):
     printed = run("-m", "benchmarks.sweep", *small, f"--output={output}")
     rows = json.loads(output.read_text())["rows"]
     assert [row["shape"] for row in rows] == 2 * [[33, 3], [8, 2, 2, 3]]
-    assert printed.count("| 33x3 |") == printed.count("| 8x2x2x3 |") == 2
+    assert printed.count("| 33x3 |") == printed.count("| 8x2x2x3 |") == 1
 
 
 def test_quantization():
