@@ -1,20 +1,15 @@
 """docs/claims.md is what docs/claims.py writes, which checks its numbers and pages."""
 
 import collections
-import importlib.util
-import pathlib
 
 import pytest
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+from tests.support.docs import DOCS, script
 
 
 @pytest.fixture(scope="module")
 def claims():
-    spec = importlib.util.spec_from_file_location("claims", DOCS / "claims.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("claims")
 
 
 @pytest.fixture(scope="module")

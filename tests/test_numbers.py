@@ -1,22 +1,16 @@
 """The tables of README and docs/results are those of the numbers beside them."""
 
-import importlib.util
-import pathlib
 import re
 
 import pytest
 
 from tests.support.backend import tensorflow_only
-
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+from tests.support.docs import DOCS, script
 
 
 @pytest.fixture(scope="module")
 def numbers():
-    spec = importlib.util.spec_from_file_location("tables_of_pages", DOCS / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("tables")
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +88,7 @@ PRINTED = {
         ),
         ("table 2 of the command above", "\n| c \\| d |\n| --- |\n|  |\n\n<"),
         ("details of the command above", "\n| e |\n| --: |\n| 3 |\n\n<"),
+        ("table 1 of details of the command above", "\n| e |\n| --: |\n| 3 |\n\n<"),
         (f"table 1 of {COMMAND}", "\n| a | b |\n| --- | --: |\n| 1 | 2 |\n\n<"),
     ],
 )

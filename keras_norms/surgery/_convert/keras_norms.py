@@ -35,9 +35,7 @@ def place_keras_norms(units, template, preserve):
     new, changed, kept, unknown = {}, [], [], []
     for unit in units:
         of_samples = unit.cls in _OF_SAMPLES
-        of_batches = unit.cls in affine_lib.NORM_CLASSES or affine_lib.is_batch_norm(
-            unit
-        )
+        of_batches = affine_lib.is_norm(unit) or affine_lib.is_batch_norm(unit)
         if template.cls in _OF_SAMPLES:
             is_source = of_batches
         else:
@@ -81,7 +79,7 @@ def remove_norms(units, preserve):
     maps, changed, kept = {}, [], []
     for unit in units:
         of_samples = unit.cls in _OF_SAMPLES
-        is_known = unit.cls in affine_lib.NORM_CLASSES or affine_lib.is_batch_norm(unit)
+        is_known = affine_lib.is_norm(unit) or affine_lib.is_batch_norm(unit)
         if not (of_samples or is_known):
             continue
         if _axis_of(unit) is None or not affine_lib.is_called_plainly(unit):
