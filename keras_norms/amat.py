@@ -26,8 +26,8 @@ class AMAT(keras.callbacks.Callback):
     epoch; steps that a `LossScaleOptimizer` skips are counted until the next one. Put
     AMAT after callbacks that change the rate at `on_train_batch_begin`.
 
-    With `gradient_accumulation_steps=n` every small batch moves the averages by its
-    rate: `CBN(omega=10 / n)` then moves them in an update as far as one large batch.
+    With `gradient_accumulation_steps=n` layers are told an `n`-th of the rate, so that
+    the averages of one update of the weights span its `n` small batches.
 
     On TensorFlow, layers that a model makes only while its first step is traced, in a
     `build()` of its own, learn the rate after that step. Build such a model before.
@@ -77,7 +77,8 @@ class AMAT(keras.callbacks.Callback):
         iterations = None
         if self._schedule is not None and keras.backend.backend() == "tensorflow":
             iterations = _keras.step_counter(_inner(model.optimizer))
-        changed = [layer.follow(self._schedule, iterations) for layer in self._layers]
+        follow = self._schedule, iterations, self._accumulation_steps()
+        changed = [layer.follow(*follow) for layer in self._layers]
         if any(changed):
             model.make_train_function(force=True)
             self._set_counters()
@@ -106,8 +107,11 @@ class AMAT(keras.callbacks.Callback):
         rate = _number(self.model.optimizer.learning_rate)
         if rate != self._rate:
             for layer in self._layers:
-                layer.set_learning_rate(rate)
+                layer.set_learning_rate(rate / self._accumulation_steps())
             self._rate = rate
+
+    def _accumulation_steps(self):
+        return _inner(self.model.optimizer).gradient_accumulation_steps or 1
 
     def on_train_end(self, logs: Logs = None) -> None:
         self._detach()

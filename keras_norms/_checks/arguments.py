@@ -5,6 +5,7 @@ Of layers, and of what stands on layers: `keras_norms.surgery` and `.diagnostics
 
 import math
 import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,7 @@ import keras
 import numpy as np
 from keras import constraints, initializers, ops, regularizers
 
-from keras_norms._types import (
-    Constraint,
-    Initializer,
-    Regularizer,
-    Shape,
-    Tensor,
-)
+from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
 
 
 def wrong(name: str, expected: str, value: object) -> ValueError:
@@ -52,16 +47,11 @@ def number(
 ) -> float:
     """Return `value` if it is a finite real number in the given range."""
     found = real(value)
-    if (
-        not math.isfinite(found)
-        or (above is not None and found <= above)
-        or (at_least is not None and found < at_least)
-        or (below is not None and found >= below)
-        or (at_most is not None and found > at_most)
-    ):
-        limits = {"greater than": above, "at least": at_least}
-        limits |= {"less than": below, "at most": at_most}
-        raise wrong(name, f"a number, {_range(limits) or 'finite'}", value)
+    limits = {"greater than": above, "at least": at_least}
+    limits |= {"less than": below, "at most": at_most}
+    if not math.isfinite(found) or not _is_within(found, limits):
+        words = {("greater than", 0): "positive", ("at least", 0): "non-negative"}
+        raise wrong(name, f"a number, {_range(limits, words) or 'finite'}", value)
     return found
 
 
@@ -76,29 +66,34 @@ def real(value: Any) -> float:
 
 
 def integer(
-    name: str,
-    value: Any,
-    *,
-    at_least: int | None = None,
-    at_most: int | None = None,
+    name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None
 ) -> int:
     """Return `value` if it is an integer in the given range."""
+    limits = {"at least": at_least, "at most": at_most}
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    found = int(value) if is_integer else 0
-    if (
-        not is_integer
-        or (at_least is not None and found < at_least)
-        or (at_most is not None and found > at_most)
-    ):
-        limits = _range({"at least": at_least, "at most": at_most}, integers=True)
-        raise wrong(name, f"an integer, {limits}" if limits else "an integer", value)
-    return found
+    if not is_integer or not _is_within(int(value), limits):
+        words = {("at least", 1): "positive", ("at least", 0): "non-negative"}
+        expected = ["an integer", _range(limits, words)]
+        raise wrong(name, ", ".join(filter(None, expected)), value)
+    return int(value)
 
 
-def _range(limits, integers=False):
-    """Put limits by relation in words."""
-    positive = ("at least", 1) if integers else ("greater than", 0)
-    words = {positive: "positive", ("at least", 0): "non-negative"}
+_RELATIONS = {
+    "greater than": operator.gt,
+    "at least": operator.ge,
+    "less than": operator.lt,
+    "at most": operator.le,
+}
+
+
+def _is_within(value, limits):
+    return all(
+        limit is None or _RELATIONS[relation](value, limit)
+        for relation, limit in limits.items()
+    )
+
+
+def _range(limits, words):
     return " and ".join(
         words.get((relation, limit), f"{relation} {limit}")
         for relation, limit in limits.items()
@@ -125,15 +120,12 @@ def initializer(name: str, value: Initializer) -> Initializer:
     """Return the initializer of Keras that `value` means."""
     found = None if value is None else _get(initializers.get, value)
     is_array = ops.is_tensor(value) or isinstance(value, (np.ndarray, np.generic))
-    if not callable(found) or (is_array and not _fills_weights(value)):
+    fills = not is_array or (value.shape and 0 not in value.shape and is_numeric(value))
+    if not callable(found) or not fills:
         raise wrong(
             name, "an initializer of Keras, its name, or such a function", value
         )
     return found
-
-
-def _fills_weights(array):
-    return len(array.shape) > 0 and 0 not in array.shape and is_numeric(array)
 
 
 def array(name: str, value: Tensor) -> np.ndarray:

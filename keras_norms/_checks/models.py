@@ -33,40 +33,25 @@ def check_compiled_or_loss(model: keras.Model, loss: Any) -> None:
 
 def check_loss(loss: Any) -> None:
     """Raise ValueError unless it is `None`, or what `compile` takes as a loss."""
-    if loss is None:
-        return
     parts = [part for part in tree.flatten(loss) if part is not None]
-    if not parts or not all(map(_is_loss, parts)):
+    if loss is not None and not (parts and all(map(_is_loss, parts))):
         raise arguments.wrong(
-            "loss",
-            "a loss of Keras, its name, a function, or several of them",
-            loss,
+            "loss", "a loss of Keras, its name, a function, or several of them", loss
         )
 
 
 def _is_loss(part):
-    if not isinstance(part, str):
-        return callable(part)
     try:
-        return callable(keras.losses.get(part))
+        return callable(keras.losses.get(part) if isinstance(part, str) else part)
     except ValueError:
         return False
 
 
 def check_inputs(model: keras.Model | None, x: Any, name: str = "x") -> None:
-    """Raise ValueError unless `x` is a batch that fits the inputs of the model.
-
-    Args:
-        model: A model, or `None` where it is not known yet.
-        x: Array, or a structure of arrays.
-        name: Of the argument.
-    """
+    """Raise ValueError unless `x` is a batch that fits the model, if there is one."""
     inputs = [] if model is None else _inputs_of(model)
-    parts = tree.flatten(x)
     text = any(keras.backend.standardize_dtype(i.dtype) == "string" for i in inputs)
-    if not parts or not all(_is_array(part, text) for part in parts):
-        raise arguments.wrong(name, "an array of numbers, or a structure of such", x)
-    shapes = [tuple(np.shape(part)) for part in parts]
+    shapes = _shapes(tree.flatten(x), x, name, text)
     if any(0 in shape for shape in shapes):
         raise ValueError(
             f"Argument `{name}` must be a batch of at least one sample. "
@@ -79,14 +64,12 @@ def check_inputs(model: keras.Model | None, x: Any, name: str = "x") -> None:
         )
     if model is None or not inputs:
         return
+    given, found = inputs, shapes
     if isinstance(x, dict):
         given = [i for i in inputs if i.name in x]
         found = [np.shape(x[i.name]) for i in given]
-    else:
-        given, found = inputs, shapes
-    pairs = zip(found, given)
     if len(found) != len(given) or not all(
-        _fits(shape[1:], tensor.shape[1:]) for shape, tensor in pairs
+        _fits(shape[1:], tensor.shape[1:]) for shape, tensor in zip(found, given)
     ):
         wanted = [tuple(i.shape) for i in inputs]
         raise ValueError(
@@ -96,35 +79,26 @@ def check_inputs(model: keras.Model | None, x: Any, name: str = "x") -> None:
 
 
 def check_batch(
-    model: keras.Model | None,
-    x: Any,
-    y: Any,
-    names: tuple[str, str] = ("x", "y"),
+    model: keras.Model | None, x: Any, y: Any, names: tuple[str, str] = ("x", "y")
 ) -> None:
     """Raise ValueError unless `x` fits the model, and `y` is `None` or fits `x`."""
     check_inputs(model, x, names[0])
-    name = names[1]
     if y is None:
         return
-    parts = [part for part in tree.flatten(y) if part is not None]
-    if not parts or not all(_is_array(part) for part in parts):
-        raise arguments.wrong(name, "an array of numbers, or a structure of such", y)
     samples = np.shape(tree.flatten(x)[0])[0]
-    shapes = [tuple(np.shape(part)) for part in parts]
+    parts = [part for part in tree.flatten(y) if part is not None]
+    shapes = _shapes(parts, y, names[1])
     if any(shape[0] != samples for shape in shapes):
         raise ValueError(
-            f"Argument `{name}` must hold a target for each of the {samples} samples. "
-            f"Received: {name} of shape {shapes}"
+            f"Argument `{names[1]}` must hold a target for each of the {samples} "
+            f"samples. Received: {names[1]} of shape {shapes}"
         )
 
 
 def check_pair(model: keras.Model | None, batch: Any, name: str, expected: str) -> None:
-    """Raise ValueError unless `batch` is a pair `(x, y)` that fits the model.
+    """Raise ValueError unless it is a pair `(x, y)` that fits the model, if any.
 
-    Args:
-        model: A model, or `None` where it is not known yet.
-        name: Of the argument.
-        expected: What the argument must do, in words.
+    `expected` says what the argument must do.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
@@ -147,14 +121,9 @@ def check_layers(layers: Sequence[keras.layers.Layer | str] | None) -> None:
 def matching_layers(
     model: keras.Model, layer: keras.layers.Layer | str, argument: str = "layers"
 ) -> list[keras.layers.Layer]:
-    """List the layers of a model, nested ones too, that an argument means.
+    """List the layers of a model, nested ones too, that an argument means: one or more.
 
-    Args:
-        layer: A layer, which means itself, or a name or path, which may mean several.
-        argument: The name of the argument.
-
-    Raises:
-        ValueError: If there is none.
+    A layer means itself; a name or path may mean several.
     """
     layers = _keras.layers_of(model, include_self=False)
     name = layer if isinstance(layer, str) else object()
@@ -179,7 +148,15 @@ def _inputs_of(model):
         return []
 
 
-def _is_array(part, text=False):
+def _shapes(parts, batch, name, text=False):
+    """The shapes of the arrays of a batch, which may hold text if a model reads it."""
+    if not parts or not all(_is_array(part, text) for part in parts):
+        expected = "an array of numbers, or a structure of such"
+        raise arguments.wrong(name, expected, batch)
+    return [tuple(np.shape(part)) for part in parts]
+
+
+def _is_array(part, text):
     """Whether it has a first axis, and numbers in it."""
     if not (hasattr(part, "shape") and hasattr(part, "dtype")):
         try:

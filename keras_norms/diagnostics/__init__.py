@@ -14,13 +14,11 @@ from keras_norms.diagnostics.geometry import (
 from keras_norms.diagnostics.gradient_noise import GradientNoise, gradient_noise
 from keras_norms.diagnostics.gradients import (
     LossAndGradient,
-    hessian_vector_product,
-    value_and_grad,
-)
-from keras_norms.diagnostics.hessian import (
     Trace,
     hessian_eigenvalues,
     hessian_trace,
+    hessian_vector_product,
+    value_and_grad,
 )
 from keras_norms.diagnostics.landscape import Landscape, landscape
 from keras_norms.diagnostics.lipschitz import LipschitzTerms, lipschitz_terms

@@ -102,11 +102,9 @@ class Attack:
         self._epsilon = arguments.number("epsilon", epsilon, at_least=0)
         self._norm = arguments.choice("norm", norm, _NORM_ORDERS)
         self._steps = arguments.integer("steps", steps, at_least=1)
-        if step_size is None:
-            step_size = self._epsilon / self._steps
-        else:
-            step_size = arguments.number("step_size", step_size, above=0)
-        self._step_size = step_size
+        self._step_size = self._epsilon / self._steps
+        if step_size is not None:
+            self._step_size = arguments.number("step_size", step_size, above=0)
         self._bounds = _bounds(bounds, self._x)
         self._model = model
         self._pure = ModelLoss(model, loss, training=False)
@@ -122,16 +120,14 @@ class Attack:
         batch_size = arguments.integer("batch_size", batch_size, at_least=1)
         size = min(batch_size, self.samples)
         arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
+        verbose = 1 if verbose == "auto" else verbose
         starts = range(0, self.samples, size)
-        progress = keras.utils.Progbar(
-            len(starts), verbose=1 if verbose == "auto" else verbose, unit_name="batch"
-        )
-        for done, first in enumerate(starts):
+        progress = keras.utils.Progbar(len(starts), verbose=verbose, unit_name="batch")
+        for done, first in enumerate(starts, 1):
             places = np.arange(first, first + size) % self.samples
-            yield Samples(
-                self._x[places], self._y[places], min(size, self.samples - first)
-            )
-            progress.update(done + 1)
+            left = min(size, self.samples - first)
+            yield Samples(self._x[places], self._y[places], left)
+            progress.update(done)
 
     def run(self, batch):
         """Return the attacked inputs, and which samples had no gradient."""

@@ -22,16 +22,10 @@ from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.layers.kernel_normalization import KernelNormalization
 
 TERMS = ("first", "diagonal", "off_diagonal", "third")
+_OF_KERAS = "Batch", "Group", "Layer", "RMS", "Spectral", "Unit"
 _NORM_CLASSES = (
-    ChannelNormalization,
-    FusedCBN,
-    KernelNormalization,
-    keras.layers.BatchNormalization,
-    keras.layers.GroupNormalization,
-    keras.layers.LayerNormalization,
-    keras.layers.RMSNormalization,
-    keras.layers.SpectralNormalization,
-    keras.layers.UnitNormalization,
+    *(ChannelNormalization, FusedCBN, KernelNormalization),
+    *(getattr(keras.layers, f"{name}Normalization") for name in _OF_KERAS),
 )
 
 
@@ -166,8 +160,8 @@ def blindness(
         kinds=tuple(type(layer).__name__ for layer in layers),
         batches=tuple(batches),
         samples=tuple(map(len, batches.values())),
-        changes=np.reshape(changes, (*shape, len(TERMS))),
-        shares=np.reshape(shares, (*shape, len(TERMS))),
+        changes=np.reshape(changes, (*shape, -1)),
+        shares=np.reshape(shares, (*shape, -1)),
         shared=np.reshape(shared, shape),
     )
 
@@ -242,9 +236,8 @@ def _batches(x, y, labels):
 
 
 def _are_labels(y, samples):
-    if not isinstance(y, np.ndarray) or not np.issubdtype(y.dtype, np.integer):
-        return False
-    return y.shape[:1] == (samples,) and y.size == samples
+    is_integer = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
+    return is_integer and y.shape[:1] == (samples,) and y.size == samples
 
 
 def _numpy(value):

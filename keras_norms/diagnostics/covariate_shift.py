@@ -95,35 +95,17 @@ def covariate_shift(
 
 
 def shift_of(objective, gradient, updated, places):
-    """Measure the `CovariateShift` of an objective whose weights step to `updated`.
-
-    Args:
-        objective: An `Objective` over the weights.
-        gradient: Its gradient, a vector.
-        updated: A vector.
-        places: See `weights_of_layers`.
-    """
-    parts = [
-        _compare(gradient[place], _after(objective, gradient, updated, place)[place])
-        for place in places.values()
-    ]
+    """Measure the shift where the weights of an `Objective` step to `updated`."""
+    parts = []
+    for place in places.values():
+        before, after = place[0], gradient
+        if before > 0:
+            point = np.concatenate([updated[:before], objective.start[before:]])
+            _, after = objective.value_and_grad(point)
+        parts.append(_compare(gradient[place], after[place]))
     distances, cosines, norms = np.array(parts).T
-    return CovariateShift(
-        layers=tuple(places),
-        distances=distances,
-        cosines=cosines,
-        norms=norms,
-        not_finite=tuple(name for name, bad in zip(places, np.isnan(distances)) if bad),
-    )
-
-
-def _after(objective, gradient, updated, place):
-    """Compute the gradient after the step of all weights that come before a place."""
-    before = place[0]
-    if before == 0:
-        return gradient
-    point = np.concatenate([updated[:before], objective.start[before:]])
-    return objective.value_and_grad(point)[1]
+    not_finite = tuple(n for n, bad in zip(places, np.isnan(distances)) if bad)
+    return CovariateShift(tuple(places), distances, cosines, norms, not_finite)
 
 
 def _compare(g, g_after):
@@ -137,15 +119,7 @@ def _compare(g, g_after):
 
 
 def weights_of_layers(model, layers=None):
-    """Find the weights of layers in the vector of all trainable weights.
-
-    Args:
-        model: A built model.
-        layers: See `covariate_shift`.
-
-    Returns:
-        A dict from the name of each layer to an array of indices, in order.
-    """
+    """Find the indices of layers, by name, in the vector of all trainable weights."""
     check_layers(layers)
     variables = model.trainable_variables
     sizes = [int(np.prod(v.shape)) for v in variables]
@@ -161,15 +135,13 @@ def weights_of_layers(model, layers=None):
             "Argument `model` must have a layer with a trainable kernel. "
             f"Received: model '{model.name}'"
         )
-    for layer in found:
+    result = {}
+    for name, layer in zip(names_of(found), found):
         if not layer.trainable_variables:
             raise ValueError(
                 "Argument `layers` must name layers with trainable weights. "
                 f"Received: layer '{layer.name}'"
             )
-    return {
-        name: np.sort(
-            np.concatenate([places[id(v)] for v in layer.trainable_variables])
-        )
-        for name, layer in zip(names_of(found), found)
-    }
+        own = [places[id(v)] for v in layer.trainable_variables]
+        result[name] = np.sort(np.concatenate(own))
+    return result

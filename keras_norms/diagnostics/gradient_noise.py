@@ -111,17 +111,14 @@ def gradient_noise(
     if n > 1:
         variance = spread / (n - 1)
         squared_norm = float(mean @ mean) - variance / n
+    ratio = np.inf if squared_norm > 0 else np.nan
+    if variance != 0:
+        ratio = squared_norm / variance
     return GradientNoise(
         variance=variance,
         squared_norm=squared_norm,
-        signal_to_noise=_ratio(squared_norm, variance),
+        signal_to_noise=ratio,
         loss=float(np.mean(losses)) if losses else np.nan,
         batches=index + 1,
         not_finite=tuple(not_finite),
     )
-
-
-def _ratio(signal, noise):
-    if noise == 0:
-        return np.inf if signal > 0 else np.nan
-    return signal / noise

@@ -98,7 +98,10 @@ def landscape(
     value, gradient = objective.value_and_grad()
     gradient = gradient.astype("float64")
     norm = float(np.linalg.norm(gradient))
-    along = gradient if direction == "gradient" else _random_like(gradient, seed)
+    along = gradient
+    if direction == "random":
+        along = np.random.default_rng(seed).normal(size=gradient.shape)
+        along = along * (norm / np.linalg.norm(along))
     measured = np.full((points, 3), np.nan)
     if np.isfinite(norm):  # Otherwise there is nowhere to go.
         measured[:] = [_measure(objective, gradient, s * along) for s in steps]
@@ -133,16 +136,9 @@ def _measure(objective, gradient, displacement):
     return loss, distance, np.linalg.norm(step)
 
 
-def _random_like(gradient, seed):
-    vector = np.random.default_rng(seed).normal(size=gradient.shape)
-    return vector * (np.linalg.norm(gradient) / np.linalg.norm(vector))
-
-
 def _range(values):
     values = values[~np.isnan(values)]
-    if not values.size:
-        return np.nan, np.nan
-    return float(np.min(values)), float(np.max(values))
+    return (float(min(values)), float(max(values))) if values.size else (np.nan, np.nan)
 
 
 def step_lengths(learning_rate, step_range, points):

@@ -91,11 +91,6 @@ def lipschitz_terms(
     mean = np.sum(g, 0) ** 2 / m
     correlation = (2 - variance / sigma**2) * np.sum(g * y_hat, 0) ** 2 / m
     scale = gamma**2 / sigma**2
-    return LipschitzTerms(
-        gradient=gradient,
-        mean=mean,
-        correlation=correlation,
-        scale=scale,
-        bound=scale * (gradient - mean - correlation),
-        measured=np.sum(measured**2, 0),
-    )
+    bound = scale * (gradient - mean - correlation)
+    squared = np.sum(measured**2, 0)
+    return LipschitzTerms(gradient, mean, correlation, scale, bound, squared)

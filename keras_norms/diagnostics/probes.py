@@ -1,6 +1,7 @@
 """Callbacks that measure a model while it is trained, and leave it as it is."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from keras import ops
 
@@ -62,14 +63,10 @@ class LandscapeProbe(Probe):
         step_lengths(1.0, step_range, points)
         arguments.choice("direction", direction, DIRECTIONS)
         arguments.integer("seed", seed, at_least=0)
-        self._settings = {
-            "loss": loss,
-            "learning_rate": learning_rate,
-            "step_range": step_range,
-            "points": points,
-            "direction": direction,
-            "seed": seed,
-        }
+        self._settings: dict[str, Any] = dict(
+            loss=loss, learning_rate=learning_rate, step_range=step_range
+        )
+        self._settings |= dict(points=points, direction=direction, seed=seed)
 
     def measure(self) -> dict[str, float]:
         found = landscape(self.model, *self._batch(self._step), **self._settings)
@@ -166,13 +163,9 @@ class CovariateShiftProbe(Probe):
         model, objective = self.model, self._objective
         self._objective = None
         updated = [ops.convert_to_numpy(v) for v in model.trainable_variables]
+        places = weights_of_layers(model, self._layers)
         _, gradient = objective.value_and_grad()
-        found = shift_of(
-            objective,
-            gradient,
-            objective.flatten(updated),
-            weights_of_layers(model, self._layers),
-        )
+        found = shift_of(objective, gradient, objective.flatten(updated), places)
         numbers = {}
         for name, distance, cosine in zip(found.layers, found.distances, found.cosines):
             numbers[f"{name}_distance"] = distance

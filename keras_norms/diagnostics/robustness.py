@@ -86,12 +86,7 @@ def robustness(
         hits += [attack.hits(batch, z) for z in (batch.x, noisy, attacked)]
         still += int(np.sum(without_gradient[: batch.size]))
     clean, noisy, attacked = (hits / attack.samples).tolist()
+    differences = clean - noisy, clean - attacked
     return Robustness(
-        clean=clean,
-        noise=noisy,
-        attacked=attacked,
-        noise_difference=clean - noisy,
-        attack_difference=clean - attacked,
-        without_gradient=float(still / attack.samples),
-        samples=attack.samples,
+        clean, noisy, attacked, *differences, still / attack.samples, attack.samples
     )

@@ -105,7 +105,12 @@ def weight_geometry(
     check_model(model)
     rate = learning_rate_of(model, learning_rate)
     objective = Objective(model, x, y, loss, training=training)
-    fan_in = _fan_in(model)
+    # The axes that a unit of each kernel sums over.
+    fan_in = {
+        id(getattr(layer, kernel.name)): kernel.fan_in
+        for layer in filter(has_kernels, _keras.layers_of(model))
+        for kernel in kernels_of(layer)
+    }
     rng = np.random.default_rng(seed)
     weights = objective.unflatten(objective.start)
     gradients = objective.unflatten(objective.value_and_grad()[1])
@@ -120,33 +125,17 @@ def weight_geometry(
             shape = [1 if i in axes else size for i, size in enumerate(w.shape)]
             factors = np.exp2(rng.uniform(-1, 1, shape))
             unit_deviation = _deviation(objective, weights, place, g, factors)
-        rows.append(
-            (
-                np.linalg.norm(w),
-                np.linalg.norm(g),
-                _cosine(w, g, tuple(range(w.ndim))),
-                unit_cosine,
-                deviation,
-                unit_deviation,
-            )
-        )
+        cosine = _cosine(w, g, tuple(range(w.ndim)))
+        lengths = np.linalg.norm(w), np.linalg.norm(g)
+        rows.append((*lengths, cosine, unit_cosine, deviation, unit_deviation))
         # A comparison with `nan` is false.
         by_unit, by_whole = unit_deviation <= tolerance, deviation <= tolerance
         invariance.append("units" if by_unit else "whole" if by_whole else "none")
-    norms, slopes, cosines, unit_cosines, deviations, unit_deviations = np.array(rows).T
+    paths = tuple(variable.path for variable in model.trainable_variables)
+    columns = np.array(rows).T
     with np.errstate(divide="ignore"):
-        rates = rate / np.square(norms)
-    return WeightGeometry(
-        weights=tuple(variable.path for variable in model.trainable_variables),
-        norms=norms,
-        gradient_norms=slopes,
-        cosines=cosines,
-        unit_cosines=unit_cosines,
-        deviations=deviations,
-        unit_deviations=unit_deviations,
-        invariance=tuple(invariance),
-        effective_learning_rates=rates,
-    )
+        rates = rate / np.square(columns[0])
+    return WeightGeometry._make([paths, *columns, tuple(invariance), rates])
 
 
 def _deviation(objective, weights, place, gradient, factor):
@@ -170,12 +159,3 @@ def _cosine(a, b, axes):
 def _largest(cosines):
     finite = np.abs(cosines[np.isfinite(cosines)])
     return finite.max() if finite.size else np.nan
-
-
-def _fan_in(model):
-    """Return the axes that a unit of each kernel sums over, by its identity."""
-    return {
-        id(getattr(layer, kernel.name)): kernel.fan_in
-        for layer in filter(has_kernels, _keras.layers_of(model))
-        for kernel in kernels_of(layer)
-    }

@@ -1,5 +1,6 @@
 """Callbacks that follow the norm of weights, and batch normalization's parameters."""
 
+import itertools
 from collections.abc import Callable
 
 import keras
@@ -154,14 +155,12 @@ class BatchStatistics(Probe):
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        kinds = (keras.layers.BatchNormalization,)
-        if self._has_batch:
-            kinds = (*kinds, ChannelNormalization)
+        kinds = (keras.layers.BatchNormalization, ChannelNormalization)
+        kinds = kinds if self._has_batch else kinds[:1]
         found = _keras.layers_of(self.model, kinds, include_self=False)
         if self._layers is not None:
-            found = [
-                e for one in self._layers for e in matching_layers(self.model, one)
-            ]
+            by_name = [matching_layers(self.model, one) for one in self._layers]
+            found = list(itertools.chain(*by_name))
         self._norms = found
         if not found or not all(isinstance(norm, kinds) for norm in found):
             names = " or ".join(kind.__name__ for kind in kinds)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import layers as keras_layers
 from keras import ops
 
@@ -253,10 +254,12 @@ def _inside(layer, inputs):
     for size, taps, stride, dilation in zip(
         sizes, layer.kernel_size, layer.strides, layer.dilation_rate
     ):
+        # Of sizes that are known no operation is started.
+        np_or_ops = np if isinstance(size, int) else ops
         outputs = (size + stride - 1) // stride
         reach = (taps - 1) * dilation + 1
-        padding = ops.maximum((outputs - 1) * stride + reach - size, 0)
-        first = ops.arange(outputs)[:, None] * stride - padding // 2
-        place = first + ops.arange(taps) * dilation
-        result.append(ops.logical_and(place >= 0, place < size))
+        padding = np_or_ops.maximum((outputs - 1) * stride + reach - size, 0)
+        first = np_or_ops.arange(outputs)[:, None] * stride - padding // 2
+        place = first + np_or_ops.arange(taps) * dilation
+        result.append(np_or_ops.logical_and(place >= 0, place < size))
     return result

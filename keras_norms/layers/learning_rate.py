@@ -37,6 +37,7 @@ class FollowsLearningRate(keras.layers.Layer):
         self.step: Any = None
         self._first_rate = UNKNOWN
         self._schedule = None
+        self._accumulation_steps = 1
         self._iterations: weakref.ref | None = None
         self._counted_scope: weakref.ref | None = None
         self._was_told = False
@@ -108,6 +109,7 @@ class FollowsLearningRate(keras.layers.Layer):
         self,
         schedule: LearningRateSchedule | None = None,
         iterations: keras.Variable | None = None,
+        gradient_accumulation_steps: int | None = None,
     ) -> bool:
         """Say whether the learning rate follows a schedule.
 
@@ -120,6 +122,8 @@ class FollowsLearningRate(keras.layers.Layer):
                 step from two steps. On JAX leave it out, unless the state of the step
                 holds it: the layer owns a counter, the weight `step`, and a step is one
                 `stateless_call` of the model, as in `fit`.
+            gradient_accumulation_steps: The optimizer's. The rate of the schedule is
+                divided by it, so that averages span the batches of one update.
 
         Returns:
             Whether a compiled training function must be made again.
@@ -134,14 +138,20 @@ class FollowsLearningRate(keras.layers.Layer):
             )
         if not isinstance(iterations, (keras.Variable, type(None))):
             raise arguments.wrong("iterations", "a keras.Variable, or None", iterations)
+        batches = arguments.integer(
+            "gradient_accumulation_steps",
+            1 if gradient_accumulation_steps is None else gradient_accumulation_steps,
+            at_least=1,
+        )
         self._was_told = True
-        if schedule is self._schedule and iterations is _referent(self._iterations):
+        is_same = schedule is self._schedule and batches == self._accumulation_steps
+        if is_same and iterations is _referent(self._iterations):
             return False
         counts = schedule is not None and iterations is None
         if counts and self.built and self.step is None:
             with _keras.unlocked(self):
                 self._add_step()
-        self._schedule = schedule
+        self._schedule, self._accumulation_steps = schedule, batches
         # A variable in an attribute would become a weight of this layer.
         self._iterations = None if iterations is None else weakref.ref(iterations)
         return True
@@ -180,12 +190,12 @@ class FollowsLearningRate(keras.layers.Layer):
             if iterations is not None:
                 if is_jax and scope is not None:
                     self._check_is_state(iterations, scope)
-                self.learning_rate.assign(self._schedule(iterations))
+                self._assign_rate_of(iterations)
         elif scope is not None:
             # A step is one stateless scope, however often it calls this layer.
             if scope is not _referent(self._counted_scope):
                 self._counted_scope = weakref.ref(scope)
-                self.learning_rate.assign(self._schedule(self.step))
+                self._assign_rate_of(self.step)
                 self.step.assign(self.step + 1)
         elif not is_jax:  # Where a call without a scope trains nothing.
             raise ValueError(
@@ -194,6 +204,9 @@ class FollowsLearningRate(keras.layers.Layer):
                 "iterations=optimizer.iterations)`. Received: iterations=None"
             )
         return self.learning_rate
+
+    def _assign_rate_of(self, step):
+        self.learning_rate.assign(self._schedule(step) / self._accumulation_steps)
 
     def _check_is_state(self, variable, scope):
         if scope.get_current_value(variable) is None:

@@ -19,12 +19,13 @@ def custom_gradient(forward: Callable, backward: Callable) -> Callable:
     which makes reverse-over-reverse derivatives right everywhere.
 
     Args:
-        forward: Function of positional tensors that returns one tensor. A statistic
-            that depends on another argument may be passed in as an argument of its
-            own, as long as `backward` accounts for that dependence and returns
+        forward: Function of positional tensors that returns one, or a tuple of them. A
+            statistic that depends on another argument may be passed in as an argument
+            of its own, as long as `backward` accounts for that dependence and returns
             `None` for the statistic.
         backward: `backward(upstream, *tensors)`, a tuple with one gradient for each
-            argument of `forward`, `None` where there is none.
+            argument of `forward`, `None` where there is none. `upstream` is a tuple
+            where that returns one; in it, PyTorch has `None` for zeros.
 
     Returns:
         A function with the signature of `forward`. It has no forward-mode derivative:
@@ -39,8 +40,8 @@ def custom_gradient(forward: Callable, backward: Callable) -> Callable:
             if have_tangents(tensors):
                 raise NotImplementedError(_NO_FORWARD_MODE)
 
-            def gradient(upstream):
-                return backward(upstream, *in_this_graph(tensors))
+            def gradient(*upstreams):
+                return backward(_one_or_all(upstreams), *in_this_graph(tensors))
 
             return forward(*tensors), gradient
 
@@ -56,29 +57,53 @@ def custom_gradient(forward: Callable, backward: Callable) -> Callable:
         return with_gradient
 
     def gradient(upstreams, tensors):
-        return backward(*upstreams, *tensors)
+        return backward(_one_or_all(upstreams), *tensors)
 
-    return functools.partial(torch_function().apply, forward, gradient)
+    return functools.partial(apply_in_torch, forward, gradient)
+
+
+def _one_or_all(upstreams):
+    return upstreams if len(upstreams) > 1 else upstreams[0]
+
+
+def apply_in_torch(forward, gradient, *tensors):
+    """`forward` of PyTorch tensors, whose gradient is `gradient(upstreams, tensors)`.
+
+    `keras.ops.custom_gradient` is wrong under double backward.
+    """
+    eager, anywhere = _torch_functions()
+    return (eager if is_eager_torch() else anywhere).apply(forward, gradient, *tensors)
+
+
+def is_eager_torch() -> bool:
+    """Whether PyTorch computes here, and neither compiles nor maps (`torch.func`)."""
+    if keras.backend.backend() != "torch":
+        return False
+    import torch
+
+    if torch.compiler.is_compiling():
+        return False
+    return not torch._C._are_functorch_transforms_active()
+
+
+def is_differentiated() -> bool:
+    """In a gradient on PyTorch: whether it is to be differentiated itself."""
+    import torch
+
+    return torch.is_grad_enabled()
 
 
 @functools.cache
-def torch_function():
-    """`keras.ops.custom_gradient` is wrong under double backward on PyTorch."""
+def _torch_functions():
     import torch
 
-    class WithGradient(torch.autograd.Function):
-        generate_vmap_rule = True
+    class Eager(torch.autograd.Function):
+        """A function with `setup_context` binds its arguments in each call."""
 
         @staticmethod
-        def forward(forward, backward, *tensors):
+        def forward(ctx, forward, gradient, *tensors):
+            Anywhere.setup_context(ctx, (forward, gradient, *tensors), None)
             return forward(*tensors)
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            _, ctx.gradient, *tensors = inputs
-            # Not in a closure: double backward must find the way to what made them.
-            ctx.save_for_backward(*tensors)
-            ctx.set_materialize_grads(False)
 
         @staticmethod
         def jvp(ctx, *tangents):
@@ -90,7 +115,21 @@ def torch_function():
                 return (None,) * len(ctx.needs_input_grad)
             return None, None, *ctx.gradient(upstreams, ctx.saved_tensors)
 
-    return WithGradient
+    class Anywhere(Eager):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(forward, gradient, *tensors):
+            return forward(*tensors)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            _, ctx.gradient, *tensors = inputs
+            # Not in a closure: double backward must find the way to what made them.
+            ctx.save_for_backward(*tensors)
+            ctx.set_materialize_grads(False)
+
+    return Eager, Anywhere
 
 
 def have_tangents(tensors):

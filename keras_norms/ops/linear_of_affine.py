@@ -74,12 +74,16 @@ def _of_taps(taps, inside):
     for axis, reads in enumerate(inside):
         # Not a product of matrices, which accelerators round to fewer digits.
         trailing = (1,) * (len(image.shape) - 1 - axis)
-        reads = ops.split(ops.cast(reads, taps.dtype), taps.shape[axis], 1)
-        parts = ops.split(image, taps.shape[axis], axis)
-        image = sum(
-            ops.reshape(place, (-1, *trailing)) * part
-            for place, part in zip(reads, parts)
+        reads = ops.cast(reads, taps.dtype)
+        reads = ops.reshape(reads, (-1, taps.shape[axis], *trailing))
+        if keras.backend.backend() == "torch":  # which starts operations one by one
+            image = ops.sum(ops.expand_dims(image, axis) * reads, axis + 1)
+            continue
+        parts = (
+            ops.split(each, taps.shape[axis], at)
+            for each, at in ((reads, 1), (image, axis))
         )
+        image = sum(ops.squeeze(place, 1) * part for place, part in zip(*parts))
     return image
 
 

@@ -8,14 +8,12 @@ import keras
 import numpy as np
 
 from keras_norms._types import Tensor
-from keras_norms.ops.custom_gradient import custom_gradient
 from keras_norms.ops.functions import ops
-from keras_norms.ops.passes import affine, channel_sums
+from keras_norms.ops.passes import channel_sums
 from keras_norms.ops.replicas import (
     devices_share_batches,
     gather_replicas,
     number_of_replicas,
-    sum_over_replicas,
 )
 from keras_norms.ops.shapes import Axis, channel_axis, per_channel, reduction_axes
 from keras_norms.ops.single_pass import in_xla, single_pass
@@ -77,30 +75,6 @@ def moments(
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
     local = Moments(count, mean, _bounded(variance))
     return combine_replicas(local)[0] if synchronized else local
-
-
-def with_gradient(
-    x: Tensor, batch: Moments, axis: Axis, synchronized: bool = False
-) -> Moments:
-    """The same moments of `x`, whose gradient is one pass over it, but no mask.
-
-    For moments whose gradient is wanted by itself: the normalising maps take them as
-    constants and account for the dependence in their own gradient.
-    """
-
-    def forward(x, mean, variance, count):
-        return ops.stack([mean, variance])
-
-    def backward(upstream, x, mean, variance, count):
-        if synchronized:
-            upstream = sum_over_replicas(upstream)
-        share = upstream / ops.maximum(count, ops.ones_like(count))
-        return affine(x, mean, 2 * share[1], share[0], axis=axis), None, None, None
-
-    # TensorFlow would send the zeros of its gradient back through all replicas.
-    batch = batch._replace(count=ops.stop_gradient(batch.count))
-    values = custom_gradient(forward, backward)(x, *batch[1:], batch.count)
-    return Moments(batch.count, values[0], values[1])
 
 
 def moving_averages(

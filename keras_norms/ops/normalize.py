@@ -7,28 +7,28 @@ and affine weights are float32 or wider, the output has the dtype of `x`.
 from typing import NamedTuple
 
 from keras_norms._types import Tensor
-from keras_norms.ops.custom_gradient import custom_gradient
-from keras_norms.ops.functions import ops
-from keras_norms.ops.moments import (
-    Moments,
-    after_batch,
-    moments,
-    number_of_replicas,
-    sum_over_replicas,
-    with_gradient,
+from keras_norms.ops.custom_gradient import (
+    custom_gradient,
+    is_differentiated,
+    is_eager_torch,
 )
+from keras_norms.ops.functions import ops
+from keras_norms.ops.moments import Moments, after_batch, moments
 from keras_norms.ops.passes import (
     affine,
     gradient_sums,
     gradient_x,
+    masked_affine,
     masked_gradient_sums,
     masked_gradient_x,
 )
+from keras_norms.ops.recomputation import without_gradient
+from keras_norms.ops.replicas import number_of_replicas, sum_over_replicas
 from keras_norms.ops.shapes import Axis
 from keras_norms.ops.single_pass import single_pass
 
 # The debiasing weight must grow also at learning rate 0, or the averages never start.
-_SMALLEST_STEP = 1e-6
+SMALLEST_STEP = 1e-6
 # Bound on mu_A / mu_B as a weight of the gradient (`mean_gradient="ratio"`).
 _LARGEST_RATIO = 10.0
 
@@ -140,12 +140,35 @@ def cbn_training(
         The output and the `CBNState` after this batch, which carries no gradient. A
         channel whose mean or mean square is not finite keeps its averages.
     """
-    axis, synchronized = settings.axis, settings.synchronized
-    batch = moments(x, beta.dtype, axis, mask, synchronized, state.mean)
-    batch_map, state = _map_of_moments(
-        batch, beta, state, rho, learning_rate, settings=settings
-    )
-    return _normalize(x, gamma, beta, batch_map, mask, settings), state
+    given = state, rho, learning_rate, settings, mask
+    batch_map, state, remake = _map_of_batch(x, beta, *given)
+    return _normalize(x, gamma, beta, batch_map, mask, settings, remake), state
+
+
+def _map_of_batch(x, beta, state, rho, learning_rate, settings, mask):
+    """`BatchMap` and state after a batch, and a function that makes the map again.
+
+    Gradients take the map as constants, so that PyTorch records nothing of it: there a
+    second derivative makes it again. Elsewhere there is no function.
+    """
+
+    def make(x, beta):
+        dtype, synchronized = beta.dtype, settings.synchronized
+        batch = moments(x, dtype, settings.axis, mask, synchronized, state.mean)
+        return map_of_moments(batch, beta, state, rho, learning_rate, settings=settings)
+
+    if not is_eager_torch():
+        return *make(x, beta), None
+    with without_gradient():
+        return *make(x, beta), lambda x, beta: make(x, beta)[0]
+
+
+def _map_and_mask(x, beta, kept, remake):
+    """Of what a gradient kept: `BatchMap`, and a tuple of the mask or of nothing."""
+    fields = len(BatchMap._fields)
+    if remake is not None and is_differentiated():
+        return remake(x, beta), kept[fields:]
+    return BatchMap(*kept[:fields]), kept[fields:]
 
 
 def cbn_scale_and_shift(
@@ -167,15 +190,54 @@ def cbn_scale_and_shift(
         Scale and shift, each of the shape of `gamma`, and the `CBNState` after this
         batch.
     """
-    axis, synchronized = settings.axis, settings.synchronized
-    batch = moments(x, beta.dtype, axis, mask, synchronized, state.mean)
-    if mask is None:
-        batch = with_gradient(x, batch, axis, synchronized)
-    batch_map, state = _map_of_moments(
-        batch, beta, state, rho, learning_rate, settings=settings
-    )
+    given = state, rho, learning_rate, settings, mask
+    batch_map, state, remake = _map_of_batch(x, beta, *given)
+
+    def forward(x, gamma, beta, center, inverse, offset, *for_gradient):
+        scale = gamma * inverse
+        return scale, offset - scale * center
+
+    def gradient(upstreams, x, gamma, beta, *rest):
+        batch_map, mask = _map_and_mask(x, beta, rest, remake)
+        of_scale, of_shift = (
+            ops.zeros_like(gamma) if each is None else each for each in upstreams
+        )
+        of_mean, of_square, dgamma, dbeta = _gradient_of_vectors(
+            of_scale, of_shift, gamma, batch_map, settings=settings
+        )
+        if settings.synchronized:
+            both = sum_over_replicas(ops.stack([of_mean, of_square]))
+            of_mean, of_square = both[0], both[1]
+        count = ops.maximum(batch_map.count, ops.ones_like(batch_map.count))
+        vectors = batch_map.mean, 2 * of_square / count, of_mean / count
+        dx = (masked_affine if mask else affine)(x, *vectors, *mask, axis=settings.axis)
+        return dx, dgamma, dbeta, *[None] * len(rest)
+
+    masks = () if mask is None else (mask,)
+    vectors = custom_gradient(forward, gradient)(x, gamma, beta, *batch_map, *masks)
+    return *vectors, state
+
+
+@single_pass()
+def _gradient_of_vectors(of_scale, of_shift, gamma, batch_map, *, settings):
+    """What arrives at the batch mean, at `square`, and at gamma and beta."""
     scale = gamma * batch_map.inverse
-    return scale, batch_map.offset - scale * batch_map.center, state
+    of_scale = of_scale - of_shift * batch_map.center
+    of_mean = -of_shift * scale
+    of_square = -0.5 * of_scale * scale / (batch_map.square + settings.epsilon)
+    if _is_masked(batch_map):
+        seen = batch_map.count > 0
+        of_square = ops.where(seen, of_square, ops.zeros_like(of_square))
+    dbeta, of_difference = of_shift, 0.0
+    if settings.decouple:
+        # square = variance + difference^2, and center = mean - difference
+        difference = batch_map.mean - batch_map.center
+        of_difference = 2 * of_square * difference
+        dbeta = of_difference - of_mean
+    if settings.mean_gradient == "ratio":
+        weight = batch_map.mean_weight
+        of_mean = weight * of_mean + (1 - weight) * of_difference
+    return of_mean, of_square, of_scale * batch_map.inverse, dbeta
 
 
 def cbn_stored_scale_and_shift(
@@ -194,7 +256,15 @@ def _stored_map(beta, state, rho, settings):
 
 
 @single_pass()
-def _map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
+def map_of_moments(
+    batch: Moments,
+    beta: Tensor,
+    state: CBNState,
+    rho: Tensor,
+    learning_rate: Tensor,
+    *,
+    settings: CBNSettings,
+) -> tuple[BatchMap, CBNState]:
     """The map that the `Moments` of a batch make: arithmetic of vectors.
 
     Returns:
@@ -204,10 +274,13 @@ def _map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
     known = learning_rate >= 0
     step = ops.where(
         known,
-        ops.clip(settings.omega * learning_rate, _SMALLEST_STEP, 1.0),
+        ops.clip(settings.omega * learning_rate, SMALLEST_STEP, 1.0),
         ops.full_like(learning_rate, 1 - settings.momentum),
     )
-    weight, kept = _average_weights(state.weight, step, seen)
+    # Debiased: plain averages that start at 0 would hold their values with `weight`.
+    # Divided by it, the first batch counts alone, whatever `step` is.
+    weight = state.weight + step * (1 - state.weight)
+    kept = ops.where(seen, (1 - step) * state.weight / weight, ops.ones_like(weight))
     # Normalised with: the moving averages, or the batch where the rate is unknown.
     kept_here = ops.where(known, kept, ops.cast(ops.logical_not(seen), kept.dtype))
 
@@ -252,24 +325,6 @@ def _map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
 def _is_masked(batch):
     """Whether a mask may hide whole channels."""
     return len(batch.count.shape) > 0
-
-
-def _average_weights(weight, step, seen):
-    """One step of a debiased exponential average.
-
-    A plain average that starts at 0 would hold its values with total weight `weight`.
-    Dividing by it, the first batch counts alone, whatever `step` is.
-
-    Returns:
-        The total weight after this batch, and the share of the new average that the old
-        one has: 1 where nothing was seen.
-    """
-    total = weight + step * (1 - weight)
-    kept = ops.where(seen, (1 - step) * weight / total, ops.ones_like(total))
-    if len(seen.shape) == 2:  # of groups: `after_batch` says whether any was seen
-        return total, kept
-    seen_any = ops.any(seen) if len(seen.shape) else seen
-    return ops.where(seen_any, total, weight), kept
 
 
 def _mean_ratio(moving, batch):
@@ -329,8 +384,10 @@ def batch_normalization_inference(
     return affine(x, mean, gamma / ops.sqrt(variance + epsilon), beta, axis=axis)
 
 
-def _normalize(x, gamma, beta, batch_map, mask, settings):
+def _normalize(x, gamma, beta, batch_map, mask, settings, remake=None):
     """The map of a batch. Its gradient passes through the statistics of the batch too.
+
+    See `_map_of_batch` for `remake`.
 
     With c = `center`, a = gamma * inverse, g = `upstream`, m = `count` and
     k = sum(g * (x - c)) / m / (square + epsilon), the derivative that arrives at
@@ -344,8 +401,7 @@ def _normalize(x, gamma, beta, batch_map, mask, settings):
         return affine(x, center, gamma * inverse, *offset, axis=axis)
 
     def gradient(upstream, x, gamma, beta, *rest):
-        batch_map = BatchMap(*rest[: len(BatchMap._fields)])
-        mask = rest[len(BatchMap._fields) :]
+        batch_map, mask = _map_and_mask(x, beta, rest, remake)
         sums = masked_gradient_sums if mask else gradient_sums
         local = total = sums(upstream, x, batch_map.center, *mask, axis=axis)
         replicas = 1

@@ -38,6 +38,14 @@ def affine(x, center, scale, offset=None, *, axis):
 
 
 @single_pass()
+def masked_affine(x, center, scale, offset, mask, *, axis):
+    """The same where the mask is true, 0 elsewhere, where x may be NaN."""
+    x = ops.where(mask, x, ops.zeros_like(x))
+    y = affine.__wrapped__(x, center, scale, offset, axis=axis)
+    return ops.where(mask, y, ops.zeros_like(y))
+
+
+@single_pass()
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)) over a channel, stacked."""
     ndim = len(x.shape)

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 
 from keras_norms.ops.custom_gradient import (
+    apply_in_torch,
     have_tangents,
     in_this_graph,
-    torch_function,
 )
 
 _LARGE = 2**19  # elements
@@ -41,26 +41,28 @@ def single_pass(xla: bool | str = False) -> Callable:
 
     def decorate(function):
         @functools.cache
-        def compiled_by_tensorflow(static):
+        def compile_for(static):
             import tensorflow as tf
 
             function_of_tensors = functools.partial(function, **dict(static))
             return tf.function(function_of_tensors, jit_compile=True, autograph=False)
 
+        def compiled_by_tensorflow(tensors, static):
+            return compile_for(tuple(sorted(static.items())))(*tensors)
+
         @functools.wraps(function)
         def call(*tensors, **static):
             backend = keras.backend.backend()
-            key = tuple(sorted(static.items()))
             if backend == "tensorflow" and have_tangents(tensors):
                 return function(*tensors, **static)
             if backend == "tensorflow" and _has_gpu():
-                return compiled_by_tensorflow(key)(*tensors)
+                return compiled_by_tensorflow(tensors, static)
             for kernel, applies_to in call.kernels:
                 if applies_to(*tensors, **static):
                     with_gradient_of = _GRADIENT_OF[backend]
                     return with_gradient_of(function, kernel, static)(*tensors)
             if backend == "tensorflow" and _compiles(xla, tensors):
-                return compiled_by_tensorflow(key)(*tensors)
+                return compiled_by_tensorflow(tensors, static)
             return function(*tensors, **static)
 
         def faster(where):
@@ -153,7 +155,7 @@ def _torch_gradient_of(function, kernel, static):
     kernel = functools.partial(kernel, **static)
     if not torch.is_grad_enabled():  # as in forward and backward of a custom gradient
         return kernel
-    return functools.partial(torch_function().apply, kernel, gradient)
+    return functools.partial(apply_in_torch, kernel, gradient)
 
 
 _GRADIENT_OF = {"tensorflow": _tensorflow_gradient_of, "torch": _torch_gradient_of}

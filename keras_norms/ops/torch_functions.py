@@ -49,4 +49,6 @@ def max(x, axis=(), keepdims=False, initial=None):
 
 
 def _tensor(x):
+    if isinstance(x, keras.Variable):
+        return x.value
     return x if isinstance(x, torch.Tensor) else keras.ops.convert_to_tensor(x)

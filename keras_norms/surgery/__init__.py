@@ -8,8 +8,7 @@ from keras_norms.surgery.fold import fold
 from keras_norms.surgery.freeze import freeze, unfreeze
 from keras_norms.surgery.project_weights import ProjectWeights
 from keras_norms.surgery.prune import Pruned, prune
-from keras_norms.surgery.recalibrate import recalibrate
-from keras_norms.surgery.recalibration import Recalibrate
+from keras_norms.surgery.recalibrate import Recalibrate, recalibrate
 
 __all__ = [
     "ProjectWeights",

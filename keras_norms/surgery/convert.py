@@ -1,7 +1,6 @@
 """convert: the same network with another normalisation."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 
 import keras
@@ -10,17 +9,17 @@ from keras_norms._checks import arguments
 from keras_norms._types import Tensor
 from keras_norms.layers.cbn import CBN
 from keras_norms.surgery._convert.insert_cbn import insert_cbn
-from keras_norms.surgery._convert.keras_norms import (
+from keras_norms.surgery._convert.replace import (
     KERAS_NORMS,
     place_keras_norms,
     remove_norms,
+    replace_norms,
 )
-from keras_norms.surgery._convert.replace_norms import replace_norms
 from keras_norms.surgery._convert.template import Template
 from keras_norms.surgery._convert.wrap import keep_function, wrap
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear
-from keras_norms.surgery._graph.blocks import graph_of
+from keras_norms.surgery._graph.blocks import graph_of, warn_of_layers
 from keras_norms.surgery._graph.data import inputs_of
 from keras_norms.surgery._graph.fused_cbn import fuse_cbn, split_fused_cbn
 from keras_norms.surgery._graph.measure import measure
@@ -166,61 +165,45 @@ def convert(
     graphs = [g for g in graph.walk() if id(g) not in skipped]
     called = dict.fromkeys(node.unit for g in graphs for node in g.nodes)
     units = [unit for unit in called if id(unit) not in skipped]
-    report = _Report()
-    new, unknown = {}, []
+    new: dict = {}
+    changed, kept, unknown, unwrapped, hidden, empty = ([] for _ in range(6))
     if template.is_none:
-        report.changed, report.kept = remove_norms(units, preserve)
+        changed, kept = remove_norms(units, preserve)
     elif of_keras:
-        found = place_keras_norms(units, template, preserve)
-        new, report.changed, report.kept, unknown = found
+        new, changed, kept, unknown = place_keras_norms(units, template, preserve)
     elif template.cls in linear.WRAPPERS:
-        wrapper = functools.partial(template.cls, **template.keywords)
-        report.unwrapped = wrap(units, wrapper)
+        unwrapped = wrap(units, functools.partial(template.cls, **template.keywords))
     elif template.cls is CBN:
-        new, report.kept = insert_cbn(graph, graphs, units, template, preserve)
+        new, kept = insert_cbn(graph, graphs, units, template, preserve)
     else:
-        new, report.changed = replace_norms(units, template, preserve)
+        new, changed = replace_norms(units, template, preserve)
     if template.cls not in linear.WRAPPERS:
-        report.hidden = affine_lib.hidden_norms(graph)
-    for unit, (affine, statistics) in new.items():
-        if preserve:
-            unit.arrays, met = affine_lib.weights_for(unit, affine, statistics)
-            report.changed += [] if met else [unit.name]
+        hidden = affine_lib.hidden_norms(graph)
+    for unit, (affine, statistics) in new.items() if preserve else ():
+        unit.arrays, met = affine_lib.weights_for(unit, affine, statistics)
+        changed += [] if met else [unit.name]
     result = graph.make()
     if preserve:
-        report.changed += keep_function(units)
-        _calibrate(result, new, data, report)
+        changed += keep_function(units)
+        empty = _calibrate(result, new, data, changed)
     if data is not None and (unknown or (new and not preserve)):
         recalibrate(result, data)
     elif preserve:
-        report.empty += [unit.name for unit in unknown if unit.name not in report.empty]
-    report.warn()
+        empty += [unit.name for unit in unknown if unit.name not in empty]
+    parts = {
+        "the function could not be preserved, these layers change it": changed,
+        "these layers cannot be wrapped (units of one weight, LoRA, quantization, "
+        "a class that overrides the kernel) and stay": unwrapped,
+        "the moving statistics of these layers are unknown, so that the first "
+        "training step changes the function; pass `data` to measure them, or "
+        "preserve=False to train from scratch": empty,
+        "these do not normalise channels as they come (another axis, an explicit "
+        "mask, training=True), or one number, and stay as they are": kept,
+        "these are inside of other layers, or of classes that override `call`, "
+        "and stay as they are": hidden,
+    }
+    warn_of_layers("convert", parts)
     return fuse_cbn(result) if fused else result
-
-
-class _Report:
-    """What the user should know."""
-
-    def __init__(self):
-        self.changed, self.unwrapped, self.empty, self.hidden = [], [], [], []
-        self.kept = []
-
-    def warn(self):
-        parts = {
-            "the function could not be preserved, these layers change it": self.changed,
-            "these layers cannot be wrapped (units of one weight, LoRA, quantization, "
-            "a class that overrides the kernel) and stay": self.unwrapped,
-            "the moving statistics of these layers are unknown, so that the first "
-            "training step changes the function; pass `data` to measure them, or "
-            "preserve=False to train from scratch": self.empty,
-            "these do not normalise channels as they come (another axis, an explicit "
-            "mask, training=True), or one number, and stay as they are": self.kept,
-            "these are inside of other layers, or of classes that override `call`, "
-            "and stay as they are": self.hidden,
-        }
-        said = [f"{text}: {names}" for text, names in parts.items() if names]
-        if said:
-            warnings.warn("convert: " + "; ".join(said) + ".", stacklevel=3)
 
 
 def _skipped(graph, skip):
@@ -247,20 +230,24 @@ def _skipped(graph, skip):
     return {id(each) for each in (*chosen, *inside)}
 
 
-def _calibrate(model, new, data, report):
-    """Give new norms the statistics of their inputs, measured on data if there are."""
-    measured = [None] * len(new)
+def _calibrate(model, new, data, changed):
+    """Give new norms the statistics of their inputs, measured on data if there are.
+
+    Adds to the names of those that change the function. Returns those without any.
+    """
+    empty, measured = [], [None] * len(new)
     if new and data is not None:
         measured = measure(model, [unit.made for unit in new], data)
     for (unit, (affine, statistics)), found in zip(new.items(), measured):
         if found is None:
             guessed = affine_lib.norm_is_guessed(unit.cls, unit.config)
             if statistics.weight == 0 or guessed:
-                report.empty.append(unit.name)
+                empty.append(unit.name)
             continue
         arrays, met = affine_lib.weights_for(unit, affine, found)
-        if not met and unit.name not in report.changed:
-            report.changed.append(unit.name)
+        if not met and unit.name not in changed:
+            changed.append(unit.name)
         for variable in unit.made.weights:
             if variable.name in arrays:
                 assign(variable, arrays[variable.name])
+    return empty

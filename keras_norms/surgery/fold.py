@@ -1,7 +1,5 @@
 """fold: a model for inference whose normalisation is in its kernels and biases."""
 
-import warnings
-
 import keras
 import numpy as np
 
@@ -9,7 +7,7 @@ from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
-from keras_norms.surgery._graph.blocks import NORMALIZING, graph_of
+from keras_norms.surgery._graph.blocks import NORMALIZING, graph_of, warn_of_layers
 from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
 from keras_norms.surgery._graph.remake import config_of
 from keras_norms.surgery._graph.units import to_float64
@@ -72,28 +70,31 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
             _unwrap(unit)
     masked = any(each.has_masks for each in graph.walk())
     units = graph.all_units()
-    maps = {
-        unit: affine_lib.affine_of(unit)
-        for unit in units
-        if _is_map(graph, unit, masked)
-    }
+    found = [unit for unit in units if _is_map(graph, unit, masked)]
+    maps = {unit: affine_lib.affine_of(unit) for unit in found}
     shifts = _fold_all(maps)
+    known = maps | shifts
     given_masks = [
         unit
         for unit in units
-        if affine_lib.is_norm(unit)
-        and unit not in maps
-        and unit not in shifts
-        and unit.nodes
+        if affine_lib.is_norm(unit) and unit not in known and unit.nodes
     ]
-    left = [*maps, *given_masks]
+    left = [unit.name for unit in (*maps, *given_masks)]
     for unit in given_masks:
         if not affine_lib.is_batch_norm(unit):
             maps[unit] = affine_lib.affine_of(unit)
     for unit, affine in (maps | shifts).items():
         _become_layer_of_keras(unit, affine, is_shift=unit in shifts)
-    shifts = [unit for unit, affine in shifts.items() if np.all(affine.a == 1)]
-    _report(left, shifts, affine_lib.hidden_norms(graph))
+    shifted = [unit.name for unit, affine in shifts.items() if np.all(affine.a == 1)]
+    parts = {
+        "no linear layer can take the maps of these, which stay as BatchNormalization "
+        "layers": left,
+        "a zero-padded layer follows these, of which a shift stays as a Rescaling "
+        "layer": shifted,
+        "these are inside of other layers, or of classes that override `call`, and "
+        "stay as they are": sorted(affine_lib.hidden_norms(graph)),
+    }
+    warn_of_layers("fold", parts)
     return graph.make()
 
 
@@ -169,17 +170,3 @@ def _become_layer_of_keras(unit, affine, is_shift):
         "moving_variance": np.ones_like(affine.a),
     }
     unit.become(keras.layers.BatchNormalization, config, arrays)
-
-
-def _report(left, shifts, hidden):
-    parts = {
-        "no linear layer can take the maps of these, which stay as BatchNormalization "
-        "layers": [unit.name for unit in left],
-        "a zero-padded layer follows these, of which a shift stays as a Rescaling "
-        "layer": [unit.name for unit in shifts],
-        "these are inside of other layers, or of classes that override `call`, and "
-        "stay as they are": sorted(hidden),
-    }
-    said = [f"{text}: {names}" for text, names in parts.items() if names]
-    if said:
-        warnings.warn("fold: " + "; ".join(said) + ".", stacklevel=3)

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import math
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -19,10 +21,57 @@ from keras_norms.surgery._graph.graph import Graph
 from keras_norms.surgery._graph.units import to_float64, to_numpy
 from keras_norms.surgery._prune import resize
 from keras_norms.surgery._prune.channels import Channels
-from keras_norms.surgery._prune.macs import macs_of
-from keras_norms.surgery._prune.pruned import Pruned
 from keras_norms.surgery._prune.selection import Selection
 from keras_norms.surgery._prune.substitutes import Site
+
+
+class Pruned(NamedTuple):
+    """What `prune` returns.
+
+    Attributes:
+        model: The smaller model.
+        removed: Dictionary from the name of each convolution and Dense layer that makes
+            fewer channels to the numbers of those that are gone, a sorted integer
+            vector. A layer of a nested model is called `model/layer`.
+        channels: How many channels the convolutions (but depthwise ones) and Dense
+            layers make, before and after: two integers.
+        parameters: How many weights there are, before and after.
+        macs: Multiply-accumulates of convolutions and Dense layers for one sample,
+            before and after; `None` where the model takes more than one size.
+        error: Root of the mean square of the change of the outputs over that of the
+            outputs themselves, over `data` and all outputs.
+        largest: Largest change of an output, over the largest output.
+    """
+
+    model: keras.Model
+    removed: dict[str, np.ndarray]
+    channels: tuple[int, int]
+    parameters: tuple[int, int]
+    macs: tuple[int, int] | None
+    error: float
+    largest: float
+
+    @property
+    def share(self) -> float:
+        """The share of all channels that is gone, from 0 to 1."""
+        return 1 - self.channels[1] / self.channels[0]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name}: {before:,} -> {after:,} ({after / before - 1:+.1%})"
+            for name, (before, after) in (
+                ("channels", self.channels),
+                ("parameters", self.parameters),
+                ("multiply-accumulates", self.macs or (0, 0)),
+            )
+            if before
+        ]
+        lines.append(
+            f"outputs change by {self.error:.1e} (root mean square) and at most by "
+            f"{self.largest:.1e} of the largest"
+        )
+        lines += [f"  {name}: {len(gone)} gone" for name, gone in self.removed.items()]
+        return "\n".join(lines)
 
 
 def prune(
@@ -145,9 +194,8 @@ def prune(
     ]
     roots = [channels.roots(made.ids) for made in makers.values()]
     read = {int(r) for site in sites for group in site.groups for r in group.roots}
-    if not any(
-        r in read and not channels.is_fixed(r) for made in roots for r in made.tolist()
-    ):
+    made = {int(r) for each in roots for r in each}
+    if all(map(channels.is_fixed, read & made)):
         raise ValueError(
             "Argument `model` must have a channel that could go: one that a layer with "
             "a kernel makes and another one reads, with nothing between that mixes "
@@ -157,18 +205,18 @@ def prune(
     outputs = _measure(model, sites, batches)
     limits = gamma, similarity, ratio, round_to
     selection = Selection(sites, roots, channels.is_fixed, *limits)
-    before = model.count_params(), macs_of(graph)
+    before = _macs_of(graph)
     for site in sites:
         _substitute(site, selection)
     removed, left = _resize(channels, makers, selection)
     pruned = graph.make()
-    macs = before[1], macs_of(Graph(pruned))
+    after = _macs_of(Graph(pruned))
     return Pruned(
         pruned,
         removed,
-        (sum(len(r) for r in roots), left),
-        (before[0], pruned.count_params()),
-        None if None in macs else macs,
+        (sum(map(len, roots)), left),
+        (model.count_params(), pruned.count_params()),
+        None if before is None or after is None else (before, after),
         *_errors(pruned, batches, outputs),
     )
 
@@ -215,10 +263,9 @@ def _collect(model, data, steps, batch_size):
 
 def _measure(model, sites, batches):
     """Record what layers read. Returns the outputs of the model, batch by batch."""
-    calls = {site.unit.layer: site for site in sites}
 
-    def recorded(layer, site):
-        original = layer.call
+    def recorded(site):
+        original = site.unit.layer.call
 
         def call(inputs, *args, **kwargs):
             site.record(to_numpy(inputs))
@@ -227,8 +274,9 @@ def _measure(model, sites, batches):
         return call
 
     with contextlib.ExitStack() as stack:
-        for layer, site in calls.items():
-            stack.enter_context(_keras.replaced(layer, call=recorded(layer, site)))
+        for site in sites:
+            scope = _keras.replaced(site.unit.layer, call=recorded(site))
+            stack.enter_context(scope)
         outputs = [_outputs(model, x) for x in batches]
     for site in sites:
         for group in site.groups:
@@ -238,8 +286,7 @@ def _measure(model, sites, batches):
 
 def _outputs(model, x):
     x = tree.map_structure(keras.ops.convert_to_tensor, x)
-    made = tree.flatten(model(x, training=False))
-    return [to_float64(y) for y in made]
+    return [to_float64(y) for y in tree.flatten(model(x, training=False))]
 
 
 def _errors(model, batches, outputs):
@@ -254,6 +301,23 @@ def _errors(model, batches, outputs):
     if size == 0:
         return float(np.sqrt(changes)), float(change)
     return float(np.sqrt(changes / sizes)), float(change / size)
+
+
+def _macs_of(graph):
+    """Multiply-accumulates for one sample, or `None` where sizes are not known."""
+    macs = []
+    for node in graph.nodes:
+        unit = node.unit
+        if unit.graph is not None:
+            macs.append(_macs_of(unit.graph))
+        elif issubclass(unit.cls, linear.PLAIN) and unit.cls not in linear.EINSUM:
+            value = node.input if unit.cls in linear.TRANSPOSED else node.output
+            positions = list(value.shape[1:])
+            del positions[linear.channel_axis(unit, value.rank) - 1]
+            kernels = [v for v in unit.layer.weights if v.name.endswith("kernel")]
+            size = sum(int(np.prod(v.shape)) for v in kernels)
+            macs.append(None if None in positions else math.prod(positions) * size)
+    return None if None in macs else sum(macs)
 
 
 # Changing
@@ -279,11 +343,7 @@ def _substitute(site, selection):
 
 
 def _resize(channels, makers, selection):
-    """Take channels out of all layers.
-
-    Returns:
-        What is gone, by the names of makers, and how many channels are left.
-    """
+    """Take channels out. Returns what is gone, by name, and how many are left."""
     gone = np.array(list(selection.removed), dtype=int)
 
     def stays(labels):

@@ -1,6 +1,8 @@
-"""recalibrate: fresh moving statistics from data."""
+"""recalibrate: fresh moving statistics from data, also while `fit` runs."""
 
+import time
 import warnings
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,8 +12,11 @@ from keras_norms._checks import arguments
 from keras_norms._types import Tensor
 from keras_norms.layers.frozen import Frozen
 from keras_norms.surgery._graph.affine import NORM_CLASSES
+from keras_norms.surgery._graph.data import inputs_of, wrong_data
 from keras_norms.surgery._graph.measure import measure, stored
-from keras_norms.surgery._graph.units import assign, to_float64
+from keras_norms.surgery._graph.units import assign, to_float64, to_numpy
+
+Logs = dict[str, float] | None
 
 
 def recalibrate(
@@ -69,21 +74,20 @@ def recalibrate(
             "Argument `model` must be built: call it on data. "
             f"Received: model '{model.name}'"
         )
-    if steps is not None:
-        arguments.integer("steps", steps, at_least=1)
-    if batch_size is not None:
-        arguments.integer("batch_size", batch_size, at_least=1)
+    _check(steps, batch_size)
     arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
-    measure_anew(model, data, steps, batch_size, verbose)
+    _measure_anew(model, data, steps, batch_size, verbose)
     return model
 
 
-def layers_to_measure(model: keras.Model) -> list[keras.layers.Layer]:
-    """List the layers whose statistics `recalibrate` measures.
+def _check(steps, batch_size):
+    for name, value in ("steps", steps), ("batch_size", batch_size):
+        if value is not None:
+            arguments.integer(name, value, at_least=1)
 
-    Raises:
-        ValueError: If there is none.
-    """
+
+def _layers_to_measure(model):
+    """The layers whose statistics are measured, or an error if there is none."""
     calls = [norm.call for norm in NORM_CLASSES]
     norms = [
         layer
@@ -91,11 +95,11 @@ def layers_to_measure(model: keras.Model) -> list[keras.layers.Layer]:
         if layer.trainable and not isinstance(layer, Frozen)
     ]
     found = [layer for layer in norms if type(layer).call in calls]
-    others = [layer for layer in norms if layer not in found]
+    others = [layer.name for layer in norms if layer not in found]
     if others:
         warnings.warn(
             "recalibrate: these layers are of classes that override `call`, and keep "
-            f"their statistics: {[layer.name for layer in others]}.",
+            f"their statistics: {others}.",
             stacklevel=4,
         )
     if not found:
@@ -107,25 +111,9 @@ def layers_to_measure(model: keras.Model) -> list[keras.layers.Layer]:
     return found
 
 
-def statistics_of(layers: list[keras.layers.Layer]) -> list[keras.Variable]:
-    """The variables of layers that `recalibrate` assigns."""
-    return [
-        v
-        for layer in layers
-        for v in layer.non_trainable_variables
-        if v.name.startswith(("moving_", "renorm_")) or v.name == "average_weight"
-    ]
-
-
-def measure_anew(
-    model: keras.Model,
-    data: Tensor,
-    steps: int | None,
-    batch_size: int | None,
-    verbose: str | int,
-) -> int:
-    """What `recalibrate` does. Returns how many batches it took."""
-    found = layers_to_measure(model)
+def _measure_anew(model, data, steps, batch_size, verbose):
+    """Measure and assign statistics. Returns how many batches it took."""
+    found = _layers_to_measure(model)
     measured = measure(
         model, found, data, steps, batch_size, verbose, with_batch_statistics=True
     )
@@ -135,8 +123,15 @@ def measure_anew(
             f"Layers {unread} of model '{model.name}' were not called by the model."
         )
     for layer, statistics in zip(found, measured):
-        if statistics is not None:
-            _assign(layer, statistics)
+        if statistics is None:
+            continue
+        values = stored(layer, statistics, to_float64)
+        if getattr(layer, "renorm", False):
+            deviation = np.sqrt(statistics.variance + layer.epsilon)
+            values["renorm_mean"] = statistics.mean
+            values["renorm_stddev"] = values["moving_stddev"] = deviation
+        for name, value in values.items():
+            assign(getattr(layer, name), value)
     if unread:
         warnings.warn(
             f"recalibrate: model '{model.name}' does not call these layers, which keep "
@@ -146,11 +141,161 @@ def measure_anew(
     return max(s.batches for s in measured if s is not None)
 
 
-def _assign(layer, statistics):
-    values = stored(layer, statistics, to_float64)
-    if getattr(layer, "renorm", False):
-        deviation = np.sqrt(statistics.variance + layer.epsilon)
-        values["renorm_mean"] = statistics.mean
-        values["renorm_stddev"] = values["moving_stddev"] = deviation
-    for name, value in values.items():
-        assign(getattr(layer, name), value)
+class Recalibrate(keras.callbacks.Callback):
+    """Measures moving statistics anew for what is validated and saved ("precise BN").
+
+    Moving statistics lag behind the weights, and belong to the weights that were
+    trained. Averaged weights (`use_ema=True` with `SwapEMAWeights`, SWA, schedule-free
+    optimisers) need statistics of their own, and without them may be no better than
+    chance. This calls `recalibrate(model, data)`
+
+    * in `fit`, before the first batch of each validation, with the weights that it
+      uses, whatever other callbacks swap in at its beginning;
+    * at the end of an epoch, if the model then has other weights than those measured
+      last;
+    * when training ends, likewise.
+
+    Training goes on with the statistics that it had: they are put back when the next
+    epoch begins. When training ends the measured ones stay.
+
+    Put it after callbacks that change weights (`SwapEMAWeights`), and before those that
+    save (`ModelCheckpoint`) or remember weights (`EarlyStopping`). The checkpoint of an
+    epoch is of the weights that the model has at its end: those averaged need
+    `SwapEMAWeights(swap_on_epoch=True)`.
+
+    Each measurement is one pass over the data in inference mode. What it took is in the
+    logs of the epoch as `recalibration_seconds`, and in `history`.
+
+    Args:
+        data: Training inputs, as in `recalibrate`. They are read anew each time, the
+            first `steps` batches of them: no iterator that ends, and no sorted data.
+        steps: Optional positive integer, how many batches to use; a few thousand images
+            are enough.
+        batch_size: Optional positive integer, for arrays. 32 by default.
+        every: Positive integer: in epochs `every`, 2 `every` ..., and when training
+            ends. In other epochs, validation has the statistics of training.
+
+    Attributes:
+        history: Dictionary of lists with an element for each measurement: `"epoch"`,
+            counted from 0, `"batches"` and `"seconds"`.
+
+    Raises:
+        ValueError: If an argument is out of its range; when training begins, if the
+            model has no layer to measure, or if `data` does not fit it.
+
+    Example:
+
+    >>> model.compile(keras.optimizers.SGD(0.1, use_ema=True), loss)
+    >>> model.fit(x, y, epochs=10, validation_data=(x_val, y_val), callbacks=[
+    ...     keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+    ...     Recalibrate(x, steps=50),
+    ...     keras.callbacks.ModelCheckpoint("averaged.keras"),
+    ... ])
+
+    Reference:
+
+    - Izmailov et al., Averaging Weights Leads to Wider Optima and Better
+      Generalization, UAI 2018, Section 3.2. https://arxiv.org/abs/1803.05407
+    - Wu and Johnson, Rethinking "Batch" in BatchNorm, 2021, Section 3.
+      https://arxiv.org/abs/2105.07576
+    """
+
+    def __init__(
+        self,
+        data: Tensor,
+        steps: int | None = None,
+        batch_size: int | None = None,
+        every: int = 1,
+    ) -> None:
+        super().__init__()
+        inputs_of(None, data)
+        _check(steps, batch_size)
+        if hasattr(data, "__next__") and steps is None:
+            raise wrong_data(data)  # It would be read once.
+        self.data, self.steps, self.batch_size = data, steps, batch_size
+        self.every = arguments.integer("every", every, at_least=1)
+        self.history: dict[str, list[float]] = {}
+        self._detach()
+
+    def __deepcopy__(self, memo: Any) -> "Recalibrate":
+        # A copy belongs to no model yet, and shares the data.
+        return type(self)(self.data, self.steps, self.batch_size, self.every)
+
+    def _detach(self):
+        self._in_fit = self._is_due = False
+        self._epoch = 0
+        self._kept = None  # the statistics of training, while others are there
+        self._measured = None  # the weights that the statistics belong to
+        self._seconds = 0.0
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._detach()
+        self.history = {"epoch": [], "batches": [], "seconds": []}
+        if self.model.built:
+            _layers_to_measure(self.model)
+            inputs_of(self.model, self.data)
+        self._in_fit = True
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._epoch, self._seconds = epoch, 0.0
+        if self._kept is not None:
+            for variable, value in self._kept:
+                variable.assign(value)
+            self._kept = self._measured = None
+
+    def on_test_begin(self, logs: Logs = None) -> None:
+        self._is_due = self._in_fit and self._is_due_in_epoch()
+
+    def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        # Not before: callbacks that come later may have swapped weights.
+        if self._is_due:
+            self._is_due = False
+            self._measure()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if self._is_due_in_epoch():
+            self._measure()
+        if logs is not None:
+            logs["recalibration_seconds"] = self._seconds
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        self._measure()
+        self._detach()
+
+    def _is_due_in_epoch(self):
+        return (self._epoch + 1) % self.every == 0
+
+    def _measure(self):
+        """Measure, if the statistics are not those of the weights that are there."""
+        model = self.model
+        weights = [_copy(v) for v in model.trainable_variables]
+        if self._measured is not None and _are_equal(weights, self._measured):
+            return
+        if self._kept is None:
+            self._kept = [
+                (v, _copy(v))
+                for layer in _layers_to_measure(model)
+                for v in layer.non_trainable_variables
+                if v.name.startswith(("moving_", "renorm_", "average_weight"))
+            ]
+        start = time.perf_counter()
+        batches = _measure_anew(model, self.data, self.steps, self.batch_size, 0)
+        seconds = time.perf_counter() - start
+        self._measured = weights
+        self._seconds += seconds
+        for key, value in zip(self.history, (self._epoch, batches, seconds)):
+            self.history[key].append(value)
+
+
+def _copy(variable):
+    # PyTorch's array is the variable itself.
+    return np.array(to_numpy(variable))
+
+
+def _are_equal(weights, others):
+    """Whether weights are others, up to the rounding of swapping them by sums."""
+    return all(
+        np.linalg.norm(np.subtract(a, b, dtype="float64"))
+        <= 1e-5 * np.linalg.norm(np.asarray(a, "float64"))
+        for a, b in zip(weights, others, strict=True)
+    )

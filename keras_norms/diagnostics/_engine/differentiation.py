@@ -34,12 +34,9 @@ def twice_differentiable():
 
 
 def differentiate(function, values, differentiable=False):
-    """Compute `function(values)`, a scalar, and its gradients, zeros where it has none.
+    """Compute a scalar function of a list of tensors, and its gradients, or zeros.
 
-    Args:
-        function: Of a list of tensors.
-        values: That list.
-        differentiable: Whether the gradients will be differentiated in turn.
+    `differentiable` says that the gradients will be differentiated in turn.
     """
     backend = keras.backend.backend()
     if backend == "tensorflow":

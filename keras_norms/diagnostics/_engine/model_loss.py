@@ -19,14 +19,8 @@ class ModelLoss:
 
     It is that of `fit`: the mean over the batch, the losses of regularizers and of
     `add_loss` included. A call changes nothing: new moving statistics and seed states
-    go into a scope that is thrown away.
-
-    Args:
-        model: A built `keras.Model`. No reference to it is kept.
-        loss: What `model.compile` takes as `loss`, or `None`: the compiled one.
-        layer: A layer of the model, or `None`. See `parameters`.
-        side: `"input"` or `"output"` of `layer`.
-        training: Boolean, whether layers run in training mode.
+    go into a scope that is thrown away. No reference to the model is kept. With a layer
+    it is a function of the `"input"` or `"output"` of the layer, which `side` says.
     """
 
     def __init__(self, model, loss=None, layer=None, side="input", training=True):
@@ -66,21 +60,15 @@ class ModelLoss:
         return [v.value for v in self.parameters], [v.value for v in self.state]
 
     def build(self, x, y):
-        """Make what the loss makes when it sees its first batch.
-
-        Raises:
-            ValueError: If there are no targets for it.
-        """
+        """Make what the loss makes when it sees its first batch."""
         model, loss = self.model, self._loss
         compiled = _keras.compiled_loss(model) if loss is None else loss
-        if compiled is None:
-            return
-        if y is None:
+        if compiled is not None and y is None:
             raise ValueError(
                 "Argument `y` must hold the targets that the loss compares with the "
                 "outputs of the model. Received: y=None"
             )
-        if compiled.built:
+        if compiled is None or compiled.built:
             return
         x, y = tree.map_structure(_symbolic, (x, y))
         with _keras.keeping_losses(model):
@@ -92,15 +80,14 @@ class ModelLoss:
                 _keras.compute_output_spec(compute, x, y, predictions, False)
 
     def __call__(self, values, state, x, y):
-        """Compute the loss, a scalar tensor.
+        """Compute the loss, a scalar tensor, of tensors in place of `self.values()`.
 
-        Args:
-            values: List of tensors in place of `parameters`, or, with a layer, of one
-                in place of its input or output.
-            state: List of tensors in place of `state`.
-            x, y: The batch, tensors.
+        With a layer, `values` holds one in place of its input or output.
         """
-        with self._scope(values, state), self._replacing(values):
+        replacing = contextlib.nullcontext()
+        if self._layer is not None:
+            replacing = self._intercepting(lambda a: ops.cast(values[0], a.dtype))
+        with self._scope(values, state), replacing:
             predictions = self._forward(x)
             if self._loss is None:
                 return _keras.compute_loss(
@@ -124,10 +111,8 @@ class ModelLoss:
         return seen[0]
 
     def _forward(self, x):
-        model = self.model
-        if _keras.takes_training(model):
-            return model(x, training=self._training)
-        return model(x)
+        model, mode = self.model, {"training": self._training}
+        return model(x, **mode if _keras.takes_training(model) else {})
 
     @contextlib.contextmanager
     def _scope(self, values, state):
@@ -138,11 +123,6 @@ class ModelLoss:
         ):
             _keras.clear_losses(self.model)
             yield
-
-    def _replacing(self, values):
-        if self._layer is None:
-            return contextlib.nullcontext()
-        return self._intercepting(lambda a: ops.cast(values[0], a.dtype))
 
     @contextlib.contextmanager
     def _intercepting(self, function):
@@ -192,19 +172,10 @@ class Call(NamedTuple):
 
 
 def record(model, layers, x, training):
-    """Record the calls of layers when the model is called on a batch, in order.
+    """Record the calls of layers, in order, when the model is called on a batch.
 
     Nothing of the model changes. A layer that reads the output of another as it is has
     the same tensor as its input.
-
-    Args:
-        model: A built `keras.Model`.
-        layers: List of layers in it.
-        x: A batch of inputs.
-        training: Boolean, whether layers run in training mode.
-
-    Returns:
-        List of `Call`.
     """
     pure = ModelLoss(model, training=training)
     x, _ = as_tensors(model, x, None)
@@ -218,16 +189,11 @@ def record(model, layers, x, training):
 
 def _recording(layer, calls):
     inputs = []
-
-    def on_input(value):
-        inputs.append(value)
-        return value
-
-    def on_output(value):
-        calls.append(Call(layer, inputs.pop(), value))
-        return value
-
-    return intercepting(layer, on_input, on_output)
+    return intercepting(
+        layer,
+        on_input=lambda x: inputs.append(x) or x,
+        on_output=lambda y: calls.append(Call(layer, inputs.pop(), y)) or y,
+    )
 
 
 def as_tensors(model, x, y):

@@ -3,11 +3,8 @@
 import numpy as np
 from keras import ops
 
-from keras_norms.diagnostics._engine.differentiation import (
-    compiler,
-    differentiate,
-    drawing_from,
-)
+from keras_norms.diagnostics._engine import differentiation
+from keras_norms.diagnostics._engine.arrays import float64
 from keras_norms.diagnostics._engine.model_loss import intercepting
 from keras_norms.diagnostics._engine.objective import Objective
 
@@ -15,13 +12,8 @@ from keras_norms.diagnostics._engine.objective import Objective
 class Slopes(Objective):
     """The loss as a function of `X`, with terms added that are functions of `Y`.
 
-    Args:
-        model, x, y, loss, training: See `Objective`.
-        layer: The layer whose output is `Y`.
-        source: The layer whose input is `X`; `layer` if `None`.
-
-    Attributes:
-        inputs, outputs: Arrays, `X` and `Y` for the batch.
+    `X` is the input of `source`, which is `layer` if `None`, and `Y` the output of
+    `layer`. For the batch they are the arrays `inputs` and `outputs`.
     """
 
     def __init__(self, model, x, y, loss, layer, source, training):
@@ -33,7 +25,7 @@ class Slopes(Objective):
         self.inputs = self.unflatten(self.start)
         self._after = Objective(model, x, y, loss, layer=layer, training=training)
         self.outputs = self._after.unflatten(self._after.start)
-        self._slope = compiler(model)(self._slope_of_sum)
+        self._slope = differentiation.compiler(model)(self._slope_of_sum)
 
     def at_input(self, disturbance=0.0, loss=1.0):
         """Compute `d(loss * L + <disturbance, Y>) / dX`, float64.
@@ -42,13 +34,12 @@ class Slopes(Objective):
         """
         dtype = self.outputs.dtype
         disturbance = np.broadcast_to(disturbance, self.outputs.shape).astype(dtype)
-        loss, disturbance = map(
-            ops.convert_to_tensor, (np.asarray(loss, dtype), disturbance)
-        )
-        with drawing_from(self._randomness):
+        weights = np.asarray(loss, dtype), disturbance
+        loss, disturbance = map(ops.convert_to_tensor, weights)
+        with differentiation.drawing_from(self._randomness):
             start = self._tensors("point", None)
             gradient = self._slope(start, loss, disturbance, self._state, *self._batch)
-        return np.array(ops.convert_to_numpy(gradient)).astype("float64")
+        return float64(gradient)
 
     def at_output(self):
         """Compute `dL/dY`, float64."""
@@ -57,16 +48,12 @@ class Slopes(Objective):
 
     def hessian_at(self, output):
         """Compute the mean Hessian over samples which all have one output."""
-        features = len(output)
-        tile = np.ones((len(self.outputs), 1))
-        point = self._after.flatten(tile * output)
-        columns = [
-            self._after.hessian_vector_product(
-                self._after.flatten(tile * direction), point
-            )
-            for direction in np.eye(features)
-        ]
-        columns = [self._after.unflatten(column).sum(0) for column in columns]
+        after, tile = self._after, np.ones((len(self.outputs), 1))
+        point, columns = after.flatten(tile * output), []
+        for direction in np.eye(len(output)):
+            vector = after.flatten(tile * direction)
+            product = after.hessian_vector_product(vector, point)
+            columns.append(after.unflatten(product).sum(0))
         return np.array(columns, "float64").T
 
     def _slope_of_sum(self, values, weight, disturbance, state, x, y):
@@ -77,4 +64,5 @@ class Slopes(Objective):
             term = ops.sum(disturbance * ops.cast(seen[0], disturbance.dtype))
             return weight * ops.cast(loss, weight.dtype) + term
 
-        return ops.cast(differentiate(weighted, values)[1][0], self.start.dtype.name)
+        _, (gradient,) = differentiation.differentiate(weighted, values)
+        return ops.cast(gradient, self.start.dtype.name)

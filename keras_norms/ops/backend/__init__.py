@@ -7,3 +7,4 @@ if keras.backend.backend() == "tensorflow":
 elif keras.backend.backend() == "torch":
     from keras_norms.ops.backend import torch_cpu as torch_cpu
     from keras_norms.ops.backend import torch_cuda as torch_cuda
+    from keras_norms.ops.backend import torch_vectors as torch_vectors

@@ -1,38 +1,50 @@
-"""CBN layers before the linear layers, in the place of BatchNormalization."""
+"""CBN layers before the layers with a kernel, in the place of BatchNormalization.
+
+But not on the raw input of the model.
+"""
 
 import functools
+from typing import NamedTuple
 
-from keras_norms.surgery._convert.keras_norms import give_bias_before
-from keras_norms.surgery._convert.placement import insertions
+from keras import layers, tree
+
+from keras_norms.layers.cbn import CBN
+from keras_norms.surgery._convert.replace import give_bias_before
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
-from keras_norms.surgery._graph.units import Unit
+from keras_norms.surgery._graph.graph import Graph
+from keras_norms.surgery._graph.units import Node, Unit, Value
+
+_PADDING_OR_NOISE = moves.ZERO_PADDING + moves.NOISE
+# What may stand between the input of a model and its first linear layer.
+_PREPROCESSING = (
+    *(*_PADDING_OR_NOISE, *moves.CROPPING, *moves.UPSAMPLING, layers.InputLayer),
+    *(layers.Reshape, layers.Flatten, layers.Permute, layers.RepeatVector),
+    *(layers.Concatenate, layers.Masking),
+)
+_PREPROCESSING_OPERATIONS = {
+    *("Absolute", "Add", "Divide", "Multiply", "Negative", "Subtract", "TrueDivide"),
+    *("Cast", "Concatenate", "ExpandDims", "Flip", "GetItem", "Moveaxis", "Pad"),
+    *("Reshape", "Resize", "Squeeze", "Stack", "Swapaxes", "Transpose"),
+}
 
 
 def insert_cbn(graph, graphs, units, template, preserve):
-    """Insert CBN layers and take BatchNormalization out.
+    """Insert CBN layers in some graphs of a graph, and take BatchNormalization out.
 
-    Args:
-        graph: The graph of the whole model.
-        graphs: Those of its graphs that are changed.
-        units: The units that may be changed.
-        template: `Template`.
-        preserve: Whether the new layers take the maps of the old ones over.
-
-    Returns:
-        Dictionary from the new units to their map and to the statistics of their
-        inputs; and the names of BatchNormalization layers that stay.
+    Returns the maps of the new units and the statistics of their inputs, by unit, and
+    the names of BatchNormalization layers that stay.
     """
-    norms = {
-        unit: affine_lib.is_called_plainly(unit)
-        and not affine_lib.is_on_another_axis(graph, unit)
-        for unit in units
-        if affine_lib.is_batch_norm(unit)
-    }
-    kept = [unit.name for unit, goes in norms.items() if not goes]
-    norms = [unit for unit, goes in norms.items() if goes]
+    norms, kept = [], []
+    for unit in filter(affine_lib.is_batch_norm, units):
+        is_plain = affine_lib.is_called_plainly(unit)
+        goes = is_plain and not affine_lib.is_on_another_axis(graph, unit)
+        (norms if goes else kept).append(unit)
+    raw, eligible = {}, set(filter(linear.is_linear, units))
+    _mark_raw(graph, [True] * len(tree.flatten(graph.inputs)), raw)
+    places = [place for one in graphs for place in _places(one, eligible, raw)]
     maps, statistics = {}, {}
-    for place in insertions(graph, graphs, filter(linear.is_linear, units)):
+    for place in places:
         reader, shape = place.units[0], place.values[0].shape
         config = template.config(
             place.graph.free_name(f"{reader.name}_cbn"),
@@ -44,20 +56,19 @@ def insert_cbn(graph, graphs, units, template, preserve):
             place.graph.insert(unit, value, nodes)
         maps[unit] = affine_lib.identity(shape[place.axis])
         statistics[unit] = affine_lib.unknown(shape[place.axis])
-    cbns = list(maps)
     if preserve:
         _fold(norms, maps, statistics)
     else:
         for unit in norms:
             give_bias_before(unit)
-            for node in list(unit.nodes):
-                node.graph.remove(node)
-    return {unit: (maps[unit], statistics[unit]) for unit in cbns}, kept
+            moves.take_out(unit)
+    new = {unit: (maps[unit], statistics[unit]) for unit in statistics}
+    return new, [unit.name for unit in kept]
 
 
 def _fold(norms, maps, statistics):
     """Fold each norm into the layer before it, or into the CBN after it."""
-    cbns = list(maps)
+    cbns = set(maps)
 
     def can_take(target, affine):
         return target in cbns and affine_lib.can_be(target, affine)
@@ -80,8 +91,101 @@ def _fold(norms, maps, statistics):
 def _heirs_of_statistics(unit, cbns):
     """The CBN layers that read what a BatchNormalization makes, and nothing else."""
     readers = unit.readers
-    if not readers <= set(cbns):
-        return set()
-    if any(call.input.node.unit is not unit for r in readers for call in r.nodes):
-        return set()
-    return readers
+    calls = [call for reader in readers for call in reader.nodes]
+    if readers <= cbns and all(call.input.node.unit is unit for call in calls):
+        return readers
+    return set()
+
+
+class _Insertion(NamedTuple):
+    """One CBN: the linear layers that read it, by the first of which it is named.
+
+    `values` are the tensors that it is called on, and `readers` the calls that read the
+    result, a list for each of these.
+    """
+
+    graph: Graph
+    units: list[Unit]
+    axis: int
+    values: list[Value]
+    readers: list[list[Node]]
+
+
+def _mark_raw(graph, flags, raw):
+    """Mark tensors that are the raw input but for preprocessing, in all calls."""
+    inputs = {id(v): flag for v, flag in zip(tree.flatten(graph.inputs), flags)}
+    for node in graph.nodes:
+        arguments = [raw[id(v)] for v in node.inputs]
+        if node.unit.graph is not None:
+            results = _mark_raw(node.unit.graph, arguments, raw)
+        else:
+            clean = all(arguments) and _is_preprocessing(node.unit)
+            results = [inputs.get(id(v), clean) for v in node.outputs]
+        for value, result in zip(node.outputs, results):
+            raw[id(value)] = raw.get(id(value), True) and result
+    return [raw[id(v)] for v in tree.flatten(graph.outputs)]
+
+
+def _is_preprocessing(unit):
+    if unit.layer is None:
+        return unit.cls.__name__ in _PREPROCESSING_OPERATIONS
+    if unit.cls is layers.Activation:
+        return linear.has_linear_activation(unit)
+    # Rescaling, Normalization, Resizing, random augmentation, encodings.
+    return (
+        issubclass(unit.cls, _PREPROCESSING)
+        or ".layers.preprocessing." in unit.cls.__module__
+    )
+
+
+def _places(graph, eligible, raw):
+    places = {}  # By the tensor, and the axis of its channels.
+    for node in graph.nodes:
+        if node.unit not in eligible or node.input is None or raw[id(node.input)]:
+            continue
+        value, reader = _before_padding(node.input, eligible)
+        if value.node is not None and value.node.unit.cls is CBN:
+            continue
+        axis = linear.channel_axis(node.unit, node.input.rank)
+        place = places.setdefault(
+            (id(value), axis), _Insertion(graph, [], axis, [value], [[]])
+        )
+        place.units.append(node.unit)
+        reader = reader or node
+        if reader not in place.readers[0]:
+            place.readers[0].append(reader)
+    # A shared layer has one CBN for all its calls, and so has what they share.
+    merged = []
+    for place in places.values():
+        for other in list(merged):
+            if other.axis == place.axis and set(other.units) & set(place.units):
+                merged.remove(other)
+                units, values = other.units + place.units, other.values + place.values
+                readers = other.readers + place.readers
+                place = _Insertion(graph, units, place.axis, values, readers)
+        merged.append(place)
+    return merged
+
+
+def _before_padding(value, eligible):
+    """The tensor before zero padding and Dropout, and the first of these calls."""
+    reader = None
+    while value.node is not None and value.node.unit.cls in _PADDING_OR_NOISE:
+        if value.node.input is None or not _only_linear(value, eligible):
+            break
+        reader = value.node
+        value = reader.input
+    return value, reader
+
+
+def _only_linear(value, eligible):
+    """Whether all that reads a tensor, past padding and noise, is eligible."""
+    return not value.is_output and all(
+        node.unit in eligible
+        or (
+            node.unit.cls in _PADDING_OR_NOISE
+            and node.output is not None
+            and _only_linear(node.output, eligible)
+        )
+        for node in value.readers
+    )

@@ -11,14 +11,9 @@ from keras_norms.surgery._graph.units import assign, to_float64
 
 
 def wrap(units, wrapper):
-    """Wrap every layer with a kernel, under its own name.
+    """Wrap every layer with a kernel, under its own name, by a partial of a class.
 
-    Args:
-        units: The units to look at.
-        wrapper: Partial of a class of wrappers.
-
-    Returns:
-        Names of layers that cannot be wrapped.
+    Returns the names of layers that cannot be wrapped.
     """
     unwrapped = []
     for unit in units:
@@ -48,10 +43,8 @@ def keep_function(units):
 
     The gain of WN takes the lengths over, so that nothing changes. WS and CWN take the
     mean of each unit's weights out for good; their gain takes the lengths over, and
-    where there is none, a BatchNormalization that follows takes them.
-
-    Returns:
-        Names of layers whose function changed.
+    where there is none, a BatchNormalization that follows takes them. Returns the names
+    of layers whose function changed.
     """
     changed = []
     for unit in units:

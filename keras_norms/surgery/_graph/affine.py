@@ -139,17 +139,12 @@ def statistics_of(unit):
     return Statistics(mean, np.maximum(variance, 0), weight=weight)
 
 
-def deviation(variance, epsilon):
-    """What a norm divides by, of which this is the variance."""
-    return np.sqrt(variance + epsilon)
-
-
 def unknown(channels):
     return Statistics(np.zeros(channels), np.ones(channels), weight=0.0)
 
 
 def weights_for(unit, affine, statistics):
-    """Weights with which a norm is `affine` at inference.
+    """Weights by name with which a norm is `affine` at inference, and whether it is.
 
     The moving statistics are `statistics`, so that a training batch of the same
     distribution sees the same map.
@@ -157,14 +152,6 @@ def weights_for(unit, affine, statistics):
     CBN with `decouple=True` is a * (x - c), c = -b / a, and keeps mu and the mean
     square of x' = x - mu + beta. Hence beta = mu - c, sq = variance + beta^2, and
     gamma = a * rho * sqrt(sq + epsilon). The identity is beta = mu.
-
-    Args:
-        unit: A norm, of one of `NORM_CLASSES`.
-        affine: The wanted map.
-        statistics: `Statistics` of the input.
-
-    Returns:
-        A dictionary of weights by name, and whether the map is met.
     """
     (a, b), cls, config = affine, unit.cls, unit.config
     mean, variance = statistics.mean, statistics.variance
@@ -191,18 +178,19 @@ def weights_for(unit, affine, statistics):
         gamma = a * np.sqrt(variance + epsilon)
         arrays["moving_variance"] = variance
     arrays["gamma"], arrays["beta"] = gamma, beta
-    met = can_be(unit, affine)
-    met = met and (config["scale"] or np.allclose(gamma, 1, rtol=1e-6))
-    met = met and (config["center"] or np.allclose(beta, 0, atol=1e-7))
+    met = (
+        can_be(unit, affine)
+        and (config["scale"] or np.allclose(gamma, 1, rtol=1e-6))
+        and (config["center"] or np.allclose(beta, 0, atol=1e-7))
+    )
     return arrays, bool(met)
 
 
 def can_be(unit, affine):
     """Whether a norm can be this map at all, gamma and beta given."""
-    if unit.cls is CBN and unit.config["decouple"]:
-        # Its shift is scaled too: a channel of scale 0 is 0.
-        return not np.any((affine.a == 0) & (affine.b != 0))
-    return True
+    # Where CBN scales its shift too, a channel of scale 0 is 0.
+    decouples = unit.cls is CBN and unit.config["decouple"]
+    return not (decouples and np.any((affine.a == 0) & (affine.b != 0)))
 
 
 def norm_is_guessed(cls, config):

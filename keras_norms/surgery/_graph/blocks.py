@@ -20,8 +20,7 @@ from keras_norms._checks import arguments
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery._graph import linear
 from keras_norms.surgery._graph.affine import NORM_CLASSES
-from keras_norms.surgery._graph.calls import functional_of, is_graph
-from keras_norms.surgery._graph.graph import Graph
+from keras_norms.surgery._graph.graph import Graph, functional_of, is_graph
 from keras_norms.surgery._graph.trace import Tracer
 
 NORMALIZING = (*NORM_CLASSES, *linear.WRAPPERS, FusedCBN)
@@ -38,19 +37,8 @@ _BASES = (
 def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=None):
     """The graph of a model, with the calls inside of its blocks.
 
-    Args:
-        model: A Functional or Sequential model, or a subclassed one that is built.
-        caller: Name of the function that warns.
-        inline: Boolean, whether blocks are entered.
-        holding: Classes. That a block stays is worth a warning if it has one of these.
-        skip: Names or a predicate of layers that are not entered.
-
-    Returns:
-        A `Graph`.
-
-    Raises:
-        ValueError: If the model is none of these, or is subclassed and cannot be
-            traced.
+    In the name of `caller` it warns of blocks that stay and have a layer of the classes
+    `holding`. Those that `skip` names, or is true of, are not entered.
     """
     arguments.boolean("inline", inline)
     if not inline or not isinstance(model, keras.Model):
@@ -107,6 +95,13 @@ def is_block(layer):
         isinstance(x, NORMALIZING + linear.PLAIN)
         for x in _keras.layers_of(layer, include_self=False)
     )
+
+
+def warn_of_layers(caller, parts):
+    """Warn of layers, in the name of what the user called: what of them, and which."""
+    said = [f"{text}: {names}" for text, names in parts.items() if names]
+    if said:
+        warnings.warn(f"{caller}: {'; '.join(said)}.", stacklevel=3)
 
 
 def _is_skipped(skip, layer):

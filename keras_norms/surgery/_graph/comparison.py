@@ -12,15 +12,10 @@ from keras_norms.surgery._graph.units import to_float64
 
 
 def difference(one, other, ours, others, real_tensor):
-    """Say why calls of a block at inference and in training are not one.
+    """Say why calls of a block at inference and in training are not one, or `None`.
 
-    Args:
-        one, other: `Call` of the block at inference, and in training.
-        ours, others: The calls that these make.
-        real_tensor: Function from a tensor to what it stands for.
-
-    Returns:
-        Text, or `None` where they are one.
+    `ours` and `others` are the calls that they make; `real_tensor` gives what a tensor
+    stands for.
     """
     if _form(one, ours, real_tensor) != _form(other, others, real_tensor):
         return "it makes other calls in training than at inference"

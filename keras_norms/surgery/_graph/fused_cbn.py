@@ -28,9 +28,6 @@ def fuse_cbn(model):
 
     A CBN stays where something else reads it than layers that `FusedCBN` takes, or
     where it or one of these is shared.
-
-    Returns:
-        A new model.
     """
     graph = Graph(model)
     for one in graph.walk():
@@ -75,15 +72,16 @@ def _fuse(node):
 def split_fused_cbn(graph, skipped=()):
     """Put a CBN and its linear layers in the place of every FusedCBN of a graph.
 
-    Args:
-        graph: A `Graph`.
-        skipped: The ids of units that stay.
+    But of the units whose ids are in `skipped`.
     """
     for one in graph.walk():
         for node in list(one.nodes):
-            if id(node.unit) in skipped:
-                continue
-            if node.unit.cls is FusedCBN and len(node.unit.nodes) == 1:
+            unit = node.unit
+            if (
+                unit.cls is FusedCBN
+                and len(unit.nodes) == 1
+                and id(unit) not in skipped
+            ):
                 _split(node)
 
 

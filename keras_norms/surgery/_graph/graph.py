@@ -1,4 +1,4 @@
-"""A Functional or Sequential model as a graph that can be edited and built remake.
+"""A Functional or Sequential model as a graph that can be edited and built again.
 
 `Graph(model)` reads a model without touching it. A `Value` is a tensor, a `Node` is one
 call, a `Unit` is a layer with its configuration and weights. A unit has several nodes
@@ -6,27 +6,84 @@ where the layer is shared, and a graph of its own where it is a model. `Graph.bu
 makes new layers, calls them and gives them their weights.
 """
 
+from typing import Any, NamedTuple
+
 import keras
 from keras import tree
 
 from keras_norms import _keras
+from keras_norms._checks import arguments
 from keras_norms.surgery._graph import remake
-from keras_norms.surgery._graph.calls import (
-    calls_of,
-    is_graph,
-    without_automatic_masks,
-)
 from keras_norms.surgery._graph.units import Node, Unit, Value
+
+
+class Call(NamedTuple):
+    """One call of a layer or operation as Keras recorded it, on symbolic tensors."""
+
+    operation: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    outputs: Any  # a list of the tensors that it makes, or any structure of them
+
+
+def call_of(node):
+    """What a node of Keras records."""
+    given = node.arguments
+    return Call(node.operation, given.args, given.kwargs, node.outputs)
+
+
+def is_graph(layer):
+    """Whether `layer` is a model whose calls can be read."""
+    if isinstance(layer, keras.Sequential):
+        return _keras.functional_in(layer) is not None
+    functional = _keras.Functional
+    return isinstance(layer, functional) and type(layer).call is functional.call
+
+
+def calls_of(model):
+    """The inputs, the calls in an order in which they can be run, and the outputs."""
+    inputs, nodes, outputs = _keras.structure_of(functional_of(model))
+    return inputs, list(map(call_of, nodes)), outputs
+
+
+def functional_of(model):
+    """The Functional model in `model`, or an error that says why there is none."""
+    if is_graph(model):
+        is_sequential = isinstance(model, keras.Sequential)
+        return _keras.functional_in(model) if is_sequential else model
+    if isinstance(model, keras.Sequential):
+        raise ValueError(
+            "Argument `model` must be built: give it a `keras.Input`, or call it "
+            f"on data. Received: Sequential model '{model.name}' without an input "
+            "shape"
+        )
+    wanted = "Argument `model` must be a Functional or Sequential Keras model"
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"{wanted}. Received: model={arguments.shown(model)}")
+    raise ValueError(
+        f"{wanted}: the layers of a subclassed model cannot be seen from outside. "
+        f"Received: model '{model.name}' of class {type(model).__name__}"
+    )
+
+
+def _without_automatic_masks(call):
+    """The keyword arguments of a call, less masks that Keras fills in by itself."""
+    kwargs = dict(call.kwargs)
+    if "mask" in kwargs:
+        first = call.args[0] if call.args else None
+        masks = map(_keras.get_keras_mask, tree.flatten(first))
+        automatic = {id(None), *map(id, masks)}
+        if all(id(leaf) in automatic for leaf in tree.flatten(kwargs["mask"])):
+            del kwargs["mask"]
+    return {name: value for name, value in kwargs.items() if value is not None}
 
 
 class Graph:
     """The calls of a model in an order in which they can be run.
 
-    Args:
-        model: A built Functional or Sequential model. It is only read.
-        units: Units by the `id` of their layer, shared with nested graphs.
-        traced: Inputs, calls and outputs, as of `calls_of`, of those models that are
-            read otherwise, by the `id` of the model.
+    `units` has those of the layers, by `id`, shared with nested graphs. `traced` has
+    inputs, calls and outputs, as of `calls_of`, of models that are read otherwise, by
+    `id` too.
     """
 
     def __init__(self, model, units=None, traced=None):
@@ -48,7 +105,7 @@ class Graph:
         def value_of(leaf):
             return values[id(leaf)] if isinstance(leaf, keras.KerasTensor) else leaf
 
-        given = call.args, without_automatic_masks(call)
+        given = call.args, _without_automatic_masks(call)
         if any(
             isinstance(x, keras.KerasTensor) and id(x) not in values
             for x in tree.flatten(given)

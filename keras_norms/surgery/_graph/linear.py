@@ -94,76 +94,63 @@ def plain_dtype(unit):
 
 def absorb_input(unit, a, b):
     """Make `layer(x)` what `layer(a * x + b)` was. Needs b = 0 if it sees a border."""
-    bias = None
-    if unit.cls in SEPARABLE:
-        kernel = unit.weight("depthwise_kernel")
-        point = unit.weight("pointwise_kernel")
-        mapped = np.sum(kernel * b[:, None], axis=tuple(range(kernel.ndim - 2)))
-        point = point.reshape(point.shape[-2:])
-        bias = mapped.reshape(-1) @ point
-        unit.arrays["depthwise_kernel"] = kernel * a[:, None]
+    name = "depthwise_kernel" if unit.cls in SEPARABLE else "kernel"
+    kernel, axis = unit.weight(name), kernel_axes(unit)[0]
+    if unit.cls in CONV:
+        # With groups, each output channel reads a part of the input channels.
+        groups, (fan_in, filters) = unit.config["groups"], kernel.shape[-2:]
+        a, b = (
+            np.repeat(v.reshape(groups, fan_in).T, filters // groups, axis=1)
+            for v in (a, b)
+        )
     else:
-        kernel = unit.weight("kernel")
-        positions = tuple(range(kernel.ndim - 2))
-        if unit.cls in DEPTHWISE:
-            bias = np.sum(kernel * b[:, None], axis=positions).reshape(-1)
-            kernel = kernel * a[:, None]
-        elif unit.cls in TRANSPOSED:
-            bias = np.sum(kernel * b, axis=(*positions, -1))
-            kernel = kernel * a
-        elif unit.cls in EINSUM:
-            axis = _einsum_letters(unit)[1].index(_einsum_letters(unit)[0][-1])
-            shape = [-1 if i == axis else 1 for i in range(kernel.ndim)]
-            if _is_dense_like(unit):
-                bias = np.sum(kernel * b.reshape(shape), axis=axis)
-            kernel = kernel * a.reshape(shape)
-        else:
-            # With groups, each output channel reads a part of the input channels.
-            groups = unit.config.get("groups", 1)
-            fan_in, filters = kernel.shape[-2:]
-            a, b = (
-                np.repeat(v.reshape(groups, fan_in).T, filters // groups, axis=1)
-                for v in (a, b)
-            )
-            bias = np.sum(kernel * b, axis=(*positions, -2))
-            kernel = kernel * a
-        unit.arrays["kernel"] = kernel
-    if np.any(b):
-        _add_bias(unit, bias)
+        a, b = (_along(axis, v, kernel) for v in (a, b))
+    unit.arrays[name] = kernel * a
+    if not np.any(b):
+        return
+    positions = tuple(range(kernel.ndim - 2))
+    if unit.cls in DEPTHWISE + SEPARABLE:
+        bias = np.sum(kernel * b, axis=positions).reshape(-1)
+    else:
+        bias = np.sum(kernel * b, axis=(*positions, axis))
+    if unit.cls in SEPARABLE:
+        point = unit.weight("pointwise_kernel")
+        bias = bias @ point.reshape(point.shape[-2:])
+    _add_bias(unit, bias)
 
 
 def absorb_output(unit, a, b):
     """Make `layer(x)` what `a * layer(x) + b` was. Needs a linear activation."""
     name = "pointwise_kernel" if unit.cls in SEPARABLE else "kernel"
-    kernel = unit.weight(name)
+    kernel, bias = unit.weight(name), unit.weight("bias")
     if unit.cls in DEPTHWISE:
-        kernel = kernel * a.reshape(kernel.shape[-2:])
-    elif unit.cls in TRANSPOSED:
-        kernel = kernel * a[:, None]
-    elif unit.cls in EINSUM:
-        letters = _einsum_letters(unit)
-        axis = letters[1].index(letters[2][-1])
-        kernel = kernel * a.reshape(
-            [-1 if i == axis else 1 for i in range(kernel.ndim)]
-        )
+        unit.arrays[name] = kernel * a.reshape(kernel.shape[-2:])
     else:
-        kernel = kernel * a
-    unit.arrays[name] = kernel
-    bias = unit.weight("bias")
+        unit.arrays[name] = kernel * _along(kernel_axes(unit)[1], a, kernel)
     if bias is not None:
         unit.arrays["bias"] = bias * a
     if np.any(b):
         _add_bias(unit, b)
 
 
+def kernel_axes(unit):
+    """The axes of a kernel that count the channels of the input and of the output."""
+    if unit.cls in EINSUM:
+        read, kernel, made = _einsum_letters(unit)
+        return kernel.find(read[-1]), kernel.find(made[-1])
+    return (-1, -2) if unit.cls in TRANSPOSED else (-2, -1)
+
+
+def _along(axis, vector, kernel):
+    shape = [1] * kernel.ndim
+    shape[axis] = -1
+    return vector.reshape(shape)
+
+
 def can_absorb_input(unit, b):
     """Whether `absorb_input` is exact."""
-    if unit.cls in EINSUM:
-        read, kernel, _ = _einsum_letters(unit)
-        if read[-1] not in kernel or read[-1] == ".":
-            return False
-        if np.any(b) and not _einsum_bias_fits(unit):
-            return False
+    if unit.cls in EINSUM and not _einsum_takes(unit, _einsum_letters(unit)[0], b):
+        return False
     return not np.any(b) or not sees_border(unit)
 
 
@@ -171,34 +158,32 @@ def can_absorb_output(unit, b):
     """Whether `absorb_output` is exact."""
     if not has_linear_activation(unit):
         return False
-    if unit.cls in EINSUM:
-        read, kernel, made = _einsum_letters(unit)
-        if made[-1] not in kernel or made[-1] == ".":
-            return False
-        if np.any(b) and not _einsum_bias_fits(unit):
-            return False
-        bias = unit.config["bias_axes"]
-        return bias is None or made[-1] in bias
-    return True
+    if unit.cls not in EINSUM:
+        return True
+    bias, made = unit.config["bias_axes"], _einsum_letters(unit)[2]
+    return _einsum_takes(unit, made, b) and (bias is None or made[-1] in bias)
+
+
+def _einsum_takes(unit, letters, b):
+    """Whether the kernel has the last axis of a tensor, and `b` can be in the bias."""
+    has_axis = letters[-1] != "." and letters[-1] in _einsum_letters(unit)[1]
+    return has_axis and (not np.any(b) or _einsum_bias_fits(unit))
 
 
 def add_missing_bias(unit):
     """Give it a bias of zeros, where it has none."""
     if not is_foldable(unit):
         return
-    if unit.cls not in EINSUM:
-        if not unit.config["use_bias"]:
-            _add_bias(unit, np.zeros(_units(unit)))
-    elif unit.config["bias_axes"] is None and _einsum_bias_fits(unit):
+    if unit.cls in EINSUM:
         size = unit.nodes[0].output.shape[-1]
-        if _einsum_letters(unit)[2][-1] != "." and size is not None:
+        has_axis = _einsum_letters(unit)[2][-1] != "." and size is not None
+        if unit.config["bias_axes"] is None and has_axis:
             _add_bias(unit, np.zeros(size))
-
-
-def _units(unit):
-    if unit.cls in DEPTHWISE:
-        return int(np.prod(unit.weight("kernel").shape[-2:]))
-    return unit.config["units" if unit.cls in DENSE else "filters"]
+    elif not unit.config["use_bias"]:
+        size = unit.config.get("units", unit.config.get("filters"))
+        if unit.cls in DEPTHWISE:
+            size = np.prod(unit.weight("kernel").shape[-2:])
+        _add_bias(unit, np.zeros(size))
 
 
 def _add_bias(unit, bias):

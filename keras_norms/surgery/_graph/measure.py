@@ -65,77 +65,75 @@ def measure(
         if "data type" in str(e) or "generator" in str(e):
             raise wrong_data(data) from e
         raise
-    by_layer = [[] for _ in layers]
-    for index, output in zip(probe.recorder.order, tree.flatten(outputs)):
-        by_layer[index].append(np.asarray(output, "float64"))
-    return [
-        _combine(np.concatenate(calls))._replace(batches=len(calls[0]))
-        if calls
-        else None
-        for calls in by_layer
-    ]
+    return [_combine(calls) if calls else None for calls in outputs]
 
 
 def _is_few(x, steps, batch_size):
     """Whether inputs as `predict` takes them are known to be a few batches."""
-    first = (tree.flatten(x) or [()])[0]
     if steps is not None:
         return steps <= _FEW
+    first = (tree.flatten(x) or [()])[0]
     if not hasattr(first, "__len__"):
         return False
     is_array = hasattr(first, "shape")
     return len(first) <= _FEW * ((batch_size or 32) if is_array else 1)
 
 
-class _Recorder:
-    """Records the statistics of each call of some layers."""
+class _Probe(keras.Model):
+    """A model whose outputs are statistics of what layers of another read.
 
-    def __init__(self, layers, with_batch_statistics):
-        self.layers = layers
+    A list for each layer, with an array for each of its calls, a row for each batch. So
+    that `predict` brings what is needed: compilation, data of all kinds, devices, and a
+    progress bar.
+    """
+
+    def __init__(self, model, norms, with_batch_statistics):
+        super().__init__(name="probe")
+        self.model, self.norms = model, norms
         self.with_batch_statistics = with_batch_statistics
-        self.order = []
-        self.rows = []
+        # JAX would call it once to build it, and compile each operation by itself.
+        self.built = True
 
-    @contextlib.contextmanager
-    def recording(self):
-        self.order, self.rows = [], []
+    def call(self, inputs):
+        rows = [[] for _ in self.norms]
         with contextlib.ExitStack() as stack:
-            for index, layer in enumerate(self.layers):
-                # `FusedCBN` calls the second of these.
-                names = ["call", "scale_and_shift"][: 1 + isinstance(layer, CBN)]
-                own = {
-                    name: self._recorded(index, layer, getattr(layer, name))
-                    for name in names
-                }
-                if self.with_batch_statistics and isinstance(layer, NoisyBN):
-                    own["noise_at_inference"] = False
-                stack.enter_context(_keras.replaced(layer, **own))
-            yield self.rows
+            for layer, own in zip(self.norms, rows):
+                scope = _recording(layer, own, self.with_batch_statistics)
+                stack.enter_context(scope)
+            self.model(inputs, training=False)
+        return rows
 
-    def _recorded(self, index, layer, method):
-        def recorded(inputs, training=None, mask=None):
+
+def _recording(layer, rows, with_batch_statistics):
+    """A scope in which calls of a layer add the statistics of their input to `rows`."""
+
+    def recorded(method):
+        def call(inputs, training=None, mask=None):
             dtype = "float64" if layer.compute_dtype == "float64" else "float32"
             count, *batch = _statistics(layer, inputs, mask, dtype)
-            rows = [ops.broadcast_to(v, ops.shape(batch[0])) for v in (count, *batch)]
-            self.order.append(index)
-            self.rows.append(ops.stack(rows)[None])
-            if not self.with_batch_statistics:
+            row = [ops.broadcast_to(v, ops.shape(batch[0])) for v in (count, *batch)]
+            rows.append(ops.stack(row)[None])
+            if not with_batch_statistics:
                 return method(inputs, training=False)
             values = stored(layer, Statistics(*batch), ops.convert_to_tensor)
             state = [(v, values.get(v.name, v.value)) for v in layer.weights]
             with keras.StatelessScope(state):
                 return method(inputs, training=False)
 
-        return recorded
+        return call
+
+    # `FusedCBN` calls the second of these.
+    names = ["call", "scale_and_shift"][: 1 + isinstance(layer, CBN)]
+    own = {name: recorded(getattr(layer, name)) for name in names}
+    if with_batch_statistics and isinstance(layer, NoisyBN):
+        own["noise_at_inference"] = False
+    return _keras.replaced(layer, **own)
 
 
 def stored(layer, statistics, convert):
-    """The moving statistics that a layer has of these of its input, by name.
+    """The moving statistics that a norm has of the `Statistics` of its input, by name.
 
-    Args:
-        layer: A normalisation layer.
-        statistics: `Statistics` of its input.
-        convert: Function that makes an array of a variable, of the same kind.
+    `convert` makes an array of a variable, of the kind that the statistics are of.
     """
     mean, variance, norm = statistics[:3]
     values = {"moving_mean": mean}
@@ -150,40 +148,17 @@ def stored(layer, statistics, convert):
     return values
 
 
-class _Probe(keras.Model):
-    """A model whose outputs are statistics of another, a row for each batch.
-
-    So that `predict` brings what is needed: compilation, data of all kinds, devices,
-    and a progress bar.
-    """
-
-    def __init__(self, model, layers, with_batch_statistics):
-        super().__init__(name="probe")
-        self.model = model
-        self.recorder = _Recorder(layers, with_batch_statistics)
-        # JAX would call it once to build it, and compile each operation by itself.
-        self.built = True
-
-    def call(self, inputs):
-        with self.recorder.recording() as rows:
-            self.model(inputs, training=False)
-            return rows
-
-
 def _statistics(layer, inputs, mask, dtype):
     """Count, mean, variance and, for LpNorm, the norm of one batch."""
-    mask = arguments.broadcast_mask(mask, inputs, layer.axis)
-    batch = _moments(inputs, dtype, layer.axis, mask)
+    axis, mask = layer.axis, arguments.broadcast_mask(mask, inputs, layer.axis)
+    batch = _moments(inputs, dtype, axis, mask)
     norm = batch.variance
     if isinstance(layer, LpNorm):
-        norm = lp_norm.lp_statistics(
-            inputs,
-            dtype,
-            p=layer.p,
-            centered=layer.norm_of == "centered",
-            axis=layer.axis,
-            mask=mask,
-        ).norm
+        centered = layer.norm_of == "centered"
+        found = lp_norm.lp_statistics(
+            inputs, dtype, p=layer.p, centered=centered, axis=axis, mask=mask
+        )
+        norm = found.norm
     return batch.count, batch.mean, batch.variance, norm
 
 
@@ -201,11 +176,12 @@ def _moments(x, dtype, axis, mask):
     return Moments(count, mean, variance)
 
 
-def _combine(batches):
-    """`Statistics` of all batches, from an array (batches, 4, channels)."""
+def _combine(calls):
+    """`Statistics` of all batches, from arrays (batches, 4, channels), one a call."""
+    batches = np.concatenate(calls).astype("float64")
     count, mean, variance, norm = np.moveaxis(batches, 1, 0)
     # A batch without any element, all of it masked, says nothing.
     share = count / np.maximum(np.sum(count, 0), 1)
     total = np.sum(share * mean, 0)
     spread = np.sum(share * (variance + np.square(mean - total)), 0)
-    return Statistics(total, spread, np.sum(share * norm, 0))
+    return Statistics(total, spread, np.sum(share * norm, 0), batches=len(calls[0]))

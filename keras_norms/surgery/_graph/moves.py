@@ -38,20 +38,17 @@ _COMMUTING = (
 )
 
 
-def take_out(unit, maps):
-    """Take all calls of a map unit out of their graphs, and out of the maps."""
+def take_out(unit):
+    """Take all calls of a unit out of their graphs."""
     for node in list(unit.nodes):
         node.graph.remove(node)
-    del maps[unit]
 
 
 def fold_backward(unit, maps, accept=None):
     """Move a map into the layers before it, if it fits. Returns whether it did.
 
-    Args:
-        unit: A map unit.
-        maps: Dictionary from map units to their `Affine`, from which it goes then.
-        accept: Predicate on target units; by default all that can take a map.
+    It then goes from `maps`, a dictionary from map units to their `Affine`. `accept` is
+    a predicate of the units that take it; by default all that can.
     """
     plan = _Plan()
     for node in unit.nodes:
@@ -67,24 +64,20 @@ def fold_backward(unit, maps, accept=None):
             maps[target] = affine.after(maps[target])
         else:
             linear.absorb_output(target, *affine)
-    take_out(unit, maps)
+    take_out(unit)
+    del maps[unit]
     return True
 
 
 def fold_forward(unit, maps, accept=None):
-    """Move a map into the layers after it, if it fits. Returns whether it did.
-
-    Args:
-        unit: A map unit.
-        maps: Dictionary from map units to their `Affine`, from which it goes then.
-        accept: Predicate on target units; by default all that can take a map.
-    """
+    """Move a map into the layers after it, as `fold_backward` does before it."""
     plan = _plan_forward([unit], maps, maps, accept)
     if plan is None:
         return False
     _apply_forward(plan, maps)
     for source in plan.sources:
-        take_out(source, maps)
+        take_out(source)
+        del maps[source]
     return True
 
 
@@ -93,10 +86,7 @@ def fold_scale_forward(unit, maps):
 
     That is what a zero-padded convolution allows: its border is 0 after the map, so
     that a shift must be made before the padding. In a channel of scale 0 the map
-    remains.
-
-    Returns:
-        The units that remain, with what they remain as, or `None`.
+    remains. Returns the units that remain, with what they remain as, or `None`.
     """
     scales = {
         other: Affine(np.where(a == 0, 1.0, a), np.zeros_like(a))
@@ -105,24 +95,18 @@ def fold_scale_forward(unit, maps):
     plan = _plan_forward([unit], maps, scales, None)
     if plan is None:
         return None
-    # Their maps follow from the scales that the layers after them take.
-    rests = {}
-    for source in plan.sources:
-        a, b = maps[source]
-        dead = a == 0
-        rests[source] = Affine(
-            np.where(dead, 0.0, 1.0), np.where(dead, b, b / np.where(dead, 1.0, a))
-        )
     _apply_forward(plan, maps)
-    return rests
+    return {
+        source: Affine(*(v / scales[source].a for v in maps[source]))
+        for source in plan.sources
+    }
 
 
 class _Plan:
     """Targets by unit: the map each takes, and the calls it was reached by."""
 
-    def __init__(self):
-        self.maps = {}
-        self.sources = []
+    def __init__(self, sources=()):
+        self.maps, self.sources = {}, sources
 
     def add(self, node, affine):
         known, calls = self.maps.setdefault(node.unit, (affine, []))
@@ -139,10 +123,8 @@ class _Plan:
 
 def _plan_forward(sources, maps, values, accept):
     """A plan that moves the `values` of sources forward, with all sources it needs."""
-    sources = list(sources)
-    for _ in range(len(maps) + 1):
-        plan = _Plan()
-        plan.sources = sources
+    while True:
+        plan = _Plan(sources)
         for source in sources:
             for node in source.nodes:
                 axis = affine_lib.axis_of(source, node.input.rank)
@@ -154,18 +136,15 @@ def _plan_forward(sources, maps, values, accept):
         if plan.covers_all_calls():
             return plan
         # A layer that is shared: what feeds its other calls must move too.
-        more = []
-        for target, (_, calls) in plan.maps.items():
-            for node in target.nodes:
-                if node in calls:
-                    continue
-                feeder = _feeding_map(node.input, maps)
-                if feeder is None or feeder in sources:
-                    return None
-                if feeder not in more:
-                    more.append(feeder)
-        sources += more
-    return None
+        feeders = [
+            _feeding_map(node.input, maps)
+            for target, (_, calls) in plan.maps.items()
+            for node in target.nodes
+            if node not in calls
+        ]
+        if any(feeder is None or feeder in sources for feeder in feeders):
+            return None
+        sources = [*sources, *dict.fromkeys(feeders)]
 
 
 def _apply_forward(plan, maps):
@@ -202,9 +181,9 @@ def _trace_forward(value, affine, axis, maps, plan, accept):
             fits = fits and linear.can_absorb_input(unit, affine.b)
         else:
             moved = _through(node, affine, axis, forward=True)
-            if moved is None:
-                return False
-            if not _trace_forward(node.output, *moved, maps, plan, accept):
+            if moved is None or not _trace_forward(
+                node.output, *moved, maps, plan, accept
+            ):
                 return False
             continue
         accepted = accept is None or accept(unit)
@@ -225,12 +204,10 @@ def _trace_backward(value, affine, axis, maps, plan):
         sizes = [x.shape[axis] for x in node.inputs]
         if None in sizes:
             return False
-        cuts = np.cumsum(sizes)[:-1]
+        parts = [np.split(v, np.cumsum(sizes)[:-1]) for v in affine]
         return all(
             _trace_backward(x, Affine(a, b), axis, maps, plan)
-            for x, a, b in zip(
-                node.inputs, np.split(affine.a, cuts), np.split(affine.b, cuts)
-            )
+            for x, a, b in zip(node.inputs, *parts)
         )
     if node.input is None or node.output is not value:
         return False
@@ -247,11 +224,7 @@ def _trace_backward(value, affine, axis, maps, plan):
 
 
 def _through(node, affine, axis, forward):
-    """The map and its axis on the other side of a layer that commutes with it.
-
-    Returns:
-        `(Affine, axis)`, or `None` where the layer does not commute with the map.
-    """
+    """The map and its axis on the other side of a layer, if that commutes with it."""
     cls = node.unit.cls
     if cls not in _COMMUTING or node.options:
         return None

@@ -71,12 +71,7 @@ def config_of(thing):
 
 
 def from_config(cls, config, source=None):
-    """`cls.from_config(config)`, where the layers in it may be of any class.
-
-    Args:
-        cls, config: Class and configuration, that of `config_of`.
-        source: The layer that it is the configuration of, if any.
-    """
+    """`cls.from_config` of what `config_of` gives of `source`, with its classes."""
     inside = [] if source is None else [type(part) for part in _parts(source)]
     own = {each.__name__: each for each in inside if not _is_of(each, "keras")}
     own[_Kept.__name__] = _Kept
@@ -101,11 +96,7 @@ def _untaken(cls, config):
 
 
 def warn_of_what_is_left_out(old, new):
-    """Warn where a layer made again is another one, for its configuration is not whole.
-
-    Args:
-        old, new: The layer and the one that was made of its configuration, both built.
-    """
+    """Warn where a layer made again is another, for its configuration is not whole."""
     if _is_of(type(old), "keras", "keras_norms"):
         return
     of_all_layers = vars(keras.layers.Layer())

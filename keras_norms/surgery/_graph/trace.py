@@ -10,8 +10,8 @@ from keras import tree
 from keras.utils import is_keras_tensor
 
 from keras_norms import _keras
-from keras_norms.surgery._graph.calls import Call, call_of, calls_of, is_graph
 from keras_norms.surgery._graph.comparison import difference, first_line
+from keras_norms.surgery._graph.graph import Call, call_of, calls_of, is_graph
 
 
 class _Scope(keras.StatelessScope):
@@ -33,11 +33,9 @@ class _CannotTrace(Exception):
 
 
 class Tracer:
-    """Traces blocks.
+    """Traces blocks: `traced` is what `Graph` takes.
 
-    Attributes:
-        traced: What `Graph` takes.
-        left: The blocks that cannot be traced and why, by their `id`. More are added.
+    `left` has the blocks that cannot be traced and why, by `id`. More are added.
     """
 
     def __init__(self, blocks, left):

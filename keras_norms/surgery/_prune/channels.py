@@ -16,12 +16,8 @@ from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
 
 _MERGES = (
-    layers.Add,
-    layers.Subtract,
-    layers.Multiply,
-    layers.Average,
-    layers.Maximum,
-    layers.Minimum,
+    *(layers.Add, layers.Subtract, layers.Multiply, layers.Average),
+    *(layers.Maximum, layers.Minimum),
 )
 _MERGE_OPERATIONS = {
     *("Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Maximum", "Minimum"),
@@ -235,14 +231,14 @@ class Channels:
             is_one_number = np.ndim(layer.scale) == np.ndim(layer.offset) == 0
             return labels if is_one_number else None
         is_channel_axis = axis == linear.channel_axis(unit, rank)
+        if cls in _IN_PLACE + _GLOBAL + linear.DEPTHWISE and not is_channel_axis:
+            return None
         if cls in _IN_PLACE:
-            return labels if is_channel_axis else None
+            return labels
         if cls in _GLOBAL:
-            if not is_channel_axis:
-                return None
             return Labels(axis if layer.keepdims else 1, labels.ids)
         if cls in linear.DEPTHWISE and linear.is_foldable(unit):
-            if not is_channel_axis or layer.activation not in _ACTIVATIONS:
+            if layer.activation not in _ACTIVATIONS:
                 return None
             ids = np.repeat(labels.ids, layer.depth_multiplier)
             return self._passed(unit, labels, Labels(axis, ids))

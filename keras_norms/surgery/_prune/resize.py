@@ -26,7 +26,7 @@ def absorb_constants(unit, constants):
 def input_squares(unit):
     """How much of each input's mean square a kernel passes on, a vector."""
     if unit.cls not in linear.SEPARABLE:
-        kernel = np.moveaxis(unit.weight("kernel"), _input_axis(unit), 0)
+        kernel = np.moveaxis(unit.weight("kernel"), linear.kernel_axes(unit)[0], 0)
         return np.sum(np.square(kernel), axis=tuple(range(1, kernel.ndim)))
     depth = np.square(unit.weight("depthwise_kernel"))
     depth = np.sum(depth, axis=tuple(range(depth.ndim - 2)))
@@ -36,10 +36,11 @@ def input_squares(unit):
 
 def add_inputs(unit, targets, sources, scales):
     """Let input channels `targets` do what `scales` times them did as `sources`."""
-    kernel = np.moveaxis(unit.weight("kernel"), _input_axis(unit), 0).copy()
+    axis = linear.kernel_axes(unit)[0]
+    kernel = np.moveaxis(unit.weight("kernel"), axis, 0).copy()
     scales = scales.reshape((-1,) + (1,) * (kernel.ndim - 1))
     np.add.at(kernel, targets, scales * kernel[sources])
-    unit.arrays["kernel"] = np.moveaxis(kernel, 0, _input_axis(unit))
+    unit.arrays["kernel"] = np.moveaxis(kernel, 0, axis)
 
 
 def drop_inputs(unit, stays):
@@ -49,27 +50,20 @@ def drop_inputs(unit, stays):
         stays = np.repeat(stays, unit.config["depth_multiplier"])
         _select(unit, "pointwise_kernel", stays, -2)
     else:
-        _select(unit, "kernel", stays, _input_axis(unit))
+        _select(unit, "kernel", stays, linear.kernel_axes(unit)[0])
 
 
 def drop_outputs(unit, stays):
     """Drop the output channels of a layer with a kernel where `stays` is false."""
     name = "pointwise_kernel" if unit.cls in linear.SEPARABLE else "kernel"
-    _select(unit, name, stays, -2 if unit.cls in linear.TRANSPOSED else -1)
+    _select(unit, name, stays, linear.kernel_axes(unit)[1])
     _select(unit, "bias", stays, 0)
     size = "units" if unit.cls in linear.DENSE else "filters"
     unit.configure(**{size: int(np.sum(stays))})
 
 
 def drop_channels(unit, axis, stays, made_axis, made_stays):
-    """Drop channels of a layer that keeps them apart.
-
-    Args:
-        unit: A norm, a depthwise convolution, a diagonal EinsumDense, a PReLU, or a
-            layer that knows its shape.
-        axis, stays: The axis of the channels in the input, and which of them stay.
-        made_axis, made_stays: The same of the output.
-    """
+    """Drop channels of a layer that keeps them apart: in its input, in its output."""
     cls, config = unit.cls, unit.config
     size = int(np.sum(made_stays))
     if cls in linear.DEPTHWISE:
@@ -97,10 +91,6 @@ def drop_channels(unit, axis, stays, made_axis, made_stays):
 
 def _with(shape, axis, size):
     return (*shape[:axis], size, *shape[axis + 1 :])
-
-
-def _input_axis(unit):
-    return -1 if unit.cls in linear.TRANSPOSED else -2
 
 
 def _select(unit, name, stays, axis):

@@ -13,15 +13,9 @@ _TARGETS = 8
 class Selection:
     """Which channels go, and what stands for each of them.
 
-    Args:
-        sites: List of `Site`, finished.
-        makers: List of vectors of the roots of what each layer makes.
-        is_fixed: Whether a root has to stay, a function of an array.
-        gamma, similarity, ratio, round_to: See `prune`.
-
-    Attributes:
-        removed: Dictionary from the root of a channel that goes to that of the channel
-            that stands for it, or `None` for a constant.
+    Of finished `sites`, and of vectors of the roots of what each layer makes. `removed`
+    has the root of each channel that goes, and that of the channel that stands for it,
+    or `None` for a constant.
     """
 
     def __init__(self, sites, makers, is_fixed, gamma, similarity, ratio, round_to):
@@ -45,23 +39,22 @@ class Selection:
 
     def _weigh(self, site):
         """What a mean square of 1 in each channel is to what the layer makes."""
-        squares = resize.input_squares(site.unit) if self._by_share else None
-        made = 0.0
-        for group in site.groups:
-            weights = np.ones(len(group.roots))
-            if squares is not None:
-                weights = np.sum(squares[group.features], axis=1)
-                made += np.sum(weights * group.variances)
-            self._weights[id(group)] = weights
-        for group in site.groups if made > 0 else ():
-            self._weights[id(group)] = self._weights[id(group)] / made
+        if not self._by_share:
+            self._weights |= {id(g): np.ones(len(g.roots)) for g in site.groups}
+            return
+        squares = resize.input_squares(site.unit)
+        weights = [np.sum(squares[group.features], axis=1) for group in site.groups]
+        made = sum(
+            np.sum(w * group.variances) for w, group in zip(weights, site.groups)
+        )
+        for group, weight in zip(site.groups, weights):
+            self._weights[id(group)] = weight / made if made > 0 else weight
 
     def _candidates(self, roots, is_fixed, gamma, similarity):
         """What can stand for each of some channels that the same layers read.
 
-        Returns:
-            Array of columns: error, variance, minus the number of the channel, the root
-            of what goes, and that of what stands for it (-1: a constant).
+        Columns of error, variance, minus the number of the channel, the root of what
+        goes, and that of what stands for it (-1: a constant).
         """
         places = [self._where[root] for root in roots]
         n = len(roots)
@@ -122,13 +115,7 @@ def _cheapest(costs, allowed):
 
 
 class _Choice:
-    """Takes the cheapest candidates first.
-
-    Args:
-        candidates: Array of columns, see `Selection`.
-        makers: See `Selection`.
-        round_to: See `prune`.
-    """
+    """Takes the cheapest of `Selection._candidates` first."""
 
     def __init__(self, candidates, makers, round_to):
         order = np.lexsort(candidates[2::-1])

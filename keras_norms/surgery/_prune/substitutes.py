@@ -31,10 +31,9 @@ class Substitute(NamedTuple):
 class Group:
     """Channels that a layer reads, each at the same number of features.
 
-    Args:
-        roots: Vector (n,), the numbers of the channels.
-        features: Array (n, p), where in the input each of them is.
-        can_merge: Whether kernel rows of one channel can take those of another.
+    `roots` is a vector (n,), the numbers of the channels, `features` an array (n, p),
+    where in the input each of them is. `can_merge` says whether kernel rows of one
+    channel can take those of another.
     """
 
     def __init__(self, roots, features, can_merge):
@@ -116,13 +115,7 @@ class Group:
 
 
 class Site:
-    """The input of one layer with a kernel, over all calls of it.
-
-    Args:
-        unit: The layer.
-        labels: `Labels` of its input.
-        roots: What stands for each of its channels.
-    """
+    """The input of one layer with a kernel in all calls, with its labels and roots."""
 
     def __init__(self, unit, labels, roots):
         self.unit, self.axis = unit, labels.axis
@@ -131,10 +124,10 @@ class Site:
         by_root = {}
         for feature, root in enumerate(roots):
             by_root.setdefault(int(root), []).append(feature)
-        for p in sorted({len(features) for features in by_root.values()}):
-            chosen = [root for root, features in by_root.items() if len(features) == p]
-            features = np.array([by_root[root] for root in chosen])
-            self.groups.append(Group(np.array(chosen), features, can_merge))
+        for p in sorted(set(map(len, by_root.values()))):
+            chosen = {root: each for root, each in by_root.items() if len(each) == p}
+            features = np.array(list(chosen.values()))
+            self.groups.append(Group(np.array(list(chosen)), features, can_merge))
 
     def record(self, x):
         """Add the input of one call, a NumPy array."""

@@ -1,13 +1,16 @@
-"""Norms of Keras in the place of others, and none in the place of any."""
+"""Norms in the place of others, under their name, and none in the place of any."""
 
 import math
 
 import keras
+import numpy as np
 
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
 from keras_norms.surgery._graph.affine import Affine
+from keras_norms.surgery._graph.remake import config_of
 
 # Of each sample alone.
 _OF_SAMPLES = (
@@ -16,42 +19,72 @@ _OF_SAMPLES = (
     keras.layers.RMSNormalization,
 )
 KERAS_NORMS = (keras.layers.BatchNormalization, *_OF_SAMPLES)
-_SHARED = (
-    *("center", "scale", "beta_initializer", "gamma_initializer"),
-    *("beta_regularizer", "gamma_regularizer", "beta_constraint", "gamma_constraint"),
+# What norms have in common.
+_SETTINGS = tuple(
+    f"{weight}_{kind}"
+    for kind in ("initializer", "regularizer", "constraint")
+    for weight in ("beta", "gamma")
 )
 # Wu and He, Group Normalization, ECCV 2018, have 32 groups, and 16 channels in some.
 _MOST_GROUPS, _LEAST_CHANNELS = 32, 4
 
 
+def replace_norms(units, template, preserve):
+    """Turn every BatchNormalization into another layer of the same name.
+
+    Returns the maps of the new units and the statistics of their inputs, by unit, and
+    the names of layers that may change the function.
+    """
+    new, changed = {}, []
+    for unit in filter(affine_lib.is_batch_norm, units):
+        if template.function is not None:
+            layer = template.function(unit.layer)
+            if layer is None or layer is unit.layer:
+                continue
+            if not isinstance(layer, keras.layers.Layer):
+                raise ValueError(
+                    "Argument `norm` must return a Keras layer or None. "
+                    f"Received: {layer!r} for layer '{unit.name}'"
+                )
+            cls, config = type(layer), {**config_of(layer), "name": unit.name}
+        else:
+            cls, own = template.cls, {}
+            if cls in affine_lib.NORM_CLASSES:
+                names = () if template.is_given else ("momentum", "center", *_SETTINGS)
+                if cls is NoisyBN and not template.is_given:
+                    # The scale of LpNorm makes up for its norm.
+                    names += "epsilon", "scale"
+                own = {name: unit.config[name] for name in ("axis", *names)}
+            config = template.config(unit.name, unit.config["dtype"], **own)
+        if cls in affine_lib.NORM_CLASSES:
+            new[unit] = affine_lib.affine_of(unit), affine_lib.statistics_of(unit)
+        else:
+            changed += [unit.name] if preserve else []
+        unit.become(cls, config, {})
+    return new, changed
+
+
 def place_keras_norms(units, template, preserve):
     """Turn norms into those of Keras that a template asks for.
 
-    Returns:
-        Dictionary from new norms that can have the maps of the old ones to these and to
-        the statistics of their inputs; names of layers that change the function; of
-        layers that stay; and BatchNormalization units of which no statistics are known.
+    Returns the maps of the old norms and the statistics of their inputs, by the new
+    norm that can have them; names of layers that change the function; of layers that
+    stay; and BatchNormalization units of which no statistics are known.
     """
     new, changed, kept, unknown = {}, [], [], []
-    for unit in units:
+    to_samples = template.cls in _OF_SAMPLES
+    for unit in filter(_is_norm, units):
         of_samples = unit.cls in _OF_SAMPLES
-        of_batches = affine_lib.is_norm(unit) or affine_lib.is_batch_norm(unit)
-        if template.cls in _OF_SAMPLES:
-            is_source = of_batches
-        else:
-            is_batch_norm = affine_lib.is_batch_norm(unit)
-            is_source = of_samples or of_batches
-            is_source = is_source and not (is_batch_norm and template.is_name)
-        if not is_source:
+        is_same = affine_lib.is_batch_norm(unit) and template.is_name
+        if (to_samples and of_samples) or (not to_samples and is_same):
             continue
-        axis, settings = _axis_of(unit), {}
-        if template.cls in _OF_SAMPLES:
-            settings = _settings_for(unit, template, axis)
+        axis = _axis_of(unit)
+        settings = _settings_for(unit, template, axis) if to_samples else {}
         if axis is None or settings is None or not affine_lib.is_called_plainly(unit):
             kept.append(unit.name)
             continue
         affine, statistics = _map_of(unit)
-        if template.cls in _OF_SAMPLES or of_samples:
+        if to_samples or of_samples:
             changed += [unit.name] if preserve else []
         arrays = _carried(unit, affine, statistics, template.cls) if preserve else {}
         own = {} if template.is_given else _own_settings(unit, template.cls)
@@ -62,7 +95,7 @@ def place_keras_norms(units, template, preserve):
         unit.become(template.cls, config, arrays)
         if of_samples:
             unknown.append(unit)
-        elif template.cls not in _OF_SAMPLES:
+        elif not to_samples:
             new[unit] = affine, statistics
     return new, changed, kept, unknown
 
@@ -71,29 +104,28 @@ def remove_norms(units, preserve):
     """Take all norms out, those of samples too.
 
     With `preserve=True` each leaves its scale and shift, in the layers next to it or as
-    a layer of its own.
-
-    Returns:
-        Names of layers that change the function, and of layers that stay.
+    a layer of its own. Returns names of layers that change the function, and of layers
+    that stay.
     """
     maps, changed, kept = {}, [], []
-    for unit in units:
-        of_samples = unit.cls in _OF_SAMPLES
-        is_known = affine_lib.is_norm(unit) or affine_lib.is_batch_norm(unit)
-        if not (of_samples or is_known):
-            continue
-        if _axis_of(unit) is None or not affine_lib.is_called_plainly(unit):
+    for unit in filter(_is_norm, units):
+        axis = _axis_of(unit)
+        if axis is None or not affine_lib.is_called_plainly(unit):
             kept.append(unit.name)
             continue
         maps[unit], _ = _map_of(unit)
-        if of_samples:
+        if unit.cls in _OF_SAMPLES:
             changed += [unit.name] if preserve else []
-            _become_batch_norm(unit, maps[unit])
+            # As the map of channels that it is after normalising.
+            config = {"name": unit.name, "dtype": unit.config["dtype"], "axis": axis}
+            config["trainable"] = True
+            unit.become(keras.layers.BatchNormalization, config, {})
     for unit in list(maps):
         if not preserve:
             if unit.cls is not CBN:
                 give_bias_before(unit)
-            moves.take_out(unit, maps)
+            moves.take_out(unit)
+            del maps[unit]
             continue
         for move in (moves.fold_backward, moves.fold_forward):
             if unit in maps:
@@ -111,11 +143,9 @@ def give_bias_before(unit):
             linear.add_missing_bias(before.unit)
 
 
-def _become_batch_norm(unit, affine):
-    """A norm of samples as the map of channels that it is after normalising."""
-    axis, name, dtype = _axis_of(unit), unit.name, unit.config["dtype"]
-    config = {"name": name, "dtype": dtype, "axis": axis, "trainable": True}
-    unit.become(keras.layers.BatchNormalization, config, {})
+def _is_norm(unit):
+    is_known = affine_lib.is_norm(unit) or affine_lib.is_batch_norm(unit)
+    return is_known or unit.cls in _OF_SAMPLES
 
 
 def _axis_of(unit):
@@ -147,8 +177,7 @@ def _carried(unit, affine, statistics, cls):
     """Gamma and beta: the deviation and the mean of what the old norm makes."""
     gamma, beta = affine
     if unit.cls not in _OF_SAMPLES:
-        epsilon = unit.config["epsilon"]
-        gamma = affine.a * affine_lib.deviation(statistics.variance, epsilon)
+        gamma = affine.a * np.sqrt(statistics.variance + unit.config["epsilon"])
         beta = affine.b + affine.a * statistics.mean
     if cls is keras.layers.RMSNormalization:
         return {"scale": gamma}
@@ -158,8 +187,9 @@ def _carried(unit, affine, statistics, cls):
 def _own_settings(unit, cls):
     """What a new norm has of the one whose place it takes."""
     names = ("epsilon",)
-    if cls is not keras.layers.RMSNormalization:
-        names += _SHARED if unit.cls is not CBN else ()
+    if cls is not keras.layers.RMSNormalization and unit.cls is not CBN:
+        names += "center", "scale", *_SETTINGS
+        names += ("momentum",) if cls is keras.layers.BatchNormalization else ()
     return {name: unit.config[name] for name in names if name in unit.config}
 
 
@@ -170,15 +200,14 @@ def _settings_for(unit, template, axis):
     """
     if axis is None:
         return None
-    channels, settings = _channels_of(unit), {}
-    size = channels
+    size, settings = _channels_of(unit), {}
     if template.cls is keras.layers.GroupNormalization:
         groups = template.keywords.get("groups", 0)
         if not groups:
-            fits = range(1, min(_MOST_GROUPS, channels // _LEAST_CHANNELS) + 1)
-            groups = max([1, *(g for g in fits if channels % g == 0)])
+            fits = range(1, min(_MOST_GROUPS, size // _LEAST_CHANNELS) + 1)
+            groups = max([1, *(g for g in fits if size % g == 0)])
             settings = {"groups": groups}
-        size = 1 if groups == -1 else channels // groups
+        size = 1 if groups == -1 else size // groups
     for node in unit.nodes:
         positions = list(node.input.shape[1:])
         del positions[axis % node.input.rank - 1]
