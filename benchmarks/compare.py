@@ -1,9 +1,13 @@
 """Candidates that take turns, the ratios of their times, and reports."""
 
 import functools
+import json
 import math
+import os
 import statistics
 import time
+
+import keras
 
 from benchmarks import machine, tables
 from recipes.engine import files
@@ -72,3 +76,34 @@ def write_report(path, benchmark, rows, **settings):
 def described(benchmark, rows, **settings):
     """A report: rows with settings, versions and machine."""
     return {"benchmark": benchmark, **settings, **machine.describe(), "rows": rows}
+
+
+def rows_of(steps, settings, output):
+    """Take steps that take long, and write the results of each to a file as they come.
+
+    Args:
+        steps: Iterable of dicts that name a step, each with a function that returns
+            its results, a dict.
+        settings: Dict, what all steps have in common.
+        output: Path of a JSON file, or `None`. Steps that it has of the same settings
+            are not taken again.
+
+    Returns:
+        List of dicts.
+    """
+    rows = []
+    if output and os.path.exists(output):
+        with open(output) as file:
+            report = json.load(file)
+        if all(report.get(key) == value for key, value in settings.items()):
+            rows = report["rows"]
+    for row, results in steps:
+        if any(row.items() <= other.items() for other in rows):
+            continue
+        keras.utils.clear_session()
+        row |= results()
+        rows.append(row)
+        print(row, flush=True)
+        if output:
+            write_report(output, rows=rows, **settings)
+    return rows

@@ -1,16 +1,12 @@
 """Training steps compiled by JAX for chips that need not be there."""
 
-import json
 import math
-import os
 import re
 
 import jax
 import keras
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from benchmarks import compare
 
 COLLECTIVES = (
     "all-reduce",
@@ -128,34 +124,3 @@ def of_collectives(text):
         "collectives": {kind: kinds.count(kind) for kind in sorted({*kinds})},
         "collective_megabytes": sum(size for _, size in found) / 1e6,
     }
-
-
-def rows_of(steps, settings, output):
-    """Compile steps, and write the costs of each into a file as they come.
-
-    Args:
-        steps: Iterable of dicts that name a step, each with a function that returns
-            its costs, a dict.
-        settings: Dict, what all steps have in common.
-        output: Path of a JSON file, or `None`. Steps that it has of the same settings
-            are not compiled again.
-
-    Returns:
-        List of dicts.
-    """
-    rows = []
-    if output and os.path.exists(output):
-        with open(output) as file:
-            report = json.load(file)
-        if all(report.get(key) == value for key, value in settings.items()):
-            rows = report["rows"]
-    for row, costs in steps:
-        if any(row.items() <= other.items() for other in rows):
-            continue
-        keras.backend.clear_session()
-        row |= costs()
-        rows.append(row)
-        print(row, flush=True)
-        if output:
-            compare.write_report(output, rows=rows, **settings)
-    return rows

@@ -11,13 +11,14 @@ import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import tables
+from benchmarks import compare
 from keras_norms import AMAT, CBN
 from recipes.engine import data
 
 _GROUP_SIZES = flags.DEFINE_list("group_sizes", [0, 512, 128, 32, 16], "0: no groups.")
 _SEEDS = flags.DEFINE_integer("seeds", 10, "How many trainings.", lower_bound=2)
 _STEPS = flags.DEFINE_integer("steps", 60, "Of each training.", lower_bound=1)
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 BATCH = 1024
 
@@ -45,9 +46,11 @@ def main(_):
     rows = []
     for size in map(int, _GROUP_SIZES.value):
         found = [accuracy(size, seed) for seed in range(_SEEDS.value)]
-        mean, deviation = np.mean(found), np.std(found, ddof=1)
-        rows.append([size or "whole batch", f"{mean:.2f} +- {deviation:.2f}"])
-    print(tables.markdown(["group_size", "test accuracy, %"], rows))
+        mean, deviation = float(np.mean(found)), float(np.std(found, ddof=1))
+        rows.append({"group_size": size, "mean": mean, "deviation": deviation})
+    compare.report(
+        _OUTPUT.value, "groups", rows, seeds=_SEEDS.value, steps=_STEPS.value
+    )
 
 
 if __name__ == "__main__":

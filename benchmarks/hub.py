@@ -1,10 +1,10 @@
 """convert and fold over the networks of keras-hub, whose blocks are layers themselves.
 
-    python -m benchmarks.hub                                # all, 2 CPU cores
+    KERAS_BACKEND=torch python -m benchmarks.hub            # the fastest for this
     python -m benchmarks.hub --networks=MobileNetV3,HGNetV2
 
 Each network is built small, without presets, with random weights as in
-benchmarks/applications.py. For each:
+`benchmarks.applications`. For each:
 
 * `convert(model, "cbn", data=...)` gives the same outputs and leaves no
   BatchNormalization; how long it takes;
@@ -12,11 +12,12 @@ benchmarks/applications.py. For each:
 * `fold` of the network, and of the trained one, gives the same outputs with layers of
   Keras only.
 
-A difference is max |a - b| / max |b| over all outputs. --table writes the table.
+A difference is max |a - b| / max |b| over all outputs. Prints a table; --output also
+writes it as JSON, and the same command goes on with what is missing there.
 """
 
+import functools
 import importlib.metadata
-import json
 import pathlib
 import tempfile
 import time
@@ -27,8 +28,8 @@ import numpy as np
 from absl import app, flags
 from keras import layers, tree
 
-from benchmarks import machine
-from benchmarks.applications import cell, count, difference, outputs, randomize
+from benchmarks import compare, tables
+from benchmarks.outputs import count, difference, outputs, randomize
 from keras_norms import AMAT
 from keras_norms.layers import CBN, layers_of
 from keras_norms.surgery import convert, fold
@@ -211,18 +212,16 @@ NETWORKS = {
 }
 
 _NETWORKS = flags.DEFINE_list("networks", list(NETWORKS), "Names of networks.")
-_OUTPUT = flags.DEFINE_string("table", None, "Markdown file to write the table to.")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
 def check(name, batch=8):
-    """Everything for one network. Returns a row."""
+    """Everything for one network. Returns a dict."""
     keras.utils.set_random_seed(0)
     model = randomize(NETWORKS[name]())
     x = np.random.default_rng(1).normal(size=(batch, SIZE, SIZE, 3)).astype("float32")
     expected = outputs(model, x)
     row = {
-        "network": name,
-        "layers": len(layers_of(model)),
         "BatchNormalization": count(model, layers.BatchNormalization),
         "spread": float(np.max(np.std(expected, 0)) / np.max(np.abs(expected))),
     }
@@ -269,63 +268,19 @@ def _folded(model, x, expected):
     )
 
 
-def table(rows):
-    lines = [
-        "| network | layers | BN layers | after convert: BN, CBN layers | spread "
-        "| preserved | saved and loaded | fold of the original | fold of the trained "
-        "| stay: original, CBN | convert, seconds |",
-        "|---" * 11 + "|",
-    ]
-    for row in rows:
-        cells = [row["network"], row["layers"], row["BatchNormalization"]]
-        cells += [f"{row['left']}, {row['CBN']}", f"{row['spread']:.1e}"]
-        cells += [cell(row["preserve"], PRESERVE_LIMIT), cell(row["load"], 0)]
-        cells += [cell(row[name], FOLD_LIMIT) for name in ("fold", "CBN fold")]
-        cells += [f"{row['stay']}, {row['CBN stay']}", f"{row['seconds']:.1f}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
-
-
-def document(rows):
-    about = machine.describe()
-    versions = ", ".join(
-        f"{package} {importlib.metadata.version(package)}"
-        for package in ("keras", "keras-hub", about["backend"], "numpy")
-    )
-    return f"""# convert and fold over keras-hub
-
-    python -m benchmarks.hub --table=docs/results/keras_hub.md
-
-{about["backend"]} on {about["cores"]} CPU cores ({about["processor"]}), {versions},
-float32, 8 random images of {SIZE} by {SIZE}. The networks are built small, with random
-kernels, affine weights (scales of both signs) and moving statistics. Their blocks are
-layers themselves in MobileNetV3, EfficientNetV2, HGNetV2, DeepLabV3 and RetinaNet, and
-are entered. keras-hub's VGG has no norms; here one stands behind each convolution. What
-is compared, and how, is in `benchmarks/hub.py`.
-
-A number is max |a - b| / max |b| over all outputs. *Spread* is how much the outputs
-vary between images, on the same scale. *Preserved* is the network after
-`convert(model, "cbn", data=x)` against the original (limit {PRESERVE_LIMIT:g}); it is
-trained for two steps, saved and loaded, and *fold* is the folded network against what
-was folded (limit {FOLD_LIMIT:g}). A number over its limit is bold. *Stay* counts norms
-that no kernel can take after fold: frozen BatchNormalization layers. *Seconds* are
-processor time of the conversion, measuring of the statistics included. All layers that
-are left after fold are Keras' own, but for the learnable affine layers of
-HGNetV2-affine, which are keras-hub's.
-
-{table(rows)}
-"""
-
-
 def main(_):
-    rows = []
-    for name in _NETWORKS.value:
-        rows.append(check(name))
-        print(json.dumps(rows[-1]), flush=True)
-        keras.utils.clear_session(free_memory=True)
-    print(table(rows))
-    if _OUTPUT.value:
-        pathlib.Path(_OUTPUT.value).write_text(document(rows))
+    settings = {
+        "benchmark": "hub",
+        "image_size": SIZE,
+        "preserve_limit": PRESERVE_LIMIT,
+        "fold_limit": FOLD_LIMIT,
+        "keras_hub": importlib.metadata.version("keras-hub"),
+    }
+    steps = (
+        ({"network": name}, functools.partial(check, name)) for name in _NETWORKS.value
+    )
+    rows = compare.rows_of(steps, settings, _OUTPUT.value)
+    print(tables.of({**settings, "rows": rows}))
 
 
 if __name__ == "__main__":

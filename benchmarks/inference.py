@@ -24,7 +24,7 @@ import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import compare, tables
+from benchmarks import compare
 from keras_norms.layers import layers_of
 from keras_norms.surgery import convert, fold
 from recipes.models import norms
@@ -142,38 +142,19 @@ def measure(name, size, batch, rounds):
     return rows
 
 
-def table(rows):
-    return tables.markdown(
-        ["network", "form", "ms", "ratio to no normalisation (quartiles)", "shifts"],
-        [
-            [
-                row["network"],
-                row["form"],
-                f"{row['milliseconds']:.2f}",
-                tables.spread(row),
-                row["shifts_that_stay"],
-            ]
-            for row in rows
-        ],
-        left=2,
-    )
-
-
 def main(_):
     rows = []
     for text in _NETWORKS.value:
         name, size, batch = text.split(":")
         rows += measure(name, int(size), int(batch), _ROUNDS.value)
         keras.utils.clear_session(free_memory=True)
-    print(table(rows))
-    if _OUTPUT.value:
-        compare.write_report(
-            _OUTPUT.value,
-            "inference",
-            rows,
-            jit_compile=_JIT.value,
-            rounds=_ROUNDS.value,
-        )
+    compare.report(
+        _OUTPUT.value,
+        "inference",
+        rows,
+        jit_compile=_JIT.value,
+        rounds=_ROUNDS.value,
+    )
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ Compilation is timed apart: the first probe minus the median one.
 Prints a table; --output also writes it as JSON with versions and machine.
 """
 
-import json
-import pathlib
 import statistics
 import time
 
@@ -26,7 +24,7 @@ import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import machine, networks
+from benchmarks import compare, networks
 from keras_norms import AMAT
 from keras_norms.diagnostics import LandscapeProbe
 
@@ -89,36 +87,11 @@ def measure(norm):
     }
 
 
-def table(rows):
-    lines = [
-        "| network | step, ms | probe, ms | in steps | share of training (quartiles) "
-        "| first probe, s |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        low, high = row["share_quartiles"]
-        steps = row["probe_milliseconds"] / row["step_milliseconds"]
-        lines.append(
-            f"| {row['network']}, {row['norm']} | {row['step_milliseconds']:.0f} "
-            f"| {row['probe_milliseconds']:.0f} | {steps:.1f} "
-            f"| {row['share']:.1%} ({low:.1%} - {high:.1%}) "
-            f"| {row['compile_seconds']:.1f} |"
-        )
-    return "\n".join(lines)
-
-
 def main(_):
     rows = [measure(norm) for norm in _NORMS.value]
-    print(table(rows))
-    if _OUTPUT.value:
-        report = {
-            "benchmark": "probe",
-            "rounds": _ROUNDS.value,
-            "steps": _STEPS.value,
-            **machine.describe(),
-            "rows": rows,
-        }
-        pathlib.Path(_OUTPUT.value).write_text(json.dumps(report, indent=1) + "\n")
+    compare.report(
+        _OUTPUT.value, "probe", rows, rounds=_ROUNDS.value, steps=_STEPS.value
+    )
 
 
 if __name__ == "__main__":

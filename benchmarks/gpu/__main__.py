@@ -20,7 +20,7 @@ from benchmarks.gpu import compiler  # isort: skip  # before JAX
 import keras
 from absl import app, flags
 
-from benchmarks import compiled, networks, tables
+from benchmarks import compare, compiled, networks, tables
 
 _NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
 _NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "")
@@ -53,7 +53,7 @@ def main(_):
         "batch_per_chip": _BATCH.value,
         "dtype_policy": _POLICY.value,
     }
-    rows = compiled.rows_of(steps(), settings, _OUTPUT.value)
+    rows = compare.rows_of(steps(), settings, _OUTPUT.value)
     print(tables.of({**settings, "rows": rows}))
 
 

@@ -22,7 +22,7 @@ from benchmarks.tpu import compiler  # isort: skip  # before JAX
 import keras
 from absl import app, flags
 
-from benchmarks import compiled, networks, tables
+from benchmarks import compare, compiled, networks, tables
 from benchmarks.tpu import check
 
 _CHECK = flags.DEFINE_bool("check", False, "Whether the recipes compile.")
@@ -70,7 +70,9 @@ def steps_of_recipes():
                     row = {"slice": topology, **compiler.cost(program)}
                     return row | check.prediction(row)
 
-                yield {"network": network, "slice": topology, "norm": norm}, costs
+                groups = _GROUP_SIZE.value
+                name = f"{norm}, groups of {groups}" if groups else norm
+                yield {"network": network, "slice": topology, "norm": name}, costs
 
 
 def main(_):
@@ -80,10 +82,8 @@ def main(_):
         "batch_per_chip": _BATCH.value,
         "dtype_policy": _POLICY.value,
     }
-    if _GROUP_SIZE.value:
-        settings["group_size"] = _GROUP_SIZE.value
     each = steps_of_recipes() if _CHECK.value else steps()
-    rows = compiled.rows_of(each, settings, _OUTPUT.value)
+    rows = compare.rows_of(each, settings, _OUTPUT.value)
     print(tables.of({**settings, "rows": rows}))
 
 

@@ -22,8 +22,8 @@ layer, and not for tanh; the tau_k of sigmoid is 2 to 5:
 
                      eta_k, stages 1 to 3    tau_k, stages 1 to 3
     sigmoid               100   100   100           0     0     0
-    tanh                   25    62    52          50    36     8
-    relu                   94   100   100          47   100   100
+    tanh                   21    47    43          45    37    12
+    relu                   94   100   100          53   100   100
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """

@@ -91,7 +91,8 @@ class Rate(keras.callbacks.Callback):
     A schedule in the optimizer is part of the compiled step; a rate that is set is not,
     so that one network trains with another. CBN layers are told as by the `AMAT`
     callback: AMAT knows `omega * rate` only, and as omega is part of the compiled step,
-    these layers have omega 1 and are told that product.
+    these layers have omega 1 and are told that product. With gradient accumulation it
+    is divided by the number of batches of an update, as AMAT does.
 
     Args:
         schedule: A `keras.optimizers.schedules.PiecewiseConstantDecay`.
@@ -119,8 +120,9 @@ class Rate(keras.callbacks.Callback):
         if keras.backend.backend() == "jax":
             self.model.jax_state_sync()
         self.model.optimizer.learning_rate = rate
+        batches = self.model.optimizer.gradient_accumulation_steps or 1
         for layer in self._layers:
-            layer.set_learning_rate(self._omegas[layer.name] * rate)
+            layer.set_learning_rate(self._omegas[layer.name] * rate / batches)
         self._rate = rate
 
 

@@ -104,8 +104,9 @@ class Trial:
         trainable, non_trainable, optimizer = (list(current[key]) for key in CURRENT)
         rate = self._schedule(settings["learning_rate"])(optimizer[0])  # its iteration
         optimizer[self._rate] = rate.astype(optimizer[self._rate].dtype)
+        told = rate / (self._optimizer.gradient_accumulation_steps or 1)
         for place, omega in zip(self._told, settings["omega"], strict=True):
-            non_trainable[place] = (omega * rate).astype(non_trainable[place].dtype)
+            non_trainable[place] = (omega * told).astype(non_trainable[place].dtype)
 
         def loss(trainable):
             logits, updated, penalties = self._model.stateless_call(
@@ -120,7 +121,7 @@ class Trial:
             optimizer, gradients, trainable
         )
         for place in self._told:  # as AMAT leaves it
-            non_trainable[place] = rate.astype(non_trainable[place].dtype)
+            non_trainable[place] = told.astype(non_trainable[place].dtype)
         current = dict(zip(CURRENT, (trainable, non_trainable, optimizer), strict=True))
         return current, {"train_loss": value, "train_accuracy": accuracy}
 

@@ -15,8 +15,8 @@ no norm; the deep linear network does so best with l1. The paper has curves only
 
 Small runs: VGG-16 of an eighth of the width on digits, 400 steps, takes 3 minutes on
 two cores of an AMD EPYC; the deep linear network is the paper's, 10,000 steps, and took
-4.6 minutes of an Intel Xeon. VGG's median beta is 2.8 with BN, 2.3 with l1, 9.9 without
-a norm; the largest one of the deep linear network 1.0e7 with BN and 6.5e7 without, its
+5 minutes of one core. VGG's median beta is 2.8 with BN, 2.7 with l1, 8.5 without a
+norm; the largest one of the deep linear network 1.0e7 with BN and 6.5e7 without, its
 loss is 14,500 in step 3,300 with BN, in step 1,600 with l1, and in step 7,800 without.
 
 With steps of up to 30 learning rates (--longest=30) VGG's largest beta is 25 with BN,

@@ -21,11 +21,11 @@ published evaluation (github.com/AngusG/bn-advex-zhang-fixup) has noise of devia
 The small run (ResNet-8 on digits, 14 trainings) takes 4.5 minutes of two cores of an
 AMD EPYC that other work shares. All lose accuracy. With the noise and the steps of
 Galloway et al. (--noise=0.25 --steps=40 --step_size=0.0333), under BIM (l_inf) BN loses
-41.9 points without decay and 38.9 with it (the paper, on CIFAR-10: 43.1 and 33.8), GN
-38.9 and 34.2 (38.9 and 35.6); without decay WS+GN loses least, 33.3, CBN and WN most,
-48.3.
+40.8 points without decay and 39.4 with it (the paper, on CIFAR-10: 43.1 and 33.8), GN
+38.3 and 38.1 (38.9 and 35.6); without decay WS+GN loses least, 33.3, CBN and WN most,
+47.2.
 
-One run each, 360 test images: the standard error is 2.6 points. Decay helps six of
+One run each, 360 test images: the standard error is 2.6 points. Decay helps five of
 seven norms here, in the paper BN and GN on CIFAR-10, all four on CIFAR-100; the norm of
 scale-invariant weights cannot be why. The tables are in docs/results/robustness.md.
 

@@ -1,53 +1,17 @@
-"""The tables of benchmarks, of the reports that they write with --output.
-
-The terminal and the pages of docs/results have them from here: `python docs/tables.py`
-prints those of the JSON files there. Nothing but the standard library is imported.
-"""
+"""Tables of what norms cost: times, memory, bytes, kernels, collectives."""
 
 import math
 
-_BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
-
-
-def of(*reports):
-    """The Markdown of one report, or of several of one benchmark together."""
-    return _TABLES[reports[0]["benchmark"]](*reports)
-
-
-def markdown(header, rows, left=1):
-    """A Markdown table of a list of column names and lists of cells.
-
-    Args:
-        header: List of the names of columns.
-        rows: List of lists of cells, which `str` makes text. A column of nothing but
-            empty ones is left out.
-        left: How many columns are text; the others are to the right.
-    """
-    columns = [
-        (name, "---" if i < left else "--:", *map(str, cells))
-        for i, (name, *cells) in enumerate(zip(header, *rows, strict=True))
-    ]
-    columns = [column for column in columns if any(column[2:])]
-    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
-
-
-def spread(row, digits=3):
-    """The text of a row's ratio, with its quartiles."""
-    low, high = row["ratio_quartiles"]
-    return f"{row['ratio']:.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
-
-
-def _rows(reports):
-    return [row for report in reports for row in report["rows"]]
+from benchmarks.tables.text import BACKENDS, markdown, rows_of, spread
 
 
 def layer(*reports):
     """A line an input: the yardstick's time, and ratios to it."""
     lines, several = {}, len(reports) > 1
-    names = list(dict.fromkeys(row["layer"] for row in _rows(reports)))
+    names = list(dict.fromkeys(row["layer"] for row in rows_of(reports)))
     yardstick = names[0]
     for report, row in ((of, row) for of in reports for row in of["rows"]):
-        backend = f", {_BACKENDS[report['backend']]}" * several
+        backend = f", {BACKENDS[report['backend']]}" * several
         line = lines.setdefault(f"{row['shape']} {row['dtype']}{backend}", {})
         line[row["layer"]] = spread(row, 2)
         if row["layer"] == yardstick:
@@ -66,7 +30,7 @@ def layer(*reports):
 def sweep(*reports):
     """How often CBN is slower, and a line a shape with the ratios of both phases."""
     found, lines = {}, {}
-    for row in _rows(reports):
+    for row in rows_of(reports):
         phase, shape = row["phase"], "x".join(map(str, row["shape"]))
         key = f"10^{round(math.log10(row['elements']))}", shape
         line = lines.setdefault(key, {})
@@ -117,14 +81,14 @@ _NETWORKS = {
 _NORMS = {"cbn": "CBN", "fused_cbn": "FusedCBN", "none": "no norm"}
 
 
-def summary(*reports):
+def _network_summary(*reports):
     """A line a network and machine: the time of a step over BatchNormalization's."""
     lines = {}
     for report in reports:
         place = report["device"].removeprefix("NVIDIA ").split()[0]
         if place == "cpu":
             place = f"{report['cores']} CPU cores"
-        place += f", {_BACKENDS[report['backend']]}"
+        place += f", {BACKENDS[report['backend']]}"
         policy = report["dtype_policy"].removeprefix("mixed_")
         for row in report["rows"]:
             size = f"{row['image_size']}x{row['image_size']}"
@@ -140,7 +104,7 @@ def summary(*reports):
 def memory(*reports):
     """A line a network and norm."""
     cells = []
-    for row in _rows(reports):
+    for row in rows_of(reports):
         name, size, batch = row["network"].split(":")
         keys = ("peak_bytes", "temporary_bytes", "bytes_per_image")
         values = [f"{row[key] / 1e6:.3g}" if key in row else "" for key in keys]
@@ -163,7 +127,7 @@ def amat(*reports):
             spread(row),
             "{:.3f} - {:.3f}".format(*row["ratio_interval"]),
         ]
-        for row in _rows(reports)
+        for row in rows_of(reports)
     ]
     return markdown(header, cells)
 
@@ -182,7 +146,7 @@ def deployment(*reports):
             f"{row['milliseconds']:.2f}",
             spread(row, 2),
         ]
-        for row in _rows(reports)
+        for row in rows_of(reports)
     ]
     return markdown([*header, "accuracy", "ms", "time (quartiles)"], cells, left=3)
 
@@ -203,7 +167,7 @@ def _gigabytes(rows):
 
 def gpu(*reports):
     """A line a norm, and for each number of GPUs where these are several."""
-    rows, cells = _rows(reports), []
+    rows, cells = rows_of(reports), []
     unit, size, digits = _gigabytes(rows)
     for row in rows:
         alone = row["gpus"] == "1x1x1"
@@ -234,7 +198,7 @@ def gpu(*reports):
 
 def tpu(*reports):
     """A line a slice and norm."""
-    rows = _rows(reports)
+    rows = rows_of(reports)
     unit, size, digits = _gigabytes(rows)
     cells = [
         [
@@ -281,19 +245,44 @@ def tpu_check(*reports):
             f"{row['collective_milliseconds']:.2f}",
             f"{row['efficiency']:.3f}",
         ]
-        for row in _rows(reports)
+        for row in rows_of(reports)
     ]
     return markdown(header, cells, left=3)
 
 
-_TABLES = {
-    "layer": layer,
-    "sweep": sweep,
-    "network": network,
-    "memory": memory,
-    "amat": amat,
-    "deployment": deployment,
-    "gpu": gpu,
-    "tpu": tpu,
-    "tpu_check": tpu_check,
-}
+def inference(*reports):
+    """A line a network: its time without norms, and ratios to it."""
+    lines = {}
+    for report, row in ((of, row) for of in reports for row in of["rows"]):
+        key = row["network"], BACKENDS[report["backend"]]
+        line = lines.setdefault(key, {})
+        line[row["form"]] = spread(row, 2)
+        line["ms"] = line.get("ms", f"{row['milliseconds']:.2f}")
+        line["shifts"] = row["shifts_that_stay"]
+    names = ["BatchNormalization", "BatchNormalization, folded", "CBN", "CBN, folded"]
+    columns = ["ms", *names, "shifts"]
+    cells = [[*key, *map(line.get, columns)] for key, line in lines.items()]
+    header = ["network, batch", "backend", "no norm, ms", "BN", "BN, folded"]
+    return markdown([*header, "CBN", "CBN, folded", "its shifts"], cells, left=2)
+
+
+def probe(*reports):
+    """A line a network."""
+    cells = [
+        [
+            f"{row['network']}, {row['norm']}",
+            f"{row['step_milliseconds']:.0f}",
+            f"{row['probe_milliseconds']:.0f}",
+            f"{row['probe_milliseconds'] / row['step_milliseconds']:.1f}",
+            "{:.1%} ({:.1%} - {:.1%})".format(row["share"], *row["share_quartiles"]),
+            f"{row['compile_seconds']:.1f}",
+        ]
+        for row in rows_of(reports)
+    ]
+    header = ["network", "step, ms", "probe, ms", "in steps"]
+    return markdown([*header, "share of training (quartiles)", "first probe, s"], cells)
+
+
+SUMMARIES = {"network": _network_summary}
+_OF = [layer, sweep, network, memory, amat, deployment, inference, probe]
+TABLES = {of.__name__: of for of in (*_OF, gpu, tpu, tpu_check)}
