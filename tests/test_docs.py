@@ -46,7 +46,7 @@ CHECKS = {
     "batches": lambda n: (
         n[0][6] < min(n[0][0], n[0][4]) / 3 and n[1][3] >= 10 > 5 >= n[1][5]
     ),
-    "tuner": lambda n: all(n[1][i + 1] > n[1][i] + 10 for i in (0, 2)),
+    "tuner": lambda n: all(n[1][i + 1] > n[1][i] + 40 for i in (0, 2)),
     # Losses; least cosines of G and G'; cosines of kernels and steps.
     "look_inside": lambda n: (
         n[0][0] > 1 > max(n[0][1:3]) and n[1][0] > n[1][1] and n[2][1] < 0.01 < n[2][0]

@@ -8,14 +8,11 @@ import traceback
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import keras_norms
 from keras_norms._checks import arguments
-from tests.support.arguments.kinds import FEW, POOL
 from tests.support.arguments.public import ENTRIES, LAYER_NAMES, QUICK
-from tests.support.arguments.table import KINDS, OWN, Tripwire
+from tests.support.arguments.table import FEW, KINDS, OWN, POOL, Tripwire
 from tests.support.backend import later
 from tuner import spaces
 
@@ -90,42 +87,6 @@ def test_what_fits_is_taken(name, argument, values):
     entry = ENTRIES[name]
     for value in filter(entry.kinds[argument].fits, values):
         entry.call(**{**entry.good, argument: value})
-
-
-ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.complex_numbers()
-    | st.text(max_size=5)
-    | st.binary(max_size=5),
-    lambda parts: (
-        st.lists(parts, max_size=3)
-        | st.tuples(parts)
-        | st.dictionaries(st.text(max_size=2), parts, max_size=2)
-    ),
-    max_leaves=4,
-)
-
-
-NAMED = "loss", "norm", "tune", "_initializer", "_regularizer", "_constraint"
-
-
-@settings(deadline=None)
-@given(value=ANYTHING, case=st.sampled_from(CASES))
-def test_anything_else_is_refused_too(value, case):
-    name, argument = case.values
-    entry = ENTRIES[name]
-    if entry.kinds[argument].fits(value):
-        return
-    if isinstance(value, str) and argument.endswith(NAMED):
-        return  # There are such losses, initializers, hyperparameters.
-    Tripwire.armed = True
-    try:
-        refusal(name, argument, value)
-    finally:
-        Tripwire.armed = False
 
 
 @pytest.mark.parametrize("name", LAYER_NAMES)

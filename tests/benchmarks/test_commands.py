@@ -9,22 +9,28 @@ from tests.support.processes import run
 pytestmark = pytest.mark.thorough
 
 
-def test_network(tmp_path):
-    output = tmp_path / "report.json"
+@pytest.fixture
+def made(tmp_path):
+    def made(name, *flags, **environment):
+        """What a benchmark prints, and the report that it writes."""
+        output = tmp_path / "report.json"
+        command = "-m", f"benchmarks.{name}", *flags, f"--output={output}"
+        return run(*command, **environment), json.loads(output.read_text())
+
+    return made
+
+
+def test_network(made):
     small = ["--networks=vgg16:4:2", "--norms=bn", "--steps=1", "--rounds=2"]
-    printed = run("-m", "benchmarks.network", *small, f"--output={output}")
-    report = json.loads(output.read_text())
+    printed, report = made("network", *small)
     assert report["benchmark"] == "network"
     assert [row["ratio"] for row in report["rows"]] == [1]
     assert "| vgg16, 2 x 4 | bn |" in printed
 
 
-def test_sweep(tmp_path):
-    output = tmp_path / "report.json"
-    small = ["--largest=100", "--rounds=4"]
-    printed = run("-m", "benchmarks.sweep", *small, f"--output={output}")
-    rows = json.loads(output.read_text())["rows"]
-    assert [row["shape"] for row in rows] == 2 * [[33, 3], [8, 2, 2, 3]]
+def test_sweep(made):
+    printed, report = made("sweep", "--largest=100", "--rounds=4")
+    assert [row["shape"] for row in report["rows"]] == 2 * [[33, 3], [8, 2, 2, 3]]
     assert printed.count("| 33x3 |") == printed.count("| 8x2x2x3 |") == 1
 
 
@@ -35,28 +41,31 @@ def test_quantization():
     assert fused == cbn.replace("cbn", "fused_cbn")
 
 
-def test_deployment(tmp_path):
+def test_deployment(made):
     for package in ("tensorflow", "tf2onnx", "onnxruntime", "openvino"):
         pytest.importorskip(package)
-    output = tmp_path / "report.json"
     small = ["--networks=resnet8", "--norms=cbn", "--epochs=1", "--test_size=9"]
-    command = ("-m", "benchmarks.deployment", *small, "--rounds=4")
-    run(*command, f"--output={output}", KERAS_BACKEND="tensorflow")
-    rows = json.loads(output.read_text())["rows"]
-    exact = [row for row in rows if "int8" not in row["format"]]
+    _, report = made("deployment", *small, "--rounds=4", KERAS_BACKEND="tensorflow")
+    rows = {row["format"]: row for row in report["rows"]}
+    exact = [row for name, row in rows.items() if "int8" not in name]
     assert len(rows) == 9 and len(exact) == 5
     assert max(row["largest_error"] for row in exact) < 1e-3
     assert all(row["same_class"] == 1 for row in exact)
-    sizes = {row["format"]: row["bytes"] for row in rows}
-    assert all(
-        sizes[f"{name} int8"] < sizes[name] / 2 for name in ("LiteRT", "ONNX Runtime")
-    )
+    for name in ("LiteRT", "ONNX Runtime"):
+        assert rows[f"{name} int8"]["bytes"] < rows[name]["bytes"] / 2
 
 
-def test_groups():
-    small = ["--group_sizes=0,1024", "--seeds=2", "--steps=1"]
-    *_, whole, one_group = run("-m", "benchmarks.groups", *small).splitlines()
+def test_groups(made):
+    printed, report = made("groups", "--group_sizes=0,1024", "--seeds=2", "--steps=1")
+    *_, whole, one_group = printed.splitlines()
     assert one_group == whole.replace("whole batch", "1024")
+    assert [row["group_size"] for row in report["rows"]] == [0, 1024]
+
+
+def test_inference(made):
+    printed, report = made("inference", "--networks=resnet8:8:2", "--rounds=4")
+    assert [row["shifts_that_stay"] for row in report["rows"]] == [0, 0, 0, 0, 6]
+    assert "| resnet8, 2 x 8x8 |" in printed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Layers compiled for H100 GPUs by XLA's GPU compiler, which needs no GPU."""
+"""Layers and recipes compiled by the compilers of TPUs and H100 GPUs, with neither."""
 
 import json
 
@@ -9,15 +9,18 @@ from tests.support.processes import run
 
 pytestmark = jax_only
 
-SCRIPT = """
-from benchmarks.gpu import compiler
+LAYERS = """
+import sys
+from importlib import import_module
+kind, topologies = sys.argv[1], sys.argv[2:]
+compiler = import_module(f"benchmarks.{kind}.compiler")
 import json
 import jax, keras
 from keras_norms import CBN, FusedCBN
 
 shape, dtype = (128, 32, 32, 128), "bfloat16"
 
-def cost(model, topology="1x1x1"):
+def cost(model, topology=topologies[0]):
     chips = compiler.chips(topology)
     if not model.built:
         model.build(shape)
@@ -27,8 +30,9 @@ def cost(model, topology="1x1x1"):
             return model.stateless_call(trainable, state, x, training=True)
 
         y, pullback, state = jax.vjp(forward, trainable, x, has_aux=True)
-        # As in a network, where other layers stand between both passes.
-        y, g = jax.lax.optimization_barrier((y, g))
+        if kind == "gpu":
+            # As in a network, where other layers stand between both passes.
+            y, g = jax.lax.optimization_barrier((y, g))
         return y, state, pullback(g)
 
     x = chips.batch(shape[0], shape[1:], dtype)
@@ -50,25 +54,37 @@ def between(size, *layers):
     return cost(keras.Sequential([conv(size), relu(), *layers, relu()]))
 
 keras.config.set_dtype_policy("mixed_bfloat16")
-costs = {
-    "bn": cost(keras.layers.BatchNormalization()),
-    "cbn": cost(cbn()),
-    "shared": cost(cbn(), "1x1x4"),
-}
-for size in (1, 3):
-    costs |= {
-        f"none {size}": between(size, conv(size)),
-        f"cbn {size}": between(size, cbn(), conv(size)),
-        f"fused_cbn {size}": between(size, FusedCBN(conv(size), cbn())),
-    }
+costs = {"cbn": cost(cbn()), "bn": cost(keras.layers.BatchNormalization())}
+if kind == "tpu":
+    costs["fused"] = cost(FusedCBN(conv(3), cbn()))
+else:
+    costs["shared"] = cost(cbn(), topologies[1])
+    for size in (1, 3):
+        costs |= {
+            f"none {size}": between(size, conv(size)),
+            f"cbn {size}": between(size, cbn(), conv(size)),
+            f"fused_cbn {size}": between(size, FusedCBN(conv(size), cbn())),
+        }
 print(json.dumps(costs))
 """
 
 
 @pytest.mark.thorough
-def test_passes_and_collectives_of_a_layer():
+def test_bytes_and_collectives_of_a_layer_on_tpus():
+    pytest.importorskip("libtpu")
+    costs = json.loads(run("-c", LAYERS, "tpu", "v5e:2x2").splitlines()[-1])
+    assert costs["cbn"]["gigabytes_moved"] < costs["bn"]["gigabytes_moved"]
+    # One each way.
+    assert costs["cbn"]["collectives"] == {"all-reduce": 2}
+    # The gradient of the kernel too; and nothing of it waits for the statistics.
+    assert costs["fused"]["collectives"] == {"all-reduce": 1}
+    assert costs["bn"]["all_reduces"] > 2
+
+
+@pytest.mark.thorough
+def test_passes_and_collectives_of_a_layer_on_gpus():
     pytest.importorskip("jax_cuda12_plugin")
-    costs = json.loads(run("-c", SCRIPT).splitlines()[-1])
+    costs = json.loads(run("-c", LAYERS, "gpu", "1x1x1", "1x1x4").splitlines()[-1])
     passes = {
         name: cost["gigabytes_moved"] * 1e9 / (2 * 128 * 32 * 32 * 128)
         for name, cost in costs.items()
@@ -85,6 +101,70 @@ def test_passes_and_collectives_of_a_layer():
         assert passes[f"cbn {size}"] - without < 4.2
         # Two: the output of the convolution before, beside the activation, and x.
         assert passes[f"fused_cbn {size}"] - without < 2.2
+
+
+@pytest.mark.thorough
+def test_a_recipe_on_256_chips(tmp_path):
+    pytest.importorskip("libtpu")
+    output = tmp_path / "check.json"
+    run(
+        *("-m", "benchmarks.tpu", "--check", "--networks=resnet20"),
+        *("--topologies=v5e:16x16", f"--output={output}"),
+    )
+    (row,) = json.loads(output.read_text())["rows"]
+    # Two for each of 19 norms, and the sum of the gradients.
+    assert row["collectives"] == {"all-reduce": 39}
+    assert 0 < row["memory_share"] < 0.1
+    # An image takes 37.2 million products that do not meet padding, and two gradients
+    # as many each; the rest is sums, norms and activations.
+    assert 1 < row["gigaflops"] / (128 * 3 * 2 * 0.0372) < 1.1
+    # Statistics both ways, and gradients of 16 bits and of 32.
+    assert 0.5 < row["collective_megabytes"] < 2
+
+
+COLLECTIVES = """HloModule jit_step
+
+%branch (x: f32[8]) -> f32[8] {
+  ROOT %all-reduce.1 = f32[8]{0} all-reduce(%x), channel_id=1
+}
+
+ENTRY %main (x: f32[8], y: bf16[2,3]) -> f32[8] {
+  %all-reduce.2 = (f32[8]{0:T(128)}, bf16[2,3]{1,0:T(8,128)(2,1)}) all-reduce(%x, %y)
+  %start = (f32[4]{0}) all-gather-start(%x), channel_id=3
+  %done = f32[4]{0} all-gather-done(%start)
+  ROOT %c = f32[8]{0} conditional(%p, %x), branch_computations={%branch}
+}
+"""
+
+
+def test_collectives_of_every_step_are_counted_with_their_bytes():
+    from benchmarks import compiled
+
+    found = compiled.collectives(COLLECTIVES)
+    assert found == [("all-reduce", 8 * 4 + 6 * 2), ("all-gather", 16)]
+
+
+def test_prediction():
+    from benchmarks.tpu import check
+
+    row = {
+        "gigaflops": 197.0,  # 1 ms of a v5e
+        "gigabytes_moved": 1.638,  # 2 ms
+        "memory_gigabytes": 4.0,
+        "collectives": {"all-reduce": 10},
+        "collective_megabytes": 20.0,
+    }
+    predicted = check.prediction({"slice": "v5e:2x2"} | row)
+    assert predicted["memory_share"] == pytest.approx(0.25)
+    assert predicted["chip_milliseconds"] == pytest.approx(2.0)
+    # 2 hops there and back for each, and 2 * 20 MB through two links of 50 GB/s.
+    assert predicted["collective_milliseconds"] == pytest.approx(0.04 + 0.4)
+    assert predicted["efficiency"] == pytest.approx(2 / 2.44)
+    # 8 hops along each ring, and four links.
+    predicted = check.prediction({"slice": "v5e:16x16"} | row)
+    assert predicted["collective_milliseconds"] == pytest.approx(0.32 + 0.2)
+    alone = {"slice": "v5e:1x1", "collectives": {}, "collective_megabytes": 0.0}
+    assert check.prediction(row | alone)["efficiency"] == 1
 
 
 PROGRAM = """HloModule jit_step

@@ -12,16 +12,11 @@ pytestmark = thorough_on("jax")
 
 
 def small(size):
-    layers = [
-        keras.Input((size, size, 3)),
-        keras.layers.Conv2D(4, 3, use_bias=False),
-        keras.layers.BatchNormalization(),
-        keras.layers.ReLU(),
-        keras.layers.Conv2D(4, 3, use_bias=False),
-        keras.layers.BatchNormalization(),
-        keras.layers.GlobalAveragePooling2D(),
-        keras.layers.Dense(2),
-    ]
+    layers = [keras.Input((size, size, 3))]
+    for _ in range(2):
+        layers.append(keras.layers.Conv2D(4, 3, use_bias=False))
+        layers += [keras.layers.BatchNormalization(), keras.layers.ReLU()]
+    layers += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(2)]
     return keras.Sequential(layers)
 
 
@@ -33,29 +28,23 @@ def small_network(monkeypatch):
 class Slow(keras.callbacks.Callback):
     """Takes seconds of each step, on a clock that nothing else moves."""
 
-    def __init__(self, seconds, start):
-        super().__init__()
-        self.seconds = seconds
-        self.start = start
-        self.now = 0.0
-        self.steps = 0
+    now, steps = 0.0, 0
 
     def perf_counter(self):
         return self.now
 
     def on_train_batch_begin(self, batch, logs=None):
-        self.now += self.start if batch == 0 else self.seconds
+        self.now += 64.0 if batch == 0 else 0.25
         self.steps += 1
 
 
 def test_seconds_of_a_step_hold_its_callbacks_and_no_start(monkeypatch):
     model = training.compile_model(small(8))
     data = training.endless_batch(model, 2)
-    slow = Slow(seconds=0.25, start=64.0)
+    slow = Slow()
     monkeypatch.setattr(training, "time", slow)
-    seconds = training.seconds_per_step(model, data, 3, [slow])
+    assert training.seconds_per_step(model, data, 3, [slow]) == 0.25
     assert slow.steps == 5
-    assert seconds == 0.25
 
 
 def test_amat_where_there_is_cbn(small_network):
@@ -93,12 +82,12 @@ class Meter:
 
 def test_memory(small_network, monkeypatch):
     if BACKEND == "jax":
-        peaks = [
+        few, more = (
             memory.by_the_compiler(f"small:32:{batch}", "bn", "float32")["peak_bytes"]
             for batch in (8, 16)
-        ]
+        )
         # More than the images themselves, which are of three channels.
-        assert peaks[1] - peaks[0] > 8 * 32 * 32 * 3 * 4
+        assert more - few > 8 * 32 * 32 * 3 * 4
     else:
         # Not this process' own, of which earlier tests may give memory back.
         monkeypatch.setattr(memory, "_meter", Meter)

@@ -36,18 +36,11 @@ def start_two(directory):
     return [start(directory, both, number) for number in ("0", "1")]
 
 
-def finish(processes, directory):
-    for process in processes:
-        code = process.wait(600)
-        logs = [path.read_text()[-9000:] for path in directory.glob("log*.txt")]
-        assert code == 0, "\n".join(logs)
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The weights of one process that was not interrupted."""
     directory = tmp_path_factory.mktemp("alone")
-    finish([start(directory)], directory)
+    assert start(directory).wait(600) == 0, (directory / "log.txt").read_text()
     return np.load(directory / "weights.npz")
 
 
@@ -70,13 +63,14 @@ def test_a_killed_process_costs_the_time_since_the_last_backup(tmp_path, alone, 
             process.wait()
     saved = backed_up(backup)
     assert 2 <= saved < 8 and not (tmp_path / "weights0.npz").exists()
-    log = tmp_path / f"log-{killed}.txt"
-    before = log.read_text()
-    finish(start_two(tmp_path), tmp_path)
-    after = log.read_text().removeprefix(before)
-    assert [line for line in after.splitlines() if line.startswith("epoch")] == [
-        f"epoch {epoch}" for epoch in range(saved, 8)
-    ]
+    logs = [tmp_path / f"log-{number}.txt" for number in (0, 1)]
+    before = [log.read_text() for log in logs]
+    codes = [process.wait(600) for process in start_two(tmp_path)]
+    after = [log.read_text().removeprefix(old) for log, old in zip(logs, before)]
+    assert codes == [0, 0], after
+    for log in after:
+        epochs = [line for line in log.splitlines() if line.startswith("epoch")]
+        assert epochs == [f"epoch {epoch}" for epoch in range(saved, 8)]
     first, second = (np.load(tmp_path / f"weights{i}.npz") for i in (0, 1))
     assert first.files == second.files == alone.files
     for name in alone.files:

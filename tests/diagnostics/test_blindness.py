@@ -20,10 +20,9 @@ LABELS = np.array([0, 1, 2, 1, 1, 0, 2, 1])
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
 
 
-def build(*norms, **settings):
+def build(*norms, shape=(FEATURES,)):
     """Norms, and logits of what they return."""
-    settings = {"shape": (FEATURES,), **settings}
-    return networks.sequential(*norms, layers.Dense(3, name="logits"), **settings)
+    return networks.sequential(*norms, layers.Dense(3, name="logits"), shape=shape)
 
 
 def inputs(dtype="float32"):
@@ -51,18 +50,11 @@ def at_input(slope, x, **kind):
     return reference.gradient(lambda x: np.sum(slope * normalised(x, **kind)), x)
 
 
-def loss_slope(model, outputs, labels):
-    """The gradient of the mean cross-entropy with respect to the norm's output."""
-    kernel, bias = map(float64, model.layers[-1].weights)
-    p = softmax(outputs @ kernel + bias)
-    return (p - np.eye(3)[labels]) @ kernel.T / len(labels)
-
-
-def term_slopes(outputs, deviation=0.1, seed=0):
+def term_slopes(outputs):
     """The gradients of the four terms with respect to the norm's output."""
-    rng = np.random.default_rng(seed)
-    e = rng.normal(0, deviation, FEATURES)
-    E = rng.normal(0, deviation, (FEATURES, FEATURES))
+    rng = np.random.default_rng(0)
+    e = rng.normal(0, 0.1, FEATURES)
+    E = rng.normal(0, 0.1, (FEATURES, FEATURES))
     E -= np.diag(np.diag(E))
     mean = outputs.mean(0)
     terms = [
@@ -81,42 +73,45 @@ def batch_normalization(**settings):
     return layers.BatchNormalization(**{"epsilon": 1e-20, "name": "norm", **settings})
 
 
-def cbn(beta):
-    return CBN(beta_initializer=keras.initializers.Constant(beta), name="norm")
+def cbn(beta=0.0):
+    return CBN(beta_initializer=keras.initializers.Constant(beta))
 
 
-ALL = [0, 1, 2, 3]
 large = functools.partial(batch_normalization, epsilon=0.5, center=False, scale=False)
-OF_CBN = {"beta": 0.75, "epsilon": 1e-5}
-# Layer, what the reference takes, the terms it blocks, those that are not tiny, and
-# how rounding grows.
+# Layer, what the reference takes, which terms it blocks, and how rounding grows.
 KINDS = {
-    "bn": (batch_normalization, {}, ALL[:2], ALL[2:], 1),
-    "large epsilon": (large, {"epsilon": 0.5}, ALL[:1], ALL[1:], 1),
-    "cbn": (lambda: cbn(0.0), {"epsilon": 1e-5}, ALL[:1], ALL[2:], 10),
-    "cbn with a beta": (lambda: cbn(0.75), OF_CBN, [], ALL, 10),
+    "bn": (batch_normalization, {}, [1, 1, 0, 0], 1),
+    "large epsilon": (large, {"epsilon": 0.5}, [1, 0, 0, 0], 1),
+    "cbn": (cbn, {"epsilon": 1e-5}, [1, 0, 0, 0], 10),
+    "with a beta": (lambda: cbn(0.75), {"beta": 0.75, "epsilon": 1e-5}, [0] * 4, 10),
 }
 
 
 @pytest.mark.parametrize("dtype", networks.PRECISIONS)
 @pytest.mark.parametrize("kind", some(KINDS, ["bn"] if BACKEND == "jax" else KINDS))
 def test_changes_and_shares_are_those_of_the_formulas(kind, dtype):
-    layer, kind, blocked, passed, factor = KINDS[kind]
+    layer, kind, blocked, factor = KINDS[kind]
     tolerance = factor * TOLERANCE[dtype]
     with precision(dtype):
         model, x = build(layer()), inputs(dtype)
+    before = networks.variables(model)
     found = probe.blindness(model, x, LABELS)
+    networks.assert_same(networks.variables(model), before)
     assert (found.batches, found.samples) == (("mixed", "one label"), (8, 4))
+    kernel, bias = map(float64, model.layers[-1].weights)
     for batch, chosen in enumerate([slice(None), LABELS == 1]):
         part = x[chosen].astype("float64")
         outputs = normalised(part, **kind)
-        g = loss_slope(model, outputs, LABELS[chosen])
+        # The gradient of the mean cross-entropy with respect to the norm's output.
+        g = softmax(outputs @ kernel + bias) - np.eye(3)[LABELS[chosen]]
+        g = g @ kernel.T / len(part)
         slopes = term_slopes(outputs)
         arrived = np.stack([at_input(slope, part, **kind) for slope in slopes])
         changes = lengths(arrived) / np.linalg.norm(at_input(g, part, **kind))
         shares = changes * np.linalg.norm(g) / lengths(slopes)
-        assert np.all(found.changes[0, batch, blocked] < 1e-12 + tolerance / 5)
-        assert min(changes[passed]) > 1e-2
+        np.testing.assert_array_equal(changes < 1e-9, blocked)
+        assert np.all(found.changes[0, batch, changes < 1e-9] < 1e-12 + tolerance / 5)
+        passed = changes > 1e-2  # CBN's epsilon passes a little of the diagonal term.
         for values, expected in ((found.changes, changes), (found.shares, shares)):
             np.testing.assert_allclose(
                 values[0, batch, passed], expected[passed], rtol=tolerance
@@ -138,13 +133,22 @@ def test_changes_and_shares_are_those_of_the_formulas(kind, dtype):
         (lambda: LpNorm(2, norm_of="centered"), (False, False)),
         (lambda: WS(layers.Dense(FEATURES)), (True, True)),
     ],
-    ids=["layer", "group", "rms", "lp1", "lpinf", "lp2 centered", "ws"],
 )
 def test_what_other_norms_pass(norm, passed):
-    found = probe.blindness(build(norm()), inputs(), LABELS)
+    norm = norm()
+    found = probe.blindness(build(norm), inputs(), LABELS)
+    assert found.kinds == (type(norm).__name__,)
     for term, share in zip(passed, found.shares[0, 0]):
         assert share > 1e-2 if term else share < 1e-3
     assert (found.shares[0, :, 2:] > 1e-2).all()
+
+
+@later_on_jax
+def test_in_inference_all_terms_pass():
+    """Zhou et al., Corollary 1; the moving variance is 1 in all channels."""
+    model = build(batch_normalization())
+    found = probe.blindness(model, inputs(), LABELS, training=False)
+    np.testing.assert_allclose(found.shares, 1.0, rtol=1e-4)
 
 
 @later_on_jax
@@ -171,19 +175,6 @@ def test_a_channel_of_a_convolution_is_one_feature():
     assert found.kinds == ("BatchNormalization", "GroupNormalization")
     assert (found.shares[0, :, :2] < 1e-4).all()
     assert (found.shares[1] > 1e-3).all()
-
-
-@later_on_jax
-def test_nothing_of_the_model_changes():
-    model = networks.build("NoisyBN", run_eagerly=networks.EAGER)
-    x, y = networks.batch()
-    before = networks.variables(model)
-    first = probe.blindness(model, x, y)
-    probe.second_order(model, x, y, layer=first.layers[0])
-    networks.assert_same(networks.variables(model), before)
-    again = probe.blindness(model, x, y)
-    np.testing.assert_array_equal(first.changes, again.changes)
-    assert "call" not in vars(model.layers[1])
 
 
 @pytest.mark.parametrize("dtype", networks.PRECISIONS)
@@ -221,11 +212,10 @@ def test_second_order_against_the_formulas(dtype):
 @later_on_jax
 def test_batches_and_table():
     model, x = build(LpNorm(name="norm")), inputs()
-    ones = np.ones_like(LABELS)
-    assert probe.blindness(model, x, ones).batches == ("one label",)
-    targets = np.eye(3)[LABELS]
-    assert probe.blindness(model, x, targets, "mse").batches == ("mixed",)
-    found = probe.blindness(model, x, targets, "mse", labels=LABELS)
+    assert probe.blindness(model, x, np.ones(8, int)).batches == ("one label",)
+    targets = np.eye(3)[LABELS], "mse"
+    assert probe.blindness(model, x, *targets).batches == ("mixed",)
+    found = probe.blindness(model, x, *targets, labels=LABELS)
     assert found.batches == ("mixed", "one label")
     header, mixed, one_label = str(found).splitlines()
     assert header.split() == ["layer", "kind", "batch", *TERMS, "shared"]
@@ -234,9 +224,8 @@ def test_batches_and_table():
 
 
 def test_models_that_do_not_fit():
-    plain = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(3, name="d")])
     with pytest.raises(ValueError, match="where a model has no normalisation"):
-        probe.blindness(plain, inputs(), LABELS, "mse")
+        probe.blindness(build(), inputs(), LABELS)
     norm, x = layers.GroupNormalization(1), np.ones((3, 2, 2, 1))
     images = networks.sequential(norm, shape=(2, 2, 1), loss="mse")
     with pytest.raises(ValueError, match="output of shape .samples, features."):

@@ -11,7 +11,7 @@ from tests.support import diagnostics_reference as reference
 from tests.support.diagnostics_networks import assert_same, flat, variables
 
 # Weights of the reference network by layer.
-PLACES = {"hidden": [0, 1], "norm": [2, 3], "outputs": [4, 5]}
+PLACES = {"hidden": slice(0, 2), "norm": slice(2, 4), "outputs": slice(4, 6)}
 
 
 def gradients(weights, x, y):
@@ -19,21 +19,18 @@ def gradients(weights, x, y):
     return np.split(reference.gradient(*reference.of_weights(weights, x, y)), ends)
 
 
-def expected_shifts(weights, updated, x, y, names):
-    """Distance, cosine and norm of G and G' for each layer, from their definition."""
-    before = gradients(weights, x, y)
-    rows = []
-    for place in (PLACES[name] for name in names):
-        partly = [*updated[: place[0]], *weights[place[0] :]]
-        after = gradients(partly, x, y)
-        g, g_after = (flat([of[i] for i in place]) for of in (before, after))
-        cosine = g @ g_after / np.linalg.norm(g) / np.linalg.norm(g_after)
-        rows.append((np.linalg.norm(g - g_after), cosine, np.linalg.norm(g)))
-    return np.array(rows).T
+def expected_shift(weights, updated, x, y, name):
+    """Distance, cosine and norm of G and G' of a layer, from their definition."""
+    place = PLACES[name]
+    partly = [*updated[: place.start], *weights[place.start :]]
+    g, after = (flat(gradients(at, x, y)[place]) for at in (weights, partly))
+    norm = np.linalg.norm(g)
+    cosine = g @ after / norm / np.linalg.norm(after)
+    return np.linalg.norm(g - after), cosine, norm
 
 
 def test_shifts_are_those_of_the_reference(nonlinear):
-    model, x, y, weights, _ = nonlinear
+    model, x, y, weights = nonlinear
     before = variables(model)
     slopes = gradients(weights, x, y)
     descent = [w - 0.03 * g.reshape(w.shape) for w, g in zip(weights, slopes)]
@@ -48,29 +45,25 @@ def test_shifts_are_those_of_the_reference(nonlinear):
         (["hidden", "outputs"], anywhere, {"updated": anywhere}),
     ):
         found = diagnostics.covariate_shift(model, x, y, **settings)
-        assert list(found.layers) == names
-        distances, cosines, norms = expected_shifts(weights, updated, x, y, names)
+        assert list(found.layers) == names and found.not_finite == ()
+        expected = [expected_shift(weights, updated, x, y, name) for name in names]
+        distances, *others = np.transpose(expected)
         np.testing.assert_allclose(found.distances, distances, rtol=1e-4, atol=1e-7)
-        np.testing.assert_allclose(found.cosines, cosines, rtol=1e-5)
-        np.testing.assert_allclose(found.norms, norms, rtol=1e-5)
-        assert found.not_finite == ()
-    assert found.distances[0] == 0  # the first layer
+        np.testing.assert_allclose((found.cosines, found.norms), others, rtol=1e-5)
     nowhere = [np.full(w.shape, np.inf) for w in weights]
     found = diagnostics.covariate_shift(model, x, y, updated=nowhere)
     assert found.not_finite == ("outputs",)
+    # Before the first layer there is none.
     assert np.isnan(found.distances[1]) and found.distances[0] == 0
     assert_same(variables(model), before)
 
 
 def test_a_layer_of_layers_is_one_layer():
-    block = [keras.Input((5,)), layers.Dense(4), layers.Dense(4)]
-    block = keras.Sequential(block, name="block")
+    block = keras.Sequential([layers.Dense(4), layers.Dense(4)], name="block")
     model = networks.sequential(layers.Dense(5), block, loss="mse")
-    x, y = networks.batch()
-    y = np.eye(4)[y]
-    found = diagnostics.covariate_shift(
-        model, x, y, layers=["block"], learning_rate=0.1
-    )
+    x, y = networks.batch()[0], np.ones((8, 4))
+    chosen = {"layers": ["block"], "learning_rate": 0.1}
+    found = diagnostics.covariate_shift(model, x, y, **chosen)
     _, gradient = diagnostics.value_and_grad(model, x, y)
     for variable, slope in zip(model.layers[0].trainable_variables, gradient):
         variable.assign_sub(0.1 * slope)
@@ -80,7 +73,7 @@ def test_a_layer_of_layers_is_one_layer():
 
     block.trainable = False
     with pytest.raises(ValueError, match="layers with trainable weights.*'block'"):
-        diagnostics.covariate_shift(model, x, y, layers=["block"])
+        diagnostics.covariate_shift(model, x, y, **chosen)
     model = networks.sequential(layers.BatchNormalization(), loss="mse")
     with pytest.raises(ValueError, match="`model` must have a layer with a trainable"):
         diagnostics.covariate_shift(model, *networks.regression_batch())

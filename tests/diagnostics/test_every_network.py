@@ -13,7 +13,7 @@ LATER = ["LpNorm(inf)", "LayerNormalization", "none", "CBN without a rate"]
 if BACKEND == "jax":  # Where each has three functions to compile.
     LATER += ["BatchNormalization", "WS, CWN, WN", "FusedCBN"]
 # Eager on TensorFlow, some are not.
-SETTINGS = {"dropout": {"run_eagerly": False, "kind": "Subclassed"}}
+SETTINGS = {"dropout": {"run_eagerly": False}}
 if BACKEND == "tensorflow":
     XLA = {"run_eagerly": False, "jit_compile": True}
     SETTINGS["BatchNormalization"] = XLA

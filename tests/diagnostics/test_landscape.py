@@ -14,8 +14,8 @@ def test_a_quadratic_loss_has_its_exact_beta(linear):
     found = diagnostics.landscape(
         *linear[:3], learning_rate=0.2, step_range=(0.5, 3), points=6
     )
-    model, x, y, (w,), dtype = linear
-    tolerance = 1e-11 if dtype == "float64" else 1e-4
+    model, x, y, (w,) = linear
+    tolerance = 1e-11 if w.dtype == model.compute_dtype else 1e-4
     g = x.T @ (x @ w - y) / len(x)  # of the mean over two outputs
     steps = 0.2 * np.linspace(0.5, 3, 6)
     bent = np.linalg.norm(x.T @ x @ g / len(x))
@@ -58,15 +58,12 @@ def logarithm(rate=0.5):
 def test_the_step_lengths_follow_the_rate_of_the_optimizer():
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([3], [0.5, 0.25])
     model, x, y = logarithm(schedule)
-    found = diagnostics.landscape(model, x, y, step_range=(0.1, 0.2), points=2)
-    np.testing.assert_allclose(found.steps, [0.05, 0.1], rtol=1e-6)
-    model.optimizer.iterations.assign(4)
-    found = diagnostics.landscape(model, x, y, step_range=(0.1, 0.2), points=2)
-    np.testing.assert_allclose(found.steps, [0.025, 0.05], rtol=1e-6)
-
-    bare = keras.Model(model.inputs, model.outputs)
+    for iterations, rate in ((0, 0.5), (4, 0.25)):
+        model.optimizer.iterations.assign(iterations)
+        found = diagnostics.landscape(model, x, y, step_range=(0.1, 0.2), points=2)
+        np.testing.assert_allclose(found.steps, [0.1 * rate, 0.2 * rate], rtol=1e-6)
     with pytest.raises(ValueError, match="`learning_rate` must be given"):
-        diagnostics.landscape(bare, x, y, "mse")
+        diagnostics.landscape(keras.Model(model.inputs, model.outputs), x, y, "mse")
 
 
 def test_points_without_a_loss_are_named_and_the_others_kept():

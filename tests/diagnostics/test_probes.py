@@ -32,17 +32,15 @@ def test_training_is_bitwise_the_same_and_numbers_are_in_its_logs(tmp_path):
 
     asked, seen = [], []
 
-    def batch(step):
-        asked.append(step)
-        return networks.batch(seed=step)
-
     def has_all_that_has_a_state():
         keras.utils.set_random_seed(4)
         norm = layers.BatchNormalization()
         return network(CBN(), norm, NoisyBN(), layers.Dropout(0.3))
 
     logged = {"log_dir": tmp_path, **LANDSCAPE}
-    landscape = diagnostics.LandscapeProbe(batch, every=2, **logged)
+    landscape = diagnostics.LandscapeProbe(
+        lambda step: asked.append(step) or networks.batch(seed=step), every=2, **logged
+    )
     batches = [networks.batch(seed=seed) for seed in (1, 2)]
     probes = [
         landscape,
@@ -54,10 +52,9 @@ def test_training_is_bitwise_the_same_and_numbers_are_in_its_logs(tmp_path):
         diagnostics.WeightGrowth(every=2),
     ]
 
-    def see(batch, logs):
-        seen.append(logs.get("landscape_loss"))
-
-    record = keras.callbacks.LambdaCallback(on_train_batch_end=see)
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(logs["landscape_loss"])
+    )
     with_probes = has_all_that_has_a_state()
     logs = train(with_probes, *probes, record, epochs=2).history
     without = has_all_that_has_a_state()  # and PyTorch's generator begins again

@@ -40,19 +40,20 @@ def test_growth_of_weights_that_are_invariant_and_that_are_not():
     history = {key: np.array(values) for key, values in growth.history.items()}
     assert history["step"].tolist() == list(range(12))
 
-    squares = history["first_norm"] ** 2
-    assert squares[0] == pytest.approx(np.sum(before**2))
+    def of(layer):
+        keys = "norm", "step", "growth", "cosine"
+        return (history[f"{layer}_{key}"] for key in keys)
+
+    norm, step, growth, cosine = of("first")
+    assert norm[0] ** 2 == pytest.approx(np.sum(before**2))
+    assert step[0] == pytest.approx(RATE * gradient, rel=1e-5)
     expected = pytest.approx((RATE * gradient) ** 2, rel=TOLERANCE)
-    assert squares[1] - squares[0] == expected
-    assert history["first_growth"][0] == expected
-    assert history["first_step"][0] == pytest.approx(RATE * gradient, rel=1e-5)
-    assert abs(history["first_cosine"][0]) < TOLERANCE
+    assert growth[0] == expected and norm[1] ** 2 - norm[0] ** 2 == expected
+    assert abs(cosine[0]) < TOLERANCE
     rounding = 1e-10 if WIDEST == "float64" else 1e-5
-    expected = squares[0] + np.sum(history["first_step"] ** 2)
-    assert after == pytest.approx(expected, rel=rounding)
+    assert after == pytest.approx(norm[0] ** 2 + np.sum(step**2), rel=rounding)
     # The definition holds for what is not scale-invariant too; the lemma does not.
-    keys = "norm", "step", "growth", "cosine"
-    norm, step, growth, cosine = (history[f"last_{key}"] for key in keys)
+    norm, step, growth, cosine = of("last")
     np.testing.assert_allclose(np.diff(norm**2), growth[:-1], rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(cosine, (growth / step - step) / 2 / norm, rtol=1e-6)
     assert np.abs(cosine).max() > 0.05
@@ -86,8 +87,7 @@ def test_batch_statistics():
 
 
 def test_names_of_kernels():
-    inside = [keras.Input((4,)), layers.Dense(3, name="same")]
-    inside = keras.Sequential(inside, name="inside")
+    inside = keras.Sequential([layers.Dense(3, name="same")], name="inside")
     model = networks.sequential(
         WS(layers.Dense(4, name="ws"), gain=True, name="ws"),
         inside,

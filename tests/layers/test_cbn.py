@@ -8,8 +8,9 @@ import pytest
 
 from keras_norms import AMAT, CBN
 from keras_norms.layers import cbn, learning_rate
-from tests.support.backend import jax_only, later_on_jax, numpy, tensorflow_only
-from tests.support.cbn_reference import relative_error
+from tests.support.any_layer import case, reference_of, slope_of, step_of
+from tests.support.backend import jax_only, later, later_on_jax, numpy, tensorflow_only
+from tests.support.batch_reference import relative_error
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(1, 2, (6, 3)).astype("float32")
@@ -132,6 +133,24 @@ def test_batches_of_unknown_size_are_not_warned_of():
     layer.build((None, 3))
     step = tf.function(lambda x: layer(x, training=True), input_signature=signature)
     assert not times_said("one element", lambda: step(X[:1]))
+
+
+@pytest.mark.parametrize("name", ["CBN(ratio)", *later("CBN(coupled, ratio)")])
+def test_the_ratio_where_a_mean_is_0_and_where_it_is_not(name):
+    each = case(name, (16, 6), axis=-1)
+    start = {"moving_mean": np.zeros(6), "moving_square": np.ones(6)}
+    each.assign(start | {"average_weight": 0, "learning_rate": 0.03})
+    reference = reference_of(each)
+    for means in ([0, 1, -2, 0.5, 2, 2], [0, 0, 1, -1, 1e-3, -0.5]):
+        half = RNG.integers(-8, 9, (8, 6)) / 4  # whose sums are exact
+        x = (np.concatenate([half, -half]) + means).astype("float32")
+        values = each.values(x)
+        y = reference.train(values)
+        gradients = reference.gradients(slope_of(each) + y, values)
+        for found, expected in zip(step_of(each)(x), [y, *gradients.values()]):
+            assert relative_error(found, expected) < 1e-5
+    # Bounded where the mean is next to 0, and 1 where it is 0.
+    assert_close(reference.reference.mean_weight[[0, 1, 4]], [1, 1, 10])
 
 
 # In programs

@@ -63,25 +63,26 @@ def test_an_activation_that_is_a_layer():
     assert_normalised(np.where(y < 0, y / 0.3, y), (1,))
 
 
-def test_it_counts_no_call():
+def assert_refused(layer, x, message):
+    """And left as it was."""
+    before = layer.get_weights()
+    with pytest.raises(ValueError, match=message):
+        layer.data_init(x)
+    for weight, value in zip(layer.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, value)
+
+
+def test_classes_that_override_call():
     layer = WN(Noisy(3))
     layer.data_init(data(20, 4))
     assert_close(layer.layer.calls, 0.0)
     assert layer.losses == []
-
-
-def test_a_class_that_overrides_call():
-    x = data(5, 4)
-    layer = WN(Doubled(3))
+    x, layer = data(5, 4), WN(Doubled(3))
     y = numpy(layer(x))
     assert_close(y, layer.layer(x))
     layer.gains["kernel"].assign(3 * layer.gains["kernel"])
     assert_close(layer(x), 3 * y)
-    before = layer.get_weights()
-    with pytest.raises(ValueError, match="Doubled, overrides `call`"):
-        layer.data_init(3 * x + 1)
-    for weight, value in zip(layer.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(weight, value)
+    assert_refused(layer, 3 * x + 1, "Doubled, overrides `call`")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +113,4 @@ def test_data_must_vary():
     with pytest.raises(ValueError, match="vary.*x.shape=.1, 4.*3 of 3 units"):
         layer.data_init(data(1, 4))
     layer.layer.kernel.assign(np.eye(4, 3))
-    before = layer.get_weights()
-    with pytest.raises(ValueError, match="1 of 3 units"):
-        layer.data_init(data(5, 4) * np.float32([1, 0, 1, 1]))
-    for weight, value in zip(layer.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(weight, value)
+    assert_refused(layer, data(5, 4) * np.float32([1, 0, 1, 1]), "1 of 3 units")

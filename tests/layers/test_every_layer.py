@@ -19,13 +19,13 @@ from tests.support.any_layer import (
     call,
     case,
     example,
-    last,
     reference_of,
     slope_of,
     step_of,
 )
 from tests.support.autodiff import FAST, MODES, second_derivative, training_step
 from tests.support.backend import BACKEND, later_on_jax, not_torch, numpy, some
+from tests.support.normalizations import in_modes, linear_loss
 from tests.support.weight_reference import AsLayer
 
 OTHER_MODES = [mode for mode in MODES if mode != FAST]
@@ -223,38 +223,67 @@ def test_policies(name, policy):
 # Masks, and layers that do not train
 
 
-@forms(CHANNELS, [*ONE_EACH, "CBN(coupled)", "LpNorm(1)", "LpNorm(inf)"])
-def test_what_a_mask_hides_is_not_there(name):
-    each = case(name)
-    x, start = example(each, 4, 0.03)
-    each.assign(start)
-    rng = np.random.default_rng(1)
-    visible = rng.random(last(each, x).shape[:-1]) < 0.6
-    g = np.where(np.expand_dims(visible, each.axis), slope_of(each), 0)
-    g = g.astype("float32")
-    step = training_step(
-        each.layer, lambda y: ops.sum(ops.convert_to_tensor(g) * y), FAST
-    )
-    # Those that it shows, one after the other.
-    reference, values = reference_of(each), each.values(last(each, x)[visible])
-    reference.axis = -1
-    y = reference.train(values)
-    expected = reference.gradients(last(each, g)[visible], values)
-    x = np.where(np.expand_dims(visible, each.axis), x, 1e6).astype("float32")
-    actual, dx, *gradients = step(x, mask=visible)
-    assert not np.any(last(each, dx)[~visible])
-    names = [v.name for v in each.layer.trainable_variables]
-    found = {"x": last(each, dx)[visible]} | dict(zip(names, gradients))
-    assert_near(found, expected)
-    assert_near({"y": last(each, actual)[visible]}, {"y": y})
-    state = each.state()
-    moved = reference.state()
-    assert_near({name: state[name] for name in moved}, moved)
+# Each p and each `norm_of`, CBN with both changes at once, and groups.
+FEW = ["CBN", "CBN(coupled, ratio)", "LpNorm(1)", "LpNorm(2, no beta)", "NoisyBN"]
+FEW += ["LpNorm(2.5, centered)", "LpNorm(inf)", "CBN(groups)", "NoisyBN(groups)"]
+FEW += ["LpNorm(groups)", "LpNorm(1, centered)"]
+MASKED = [name for name in CHANNELS | GROUPS if not FORMS[name].inner]
 
-    found = step(100 * x, mask=np.zeros_like(visible))
+
+def of_channels(each, values, channels):
+    return {
+        k: np.moveaxis(v, each.axis * (v.ndim > 1), 0)[channels] if np.ndim(v) else v
+        for k, v in values.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "mode"), in_modes(MASKED, FEW))
+def test_what_a_mask_hides_is_not_there(name, mode):
+    """Of each channel something else; outputs of what is hidden count too."""
+    each = case(name)
+    rng = np.random.default_rng(1)
+    mask, unused = rng.random((2, *each.shape)) < 0.6
+    hidden = np.moveaxis(mask, each.axis, 0)
+    hidden[0] = False  # of which nothing is seen
+    hidden[1, : each.form.arguments.get("group_size", 0)] = False  # in a group
+    unused &= ~mask
+    g = np.where(unused, 0, slope_of(each)).astype("float32")
+    step = training_step(each.layer, linear_loss(g), mode)
+    names = ["y", "x", *(v.name for v in each.layer.trainable_variables)]
+    for seed, rate in enumerate((0.03, -1.0)):
+        x, start = example(each, seed, rate)
+        each.assign(start)
+        reference, values = reference_of(each), each.values(x) | {"mask": mask}
+        y = reference.train(values)
+        expected = {"y": y} | reference.gradients(g, values) | reference.state()
+        # An element that enters nowhere may be huge.
+        x = np.where(unused, 1e30, x).astype("float32")
+        found = dict(zip(names, step(x, mask=mask), strict=True)) | each.state()
+        found["y"] = np.where(unused, y, found["y"])
+        for channels in (slice(1), slice(1, None)):  # Those of the first may be huge.
+            assert_near(
+                of_channels(each, {k: found[k] for k in expected}, channels),
+                of_channels(each, expected, channels),
+            )
+
+    state = each.state()
+    found = step(x, mask=np.zeros_like(mask))
     assert all(np.all(np.isfinite(value)) for value in found)
     for name, value in each.state().items():
         np.testing.assert_array_equal(value, state[name])
+
+
+@pytest.mark.parametrize(("name", "mode"), in_modes(CHANNELS, FEW[:7]))
+@pytest.mark.parametrize("samples", [0, 1])
+def test_small_batches(name, mode, samples):
+    each = case(name, (samples, 3), axis=-1, epsilon=0.5)
+    x, start = example(each, 6, 0.03)
+    each.assign(start)
+    reference, values = reference_of(each), each.values(x)
+    expected = expected_results(each, reference, values)
+    for name, value in results(each, x, mode).items():
+        # A batch of one is its mean, exactly, so that many results are 0.
+        np.testing.assert_allclose(value, expected[name], 1e-5, 1e-6, err_msg=name)
 
 
 @forms(FORMS)

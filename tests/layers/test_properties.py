@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_norms import CBN
 from tests.support.any_layer import (
     CHANNELS,
-    FORMS,
     call,
     case,
     example,
@@ -92,20 +90,3 @@ def test_any_shape_any_axis_and_any_norm(form, shape, axis, p, seed):
     # Where a channel is constant, epsilon is all that it is divided by.
     each = case(form, shape, axis=axis % len(shape), epsilon=0.1, **norm)
     assert_is_reference(each, seed, 0.03, bound=1e-4)
-
-
-@few
-@given(form=forms, seed=seeds, rate=rates)
-def test_identical_batches_make_inference_what_training_is(form, seed, rate):
-    """CBN's averages are debiased: one batch is enough, at any rate. Others need as
-    many as their momentum takes; here half of the difference is left by each."""
-    is_cbn = FORMS[form].cls is CBN
-    each = case(form, (6, 4), axis=-1)
-    x, values = example(each, seed, rate, hard=True)
-    if is_cbn:
-        values["average_weight"] = np.float32(0)
-    each.assign(values)
-    for _ in range(1 if is_cbn else 30):
-        y = step_of(each)(x)[0]
-    # The difference that is left counts as much as the statistics did at the start.
-    assert_near(call(each, x)[0], y, np.abs(y).max(), 1e-4)

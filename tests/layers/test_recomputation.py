@@ -41,75 +41,53 @@ def block(*names):
     return keras.Sequential([keras.Input((5,)), *norms, layers.Dense(5, "tanh")])
 
 
-def once(block, remat):
-    def loss(x, y, z):
-        return ops.sum(remat(lambda x: block(x, training=True))(x) ** 3)
-
-    return loss
+def once(run, remat, x, y, z):
+    return run(x) ** 3
 
 
-def several_inputs(block, remat):
-    def loss(x, y, z):
-        run = remat(lambda x: block(x, training=True))
-        return ops.sum(run(x) ** 3 * run(y) * run(z))
-
-    return loss
+def several_inputs(run, remat, x, y, z):
+    return run(x) ** 3 * run(y) * run(z)
 
 
-def equal_inputs(block, remat):
+def equal_inputs(run, remat, x, y, z):
     """Nothing but their order tells these calls apart."""
-
-    def loss(x, y, z):
-        run = remat(lambda x: block(x, training=True))
-        return ops.sum(run(x) ** 3 * y + run(x) ** 2)
-
-    return loss
+    return run(x) ** 3 * y + run(x) ** 2
 
 
-def nested(block, remat):
-    def loss(x, y, z):
-        inner = remat(lambda x: block(x, training=True))
-        outer = remat(lambda x: inner(x) + block(x / 2, training=True))
-        return ops.sum(outer(x) ** 3)
-
-    return loss
+def nested(run, remat, x, y, z):
+    return remat(lambda x: run(x) + run(x / 2))(x) ** 3
 
 
-def gradients(block, loss, mode, repeat):
+def gradients(names, loss, remat, mode="eager", repeat=1):
     """Of the weights in the second step, and the state after it."""
-    weights = [v.value for v in block.trainable_variables]
+    network = block(*names)
+    weights = [v.value for v in network.trainable_variables]
 
     def step(*tensors):
+        def value():
+            run = remat(lambda x: network(x, training=True))
+            return ops.sum(loss(run, remat, *tensors))
+
         if BACKEND == "tensorflow":
             import tensorflow as tf
 
             with tf.GradientTape(persistent=True) as tape:
-                value = loss(*tensors)
-            found = [tape.gradient(value, weights) for _ in range(repeat)]
-        else:
-            import torch
+                y = value()
+            return [tape.gradient(y, weights) for _ in range(repeat)][-1]
+        import torch
 
-            value = loss(*tensors)
-            found = [
-                torch.autograd.grad(value, weights, retain_graph=True)
-                for _ in range(repeat)
-            ]
-        return found[-1]
+        y, keep = value(), {"retain_graph": True}
+        return [torch.autograd.grad(y, weights, **keep) for _ in range(repeat)][-1]
 
     step = compiled(step, mode)
     for scale in (1, 2):
         found = step(*(ops.convert_to_tensor(scale * x) for x in X))
-    state = [numpy(v) for v in block.non_trainable_variables]
-    return [numpy(g) for g in found], state
+    return [numpy(v) for v in (*found, *network.non_trainable_variables)]
 
 
-def assert_remat_changes_nothing(make, names, mode="eager", repeat=1):
-    results = []
-    for remat in (lambda function: function, keras.remat):
-        network = block(*names)
-        results.append(gradients(network, make(network, remat), mode, repeat))
-    plain, recomputed = results
-    for actual, expected in zip(recomputed[0] + recomputed[1], plain[0] + plain[1]):
+def assert_remat_changes_nothing(names, loss, *how):
+    plain = gradients(names, loss, lambda function: function, *how)
+    for actual, expected in zip(gradients(names, loss, keras.remat, *how), plain):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -119,27 +97,26 @@ def assert_remat_changes_nothing(make, names, mode="eager", repeat=1):
     [(["cbn", "groups", "noisy"], "eager"), *later(*((list(NORMS), m) for m in MODES))],
 )
 def test_every_layer(names, mode):
-    assert_remat_changes_nothing(once, names, mode)
+    assert_remat_changes_nothing(names, once, mode)
 
 
 @runs_twice
 @pytest.mark.parametrize(
-    ("make", "names"),
+    ("loss", "names"),
     [
         (equal_inputs, ["cbn"]),
         *later((several_inputs, ["noisy"]), (nested, ["cbn", "noisy"])),
     ],
 )
-def test_several_calls_and_backward_passes(make, names):
-    assert_remat_changes_nothing(make, names, repeat=2 if len(names) == 1 else 1)
+def test_several_calls_and_backward_passes(loss, names):
+    assert_remat_changes_nothing(names, loss, "eager", 2 if len(names) == 1 else 1)
 
 
 @runs_twice
 def test_more_calls_than_a_layer_remembers(monkeypatch):
     monkeypatch.setattr(recomputation, "_MOST", 2)
-    network = block("cbn")
     with pytest.raises(ValueError, match="called more than 2 times"):
-        gradients(network, several_inputs(network, keras.remat), "eager", 1)
+        gradients(["cbn"], several_inputs, keras.remat)
 
 
 @torch_only
@@ -176,10 +153,9 @@ def test_state_leaves_what_jax_traces_by_a_stateless_call_only():
     import jax
 
     network = block("cbn")
-    weights, state = (
-        [v.value for v in variables]
-        for variables in (network.trainable_variables, network.non_trainable_variables)
-    )
+    variables = network.non_trainable_variables
+    weights = [v.value for v in network.trainable_variables]
+    state = [v.value for v in variables]
 
     def call(x):
         return network.stateless_call(weights, state, x, training=True)
@@ -188,7 +164,6 @@ def test_state_leaves_what_jax_traces_by_a_stateless_call_only():
     for actual, wanted in zip(jax.tree.leaves(jax.checkpoint(call)(X[0])), expected):
         np.testing.assert_allclose(actual, wanted, rtol=1e-6)
     remat = keras.remat(lambda x: network(x, training=True))
-    variables = network.non_trainable_variables
     with pytest.raises(ValueError, match="assign the state that it returns outside"):
         remat(X[0])
     outside = keras.StatelessScope(zip(variables, state))

@@ -6,9 +6,10 @@ from keras import ops
 
 from keras_norms import CBN
 from keras_norms.ops import custom_gradient, moments, passes, single_pass
+from tests.support.any_layer import FORMS
 from tests.support.autodiff import second_derivative, training_step
-from tests.support.backend import BACKEND, later, some, tensorflow_only
-from tests.support.normalizations import CASES, INF, assert_near, averages
+from tests.support.backend import BACKEND, later, numpy, some, tensorflow_only
+from tests.support.normalizations import assert_near
 from tests.support.weight_reference import AsLayer
 
 COMPILED = {"tensorflow": "graph", "jax": "jit_compile", "torch": "eager"}[BACKEND]
@@ -60,13 +61,14 @@ def results(layer, x, g, mode, **mask):
         layer.set_learning_rate(0.03)
     step = training_step(layer, loss, mode)
     step(x[::-1].copy())
-    found = [*step(x), second_derivative(layer, x, loss, g, mode), *averages(layer)]
+    found = [*step(x), second_derivative(layer, x, loss, g, mode)]
+    found += [numpy(v) for v in layer.non_trainable_variables]
     return found + list(training_step(layer, loss, mode, **mask)(x) if mask else ())
 
 
-GPU = [("shift", 1, "eager")]
-MORE = [("shift", -1, "graph"), ("l1.5 input", -1, "eager")]
-MORE += [(f"l{INF} centered", -1, "graph")]
+GPU = [("CBN", 1, "eager")]
+MORE = [("CBN", -1, "graph"), ("LpNorm(1.5)", -1, "eager")]
+MORE += [("LpNorm(inf, centered)", -1, "graph")]
 
 
 @tensorflow_only
@@ -75,11 +77,10 @@ def test_compiled_pass_by_pass_as_on_a_gpu(monkeypatch, name, axis, mode):
     rng = np.random.default_rng(0)
     x, g = rng.normal(1, 2, (2, 8, 3, 5, 4)).astype("float32")
     visible = ops.convert_to_tensor(rng.random((8, 3, 5)) < 0.6)
-    layer, arguments = CASES[name]
-    mask = {} if layer is CBN else {"mask": visible}
-    expected = results(layer(axis=axis, **arguments), x, g, mode, **mask)
+    mask = {} if name == "CBN" else {"mask": visible}
+    expected = results(FORMS[name].make(axis=axis), x, g, mode, **mask)
     monkeypatch.setattr(single_pass, "_has_gpu", lambda: True)
-    actual = results(layer(axis=axis, **arguments), x, g, mode, **mask)
+    actual = results(FORMS[name].make(axis=axis), x, g, mode, **mask)
     assert_near(actual, expected)
 
 

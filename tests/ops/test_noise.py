@@ -84,36 +84,36 @@ def test_what_repeats_and_what_is_independent(million, kind):
 def test_normal_and_uniform_are_independent(million):
     normal, uniform = million["normal"], million["uniform"] * np.sqrt(3)
     square = (normal**2 - 1) / np.sqrt(2)
-    assert_uncorrelated(normal, uniform)
-    assert_uncorrelated(square, uniform)
+    for a, b in ((normal, uniform), (square, uniform)):
+        assert_uncorrelated(a, b)
     assert_uncorrelated(square, (uniform**2 - 1) / np.sqrt(0.8))
 
 
+WIDE = {"mean_range": 0.5, "scale_range": 1.25}
+
+
 def test_a_channel_draws_its_means():
-    channels, wide = 100_000, {"mean_range": 0.5, "scale_range": 1.25}
-    scale, shift = draw((3, channels), **wide)
+    scale, shift = draw((3, 100_000), **WIDE)
     for values, low, high in ((scale, 1, 1.25), (shift, -0.5, 0.5)):
         assert np.ptp(values, 0).max() == 0  # the same for the whole channel
-        assert low <= values.min() and values.max() <= high
         exact = scipy.stats.uniform(low, high - low)
         assert scipy.stats.kstest(values[0], exact.cdf).pvalue > FOUR_SIGMA
-    assert_uncorrelated(*((v[0] - v.mean()) / v.std() for v in (scale, shift)))
-    again = draw((3, channels), calls=2, **wide)
-    assert_uncorrelated(*((v[0] - v.mean()) / v.std() for v in (shift, again[1])))
+    again = draw((3, 100_000), calls=2, **WIDE)[1]
+    scale, shift, again = ((v[0] - v.mean()) / v.std() for v in (scale, shift, again))
+    assert_uncorrelated(scale, shift)
+    assert_uncorrelated(shift, again)
 
 
 @pytest.mark.parametrize("axis", [1, -1])
 def test_elements_vary_around_the_means_of_their_channel(axis):
-    shape, wide = (200, 5, 100, 5), {"mean_range": 0.5, "scale_range": 1.25}
-    means = draw(shape, axis=axis, **wide)
-    values = draw(shape, axis=axis, mean_jitter=0.2, scale_jitter=0.3, **wide)
+    shape = (200, 5, 100, 5)
+    means = draw(shape, axis=axis, **WIDE)
+    values = draw(shape, axis=axis, mean_jitter=0.2, scale_jitter=0.3, **WIDE)
     others = tuple({0, 1, 2, 3} - {axis % 4})
-    assert all(np.ptp(mean, others).max() == 0 for mean in means)
-    assert all(np.unique(mean).size == 5 for mean in means)
-    normal, uniform = ((v - mean).ravel() for v, mean in zip(values, means))
-    for kind, actual, size in (("normal", normal, 0.3), ("uniform", uniform, 0.2)):
-        exact = DISTRIBUTIONS[kind]
-        assert scipy.stats.kstest(actual / size, exact.cdf).pvalue > FOUR_SIGMA
+    for value, mean, kind, size in zip(values, means, DISTRIBUTIONS, (0.3, 0.2)):
+        assert np.ptp(mean, others).max() == 0 and np.unique(mean).size == 5
+        exact, found = DISTRIBUTIONS[kind], (value - mean).ravel() / size
+        assert scipy.stats.kstest(found, exact.cdf).pvalue > FOUR_SIGMA
 
 
 def lowbias32(x):

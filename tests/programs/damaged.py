@@ -85,23 +85,18 @@ def count(path, read, step=1, bits=range(8), named=True):
         for byte in (*([b] for b in flipped), None):
             rest = b"" if byte is None else bytes(byte) + content[place + 1 :]
             path.write_bytes(content[:place] + rest)
-            found[_kind(path, read, expected, named)] += 1
+            try:
+                same = np.all(read() == expected)
+                other = "wrong" if path.suffix == ".npz" else "changed"
+                kind = "without effect" if same else other
+            except Exception as error:
+                clear = isinstance(error, ValueError) and error.__cause__ is None
+                clear &= str(path.parent) in str(error) and "delete" in str(error)
+                kind = "errors" if clear or not named else "wrong"
+            found[kind] += 1
     path.write_bytes(content)
     assert np.all(read() == expected)
     return found
-
-
-def _kind(path, read, expected, named):
-    try:
-        same = np.all(read() == expected)
-    except ValueError as error:
-        clear = str(path.parent) in str(error) and "delete" in str(error)
-        clear = clear and error.__cause__ is None
-        return "errors" if clear or not named else "wrong"
-    except Exception:
-        return "wrong" if named else "errors"
-    changed = "wrong" if path.suffix == ".npz" else "changed"
-    return "without effect" if same else changed
 
 
 KINDS = ("errors", "without effect", "changed", "wrong")

@@ -42,10 +42,8 @@ def litert(model, folder, x, **kwargs):
     path = str(folder / "model.tflite")
     model.export(path, format="litert", verbose=False, **kwargs)
     interpreter = tf.lite.Interpreter(path)
-    (given,), (made,) = (
-        interpreter.get_input_details(),
-        interpreter.get_output_details(),
-    )
+    (given,) = interpreter.get_input_details()
+    (made,) = interpreter.get_output_details()
     interpreter.resize_tensor_input(given["index"], x.shape)
     interpreter.allocate_tensors()
     interpreter.set_tensor(given["index"], x)

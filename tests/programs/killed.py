@@ -11,6 +11,7 @@ checkpoint may be left.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import random
@@ -80,27 +81,24 @@ def killed_once(words, directory, most):
 
 def outcome(directory):
     """A dict from each file to what is in it, without times and places."""
+
+    def without_times(pairs):
+        return {key: value for key, value in pairs if not re.match(TIMES, key)}
+
     found = {}
     for path in directory.rglob("*"):
         name = str(path.relative_to(directory))
         if path.suffix in (".json", ".jsonl"):
             text = path.read_text()
             texts = [text] if path.suffix == ".json" else text.splitlines()
-            found[name] = [_without_times(json.loads(text)) for text in texts]
+            load = functools.partial(json.loads, object_pairs_hook=without_times)
+            found[name] = [load(text) for text in texts]
         elif path.suffix == ".keras":
             weights = keras.models.load_model(path).get_weights()
             found[name] = [array.tobytes() for array in weights]
         elif path.is_file() and path.name not in ("stderr", ".lock"):
             found[name] = path.suffix == ".md" and path.read_text()  # or a picture
     return found
-
-
-def _without_times(value):
-    if isinstance(value, list):
-        return [_without_times(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {k: _without_times(v) for k, v in value.items() if not re.match(TIMES, k)}
 
 
 def killed(recipe, root, expected, times, most):
@@ -128,7 +126,7 @@ def main():
     parser.add_argument("--recipes", default=",".join(RECIPES))
     arguments = parser.parse_args()
     random.seed(arguments.seed)
-    wrong = 0
+    wrong = []
     for recipe in arguments.recipes.split(","):
         with tempfile.TemporaryDirectory() as root:
             whole = pathlib.Path(root, "whole")
@@ -138,7 +136,7 @@ def main():
         files = f"{len(different)} of {len(expected) * rounds} files differ"
         kills = f"{arguments.times} kills in {rounds} trainings"
         print(f"{recipe}: {kills}, {files}", *different, flush=True)
-        wrong += len(different)
+        wrong += different
     sys.exit(bool(wrong))
 
 

@@ -1,22 +1,23 @@
 """Errors of the layers on hard inputs, beside those of keras.layers.BatchNormalization.
 
-    KERAS_BACKEND=tensorflow python -m tests.programs.numerics
+    KERAS_BACKEND=tensorflow python -m tests.programs.numerics --output=found.json
 
-prints tables in Markdown. A cell has the largest errors of the output and of the
-gradient of the inputs against the float64 references, in units of the largest value of
-the same channel, over three steps on the same input, or one on each of a sequence, and
-over the ways in which the backend runs a step; of large inputs, of one step in one way.
-The inputs of WS, CWN and WN are kernels, a channel is a unit.
+writes the largest errors of the output and of the gradient of the inputs against the
+float64 references, in units of the largest value of the same channel, over three steps
+on the same input, or one on each of a sequence, and over the ways in which the backend
+runs a step; of large inputs, of one step in one way. What is not finite is null. The
+inputs of WS, CWN and WN are kernels, a channel is a unit.
 """
 
+import argparse
 import copy
 import functools
-import os
-import platform
+import itertools
 
 import keras
 import numpy as np
 
+from benchmarks import compare
 from keras_norms import CBN, LpNorm, NoisyBN
 from keras_norms.ops import weight_norms
 from tests.support.any_layer import QUIET
@@ -172,32 +173,28 @@ def _error(found, expected):
     return error if np.isfinite(error) else np.inf
 
 
-def _table(layers, cases):
-    print(f"\n| inputs | {' | '.join(layers)} |\n|---|{'---|' * len(layers)}")
-    for case in cases:
-        cells = []
-        for layer in layers:
-            if case == "one sample" and layer in ("WS", "CWN"):
-                cells.append("")  # A unit of these has several weights.
-                continue
-            modes, steps = (WAYS[:2][-1:], 1) if case in LARGE else (WAYS, STEPS)
-            found = [errors(layer, case, steps, mode) for mode in modes]
-            if case in LARGE:
-                _compiled.cache_clear()
-            cells.append("{:.0e}, {:.0e}".format(*np.max(found, (0, 1))))
-        print(f"| {case} | {' | '.join(cells)} |", flush=True)
+def row(layer, case):
+    """The largest errors of a layer on a case, as the report has them."""
+    modes, steps = (WAYS[:2][-1:], 1) if case in LARGE else (WAYS, STEPS)
+    largest = np.max([errors(layer, case, steps, mode) for mode in modes], (0, 1))
+    if case in LARGE:
+        _compiled.cache_clear()
+    # JSON has no infinity.
+    values = [float(f"{e:.2g}") if np.isfinite(e) else None for e in largest]
+    return {"layer": layer, "inputs": case, "output": values[0], "gradient": values[1]}
 
 
 def main():
-    version = __import__(BACKEND).__version__
-    print(
-        f"{BACKEND} {version} ({', '.join(WAYS)}), Keras {keras.__version__}, "
-        f"NumPy {np.__version__}, {platform.machine()}, {os.cpu_count()} cores"
-    )
-    for layers in (BATCH, LP_NORMS, WEIGHTS):
-        _table(layers, CASES | LARGE)
-    for layers in (BATCH | UNKNOWN_RATE, LP_NORMS):
-        _table(layers, SEQUENCES)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", help="A JSON file.")
+    output = parser.parse_args().output
+    single = itertools.product(BATCH | LP_NORMS | WEIGHTS, CASES | LARGE)
+    # A unit of these has several weights.
+    left_out = {("WS", "one sample"), ("CWN", "one sample")}
+    pairs = [pair for pair in single if pair not in left_out]
+    pairs += itertools.product(LAYERS, SEQUENCES)
+    rows = [row(*pair) for pair in pairs]
+    compare.report(output, "numerics", rows, ways=WAYS)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ as docs/tpu.md shows.
 
 import faulthandler
 import pathlib
+import re
 import sys
 
 import jax
@@ -18,28 +19,15 @@ from keras_norms import AMAT
 from recipes import models
 from recipes.engine import devices
 
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "tpu.md"
 BATCH, STEPS, EPOCHS = 32, 10, 8
 
 
-class Backup(keras.callbacks.BackupAndRestore):
-    """Process 0 writes, all read."""
-
-    def __init__(self, backup_dir):
-        super().__init__(backup_dir, double_checkpoint=True, delete_checkpoint=False)
-
-    def _save_model(self):
-        # `self.model` fetches the state, which all processes must do together.
-        if self.model is not None and jax.process_index() == 0:
-            distribution = keras.distribution.distribution()
-            # Keras makes variables while it saves: here, of this process alone.
-            keras.distribution.set_distribution(None)
-            super()._save_model()
-            keras.distribution.set_distribution(distribution)
-
-
-class Epochs(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        print(f"epoch {epoch}", flush=True)
+def backup(directory):
+    """The callback of the page: process 0 writes, all read."""
+    names = {"keras": keras, "jax": jax}
+    exec(re.search(r"class Backup.*?\n\n\n", PAGE.read_text(), re.DOTALL)[0], names)
+    return names["Backup"](directory, double_checkpoint=True, delete_checkpoint=False)
 
 
 def part(array):
@@ -56,6 +44,9 @@ def main(directory, addresses=None, number=None):
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     several = (addresses, 2, int(number)) if addresses else ()
     strategy = devices.get("data_parallel", *several)
+    epochs = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: print(f"epoch {epoch}", flush=True)
+    )
     keras.utils.set_random_seed(0)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(BATCH * STEPS, 8, 8, 1)).astype("float32")
@@ -66,16 +57,13 @@ def main(directory, addresses=None, number=None):
         schedule = keras.optimizers.schedules.PiecewiseConstantDecay(
             [25], [0.01, 0.001]
         )
-        model.compile(
-            keras.optimizers.SGD(schedule, momentum=0.9),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(schedule, momentum=0.9), loss)
     batch = BATCH // jax.process_count()
-    callbacks = [AMAT(), Backup(directory / "backup"), Epochs()]
-    model.fit(
-        part(x), part(y), batch, EPOCHS, shuffle=False, verbose=0, callbacks=callbacks
-    )
-    arrays = [keras.ops.convert_to_numpy(v) for v in model.variables]
+    callbacks = [AMAT(), backup(directory / "backup"), epochs]
+    settings = {"shuffle": False, "verbose": 0, "callbacks": callbacks}
+    model.fit(part(x), part(y), batch, EPOCHS, **settings)
+    arrays = map(keras.ops.convert_to_numpy, model.variables)
     np.savez(directory / f"weights{number or ''}.npz", *arrays)
 
 

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keras_norms import CBN, NoisyBN
 from keras_norms.ops import replicas
-from tests.support.device_cases import CASES, build, data, errors, numpy
+from tests.support.backend import numpy
+from tests.support.device_cases import CASES, build, data, errors
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "groups.md"
 PROCESSES, BATCH = 2, 13
@@ -31,10 +32,10 @@ def two_steps(case, rank=None):
     """Of a rank with its part of the batch, or of one process with all of it."""
     layer = build(case, BATCH, synchronized=rank is not None)
     arrays = [torch.tensor(part(array, rank)) for array in data(case, BATCH)]
+    x, upstream, *mask = arrays
+    x.requires_grad_()
     found = {"outputs": [], "gradients": [], "state": []}
     for _ in range(2):
-        x, upstream, *mask = arrays
-        x = x.clone().requires_grad_()
         y = layer(x, training=True, **({"mask": mask[0]} if mask else {}))
         loss = (y.float() * upstream[..., : y.shape[-1]]).sum()
         weights = [v.value for v in layer.trainable_variables]
@@ -42,9 +43,9 @@ def two_steps(case, rank=None):
         if gradients:  # Second derivatives pass through the sums, too.
             more = torch.autograd.grad((dx * dx).sum(), weights, allow_unused=True)
             gradients += [each for each in more if each is not None]
-        found["outputs"] += [numpy(y.detach()), numpy(dx.detach())]
-        found["gradients"] += [numpy(g.detach()) for g in gradients]
-        found["state"] += [numpy(v) for v in layer.non_trainable_variables]
+        found["outputs"] += [numpy(y), numpy(dx)]
+        found["gradients"] += map(numpy, gradients)
+        found["state"] += map(numpy, layer.non_trainable_variables)
     return found
 
 
@@ -53,18 +54,18 @@ def compared(name, rank):
     parts = gathered(two_steps(CASES[name], rank))
     if rank:
         return None
-    for mine, others in zip(parts[0]["state"], parts[1]["state"]):
+    outputs, gradients, states = (
+        [*zip(*(of[key] for of in parts), strict=True)] for key in parts[0]
+    )
+    for mine, others in states:
         np.testing.assert_array_equal(mine, others)
     together = {
-        "outputs": [np.concatenate(pair) for pair in _pairs(parts, "outputs")],
-        "gradients": [a + b for a, b in _pairs(parts, "gradients")],
+        "outputs": [*map(np.concatenate, outputs)],
+        "gradients": [*map(sum, gradients)],
         "state": parts[0]["state"],
     }
-    return errors(together, _alone(lambda: two_steps(CASES[name])))
-
-
-def _pairs(parts, key):
-    return zip(*(each[key] for each in parts), strict=True)
+    alone = _alone(lambda: two_steps(CASES[name]))
+    return {"layer": name, **errors(together, alone)}
 
 
 def gathered(value):
@@ -146,7 +147,7 @@ def main(rank, store):
     torch.distributed.init_process_group(
         "gloo", f"file://{store}", rank=rank, world_size=PROCESSES
     )
-    found = {name: compared(name, rank) for name in CASES}
+    found = [compared(name, rank) for name in CASES]
     for check in (check_training, check_not_synchronized, check_noise):
         check(rank)
     if rank == 0:

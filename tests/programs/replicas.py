@@ -2,33 +2,24 @@
 
     KERAS_BACKEND=tensorflow python -m tests.programs.replicas [<name of a case> ...]
 
-Without names all cases, and what else replicas do. A process can divide its CPU into
+Without names all cases, and what else replicas do. With `--output=FILE.json` a report
+of all cases, and of Keras' layer, is written instead. A process can divide its CPU into
 devices only once, before it uses any.
 """
 
 import functools
-import json
-import sys
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_norms import AMAT, NoisyBN
-from tests.support import rates
-from tests.support.device_cases import (
-    CASES,
-    Case,
-    build,
-    cbn,
-    data,
-    errors,
-    in_groups,
-    numpy,
-)
+from tests.support import device_cases, rates
+from tests.support.backend import numpy
+from tests.support.device_cases import CASES, Case, build, cbn, data, errors, in_groups
 
 # How many replicas, and how many samples they share.
-SIZES = {name: [(2, 13)] for name in CASES} | {
+SIZES = {
+    None: [(2, 13)],
     "cbn": [(4, 3)],
     "cbn, ratio": [(8, 13)],
     "fused": [(4, 13)],
@@ -70,35 +61,31 @@ def distributed(strategy, layer, arrays):
     return run, program
 
 
-def collected(outputs, layer, together):
-    """Outputs and gradients of the whole batch, and the state after it."""
-    y, dx, *gradients = outputs
-    return {
-        "outputs": [together(y), together(dx)],
-        "gradients": [sum(map(numpy, parts)) for parts in gradients],
-        "state": [numpy(v) for v in layer.non_trainable_variables],
-    }
+def two_steps(run, layer):
+    """Outputs and gradients of the whole batch, and the state after each step."""
+    found = {"outputs": [], "gradients": [], "state": []}
+    for _ in range(2):
+        y, dx, *gradients = ([*map(numpy, parts)] for parts in run())
+        found["outputs"] += [np.concatenate(y), np.concatenate(dx)]
+        found["gradients"] += map(sum, gradients)
+        found["state"] += map(numpy, layer.non_trainable_variables)
+    return found
 
 
-def compared(name, count, batch):
+def compared(case, count, batch):
     """The errors of two steps on `count` replicas against those on one device."""
-    case = CASES[name]
     strategy = mirrored(count)
     arrays = data(case, batch)
     single = build(case, batch)
     with strategy.scope():
         layer = build(case, batch, synchronized=True)
     run, program = distributed(strategy, layer, arrays)
-    largest = {}
-    for _ in range(2):
-        alone = [[output] for output in step(single, *map(tf.constant, arrays))]
-        expected = collected(alone, single, lambda parts: numpy(parts[0]))
-        actual = collected(
-            run(), layer, lambda parts: np.concatenate([*map(numpy, parts)])
-        )
-        for key, error in errors(actual, expected).items():
-            largest[key] = max(largest.get(key, 0), error)
-    return {**largest, "collectives": collectives(program, count)}
+    tensors = [*map(tf.constant, arrays)]
+    expected = two_steps(lambda: ([v] for v in step(single, *tensors)), single)
+    operations = [operation.type for operation in program.graph.get_operations()]
+    # How many a replica starts in a step.
+    collectives = sum(name.startswith("Collective") for name in operations) / count
+    return {**errors(two_steps(run, layer), expected), "collectives": collectives}
 
 
 @functools.cache  # two strategies would take the same keys for different collectives
@@ -106,12 +93,6 @@ def mirrored(count):
     # As TensorFlow's own tests do: groups of another size take other keys.
     tf.distribute.MirroredStrategy._collective_key_base = 1000 * count
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])
-
-
-def collectives(program, count):
-    """How many collectives a replica starts in a step."""
-    operations = [operation.type for operation in program.graph.get_operations()]
-    return sum(name.startswith("Collective") for name in operations) / count
 
 
 def check_not_synchronized(case):
@@ -167,29 +148,19 @@ def check_amat():
     for part in np.split(x, 2):
         model.fit(part, part[:, :1], 2, verbose=0, shuffle=False, callbacks=[AMAT()])
     rates.check(model, norm, rates.rates_of(rates.PIECEWISE, range(6)))
-    assert keras.ops.convert_to_numpy(model.optimizer.iterations) == 6
+    assert numpy(model.optimizer.iterations) == 6
     assert model.distribute_strategy.num_replicas_in_sync == 2
 
 
-def main(names):
+def main():
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * 8,
     )
-    check_amat()
-    found = {
-        name: {
-            f"{count} replicas, {batch}": compared(name, count, batch)
-            for count, batch in SIZES[name]
-        }
-        for name in names or CASES
-    }
-    if not names:
-        for case in (CASES["cbn, ratio"], Case(in_groups(cbn))):
-            check_not_synchronized(case)
-        check_noise()
-    print(json.dumps(found))
+    unsynchronized = [CASES["cbn, ratio"], Case(in_groups(cbn))]
+    checks = [functools.partial(check_not_synchronized, c) for c in unsynchronized]
+    device_cases.main(compared, SIZES, *checks, check_noise, check_amat)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

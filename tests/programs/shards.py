@@ -3,13 +3,12 @@
     KERAS_BACKEND=jax XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
         python -m tests.programs.shards [<name of a case> ...]
 
-Without names all cases, and what else devices do. A process can divide its CPU into
+Without names all cases, and what else devices do. With `--output=FILE.json` a report of
+all cases, and of Keras' layer, is written instead. A process can divide its CPU into
 devices only before it uses any.
 """
 
-import json
 import re
-import sys
 
 import jax
 import keras
@@ -17,14 +16,17 @@ import numpy as np
 
 from keras_norms import AMAT, CBN
 from recipes.engine import classifier, devices, optimizers
-from tests.support.device_cases import CASES, build, data, errors, numpy
+from tests.support import device_cases
+from tests.support.backend import numpy
+from tests.support.device_cases import CASES, build, data, errors
 
 BATCH = 16
 # How many devices.
-SIZES = {name: [2] for name in CASES} | {
-    "cbn": [8],
-    "cbn, ratio": [2, 4],
-    "cbn, groups": [4, 8],
+SIZES = {
+    None: [(2,)],
+    "cbn": [(8,)],
+    "cbn, ratio": [(2,), (4,)],
+    "cbn, groups": [(4,), (8,)],
 }
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|collective-permute)(?:-start)?\("
@@ -43,8 +45,10 @@ def divided(distribution, array):
     return jax.device_put(array, layout.backend_layout)
 
 
-def step_of(layer):
-    """The training step of a layer: outputs, state, gradients of weights and input."""
+def two_steps(layer, arrays):
+    """Outputs, gradients and state, and the number of collectives of a step."""
+    trainable = [v.value for v in layer.trainable_variables]
+    state = [v.value for v in layer.non_trainable_variables]
 
     def step(trainable, state, x, upstream, mask=None):
         arguments = {} if mask is None else {"mask": mask}
@@ -61,26 +65,20 @@ def step_of(layer):
         gradients, (y, updated) = jax.grad(loss, (0, 1), has_aux=True)(trainable, x)
         return y, updated, *gradients
 
-    return step
-
-
-def two_steps(layer, arrays):
-    trainable = [v.value for v in layer.trainable_variables]
-    state = [v.value for v in layer.non_trainable_variables]
-    program = jax.jit(step_of(layer)).lower(trainable, state, *arrays).compile()
-    found = []
+    program = jax.jit(step).lower(trainable, state, *arrays).compile()
+    found = {"outputs": [], "gradients": [], "state": []}
     for _ in range(2):
         y, state, gradients, dx = program(trainable, state, *arrays)
-        found.append({"outputs": [y, dx], "gradients": gradients, "state": state})
-    merged = {key: [*found[0][key], *found[1][key]] for key in found[0]}
+        found["outputs"] += [y, dx]
+        found["gradients"] += gradients
+        found["state"] += state
     # Those that each run starts, and not those where a mean is far away.
     text = program.as_text()
-    return merged, len(COLLECTIVE.findall(text[text.index("\nENTRY") :]))
+    return found, len(COLLECTIVE.findall(text[text.index("\nENTRY") :]))
 
 
-def compared(name, count):
+def compared(case, count):
     """The errors of two steps on `count` devices against those on one."""
-    case = CASES[name]
     arrays = data(case, BATCH)
     keras.distribution.set_distribution(None)
     expected, _ = two_steps(build(case, BATCH), arrays)
@@ -183,17 +181,6 @@ def check_evaluation():
         np.testing.assert_allclose(evaluated([test]), alone, rtol=1e-5)
 
 
-def main(names):
-    found = {
-        name: {f"{count} devices": compared(name, count) for count in SIZES[name]}
-        for name in names or CASES
-    }
-    if not names:
-        check_large_means()
-        check_model_parallel()
-        check_evaluation()
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    checks = check_large_means, check_model_parallel, check_evaluation
+    device_cases.main(compared, SIZES, *checks)

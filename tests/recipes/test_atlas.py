@@ -2,7 +2,6 @@ import pytest
 
 from recipes import atlas
 from recipes.engine import classifier
-from recipes.engine.training import Outcome
 from tests.support import small
 from tests.support.backend import jax_only
 
@@ -20,8 +19,7 @@ def test_each_cell_has_its_rate(tmp_path, monkeypatch):
         best = {"none": 1.0, "cbn": 0.1}[settings.norm]
         accuracy = 0.9 - abs(rate - best) / 2 - 0.1 * test * (1 + settings.seed)
         diverged = rate > 0.5 and not test
-        found = {"name": "x", "test_accuracy": accuracy, "diverged": diverged}
-        return Outcome(settings, found, [])
+        return small.outcome(settings, test_accuracy=accuracy, diverged=diverged)
 
     monkeypatch.setattr(classifier, "train", trained)
     found, table = small.run(atlas, tmp_path, "accuracy", **OWN)
@@ -40,14 +38,6 @@ def test_each_cell_has_its_rate(tmp_path, monkeypatch):
     assert {each.validation_size for each in tested} == {None}
 
 
-def outcomes(*accuracies):
-    settings = [atlas.Settings().one(learning_rate=r) for r in OWN["learning_rates"]]
-    return [
-        Outcome(each, {"test_accuracy": accuracy, "diverged": accuracy is None}, [])
-        for each, accuracy in zip(settings, accuracies, strict=True)
-    ]
-
-
 @pytest.mark.parametrize(
     "accuracies, rate, at_end",
     [
@@ -61,7 +51,13 @@ def outcomes(*accuracies):
 )
 def test_choice_of_the_rate(accuracies, rate, at_end):
     settings = atlas.Settings(**OWN)
-    found = atlas.choose(outcomes(*accuracies), {"batch_size": 128}, settings)
+    outcomes = [
+        small.outcome(
+            settings.one(learning_rate=r), test_accuracy=a, diverged=a is None
+        )
+        for r, a in zip(OWN["learning_rates"], accuracies, strict=True)
+    ]
+    found = atlas.choose(outcomes, {"batch_size": 128}, settings)
     assert (found["rate"], found["at_end"]) == (rate, at_end)
 
 

@@ -5,15 +5,14 @@ import keras
 import pytest
 
 from recipes import compare
-from recipes.engine import classifier, results, training
+from recipes.engine import classifier, results
 from tests.support import small
 
 
 def settings(tmp_path, **changes):
-    places = {"runs_dir": f"{tmp_path}/runs", "saved_models_dir": f"{tmp_path}/models"}
-    own = {"models": ("resnet8",), "seeds": 1, "workers": 1}
+    own = {"models": ("resnet8",), "seeds": 1, "workers": 1, **small.places(tmp_path)}
     sizes = {"train_size": 64, "batch_size": 32, "epochs": 2}
-    return compare.Settings(**sizes | own | places | changes)
+    return compare.Settings(**sizes | own | changes)
 
 
 def test_compare(tmp_path, monkeypatch):
@@ -39,20 +38,23 @@ def test_compare(tmp_path, monkeypatch):
     assert (directory / "table.md").read_text() == table
 
 
-def outcome(*accuracies, diverged=False):
+def outcome(*accuracies, diverged=False, **more):
     metrics = [
         {"epoch": i, "test_accuracy": accuracy, "train_loss": 1.0}
         for i, accuracy in enumerate(accuracies, start=1)
     ]
-    found = {"name": "x", "diverged": diverged, "test_accuracy": accuracies[-1]}
-    found["train_loss"] = None if diverged else 1 - accuracies[-1]
-    return training.Outcome(None, found | {"seconds_per_step": 0.01}, metrics)
+    loss = None if diverged else 1 - accuracies[-1]
+    found = {"test_accuracy": accuracies[-1], "train_loss": loss, "diverged": diverged}
+    return small.outcome(None, *metrics, **found, **more)
 
 
 def test_numbers_over_seeds():
     good = results.summarise([outcome(0.8, 0.9), outcome(0.7)], 0.9)
     assert good["test_accuracy"] == pytest.approx({"mean": 0.8, "std": 0.02**0.5})
     assert good["epochs_to_target"] == [2, None] and good["diverged"] == 0
+    few, most = ({"trials_at_once": n, "images_per_second": 2.0 * n} for n in (1, 3))
+    found = results.summarise([outcome(0.5, **few), outcome(0.5, **most)], 0.9)
+    assert most.items() <= found.items()
     some = results.summarise([outcome(0.5), outcome(0.1, diverged=True)], 0.9)
     assert some["test_accuracy"] == {"mean": 0.5, "std": None}
     assert some["diverged"] == 1

@@ -1,5 +1,6 @@
 import json
 import os
+import zipfile
 
 import keras
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from recipes import train
 from recipes.engine import data, optimizers, recorder, run
-from tests.support import processes, small
+from tests.support import small
 from tests.support.backend import BACKEND, later, numpy, thorough_on
 from tests.support.small import dense_networks as dense_networks
 
@@ -16,8 +17,7 @@ TINY = {"model": "resnet8", "train_size": 96, "batch_size": 32, "epochs": 6}
 
 
 def run_tiny(tmp_path, **changes):
-    places = {"runs_dir": f"{tmp_path}/runs", "saved_models_dir": f"{tmp_path}/models"}
-    return train.train(train.Settings(**TINY | places | changes))
+    return train.train(train.Settings(**TINY | small.places(tmp_path) | changes))
 
 
 def contents(outcome):
@@ -51,11 +51,18 @@ def test_run_and_its_files(finished):
         assert results[key] == lines[-1][key]
     assert results["epochs"] == 6 and not results["diverged"]
     assert 0 < results["seconds_per_step"] < 10
-    files = {path.name for path in (tmp_path / "runs" / name).glob("[!.]*")}
+    files = {path.name for path in (tmp_path / "runs_dir" / name).glob("[!.]*")}
     assert files == {"config.json", "metrics.jsonl", "results.json"}
-    config = json.loads((tmp_path / "runs" / name / "config.json").read_text())
+    config = json.loads((tmp_path / "runs_dir" / name / "config.json").read_text())
     assert config == {"format": run.FORMAT, **train.Settings(**TINY).config()}
     assert (config["learning_rate"], config["momentum"]) == (0.1, 0.9)
+    # The saved model is the best one, and loads without the recipes.
+    with zipfile.ZipFile(results["saved_model"]) as file:
+        assert b"recipes" not in file.read("config.json")
+    images = data.load("digits", train_size=TINY["train_size"])
+    model = keras.models.load_model(results["saved_model"])
+    hits = model.predict(images.x_test, verbose=0).argmax(-1) == images.y_test
+    np.testing.assert_allclose(hits.mean(), best["test_accuracy"], atol=1e-6)
 
 
 class Killed(BaseException):
@@ -93,23 +100,6 @@ def test_a_training_that_ends_at_a_write_goes_on_as_if_it_had_not(
     if fatal == 9:  # all epochs are behind, and only the results are missing
         monkeypatch.setattr(keras.Model, "fit", None)
     assert contents(run_tiny(tmp_path)) == contents(finished[1])
-
-
-@pytest.mark.thorough
-def test_saved_model_needs_keras_norms_only(finished, tmp_path):
-    results = finished[1].results
-    images = data.load("digits", train_size=TINY["train_size"])
-    np.savez(tmp_path / "test.npz", x=images.x_test, y=images.y_test)
-    code = (
-        "import sys, keras, keras_norms, numpy as np\n"
-        f"model = keras.models.load_model({results['saved_model']!r})\n"
-        f"test = np.load({str(tmp_path / 'test.npz')!r})\n"
-        "assert getattr(model, 'optimizer', None) is None\n"
-        "assert not [name for name in sys.modules if name.startswith('recipes')]\n"
-        "print(np.mean(model.predict(test['x'], verbose=0).argmax(-1) == test['y']))"
-    )
-    printed = processes.run("-c", code)
-    np.testing.assert_allclose(float(printed), results["best_test_accuracy"], atol=1e-6)
 
 
 def test_a_saved_model_has_its_own_rho_omega_and_rate(tmp_path):

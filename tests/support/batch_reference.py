@@ -1,21 +1,112 @@
-"""BN and LpNorm in float64 NumPy, written from the formulas, statistic by statistic.
+"""CBN, BN and LpNorm in float64 NumPy, written from the formulas.
 
 Channels are the last axis. Nothing here is shared with the package.
 """
 
 import dataclasses
 
+import keras
 import numpy as np
 
 
-class BatchReference:
-    """(x - mean) / divisor with the two statistics of a batch and their averages."""
-
-    centered = True  # whether the second statistic is that of x - mean
-
+class MovingAverages:
     def __post_init__(self):
         self.moving_mean = np.zeros(self.channels)
         self.moving_statistic = np.ones(self.channels)
+
+
+@dataclasses.dataclass
+class CBNReference(MovingAverages):
+    """Complete batch normalization with its state (Peng et al., Eqs. 4-9)."""
+
+    channels: int
+    rho: float = 1.0
+    omega: float = 10.0
+    momentum: float = 0.99
+    epsilon: float = 1e-5
+    decouple: bool = True
+    mean_gradient: str = "shift"
+    rate: float = -1.0
+    weight = 0.0
+
+    def inference(self, x, gamma, beta):
+        scale = gamma / (self.rho * np.sqrt(self.moving_statistic + self.epsilon))
+        if self.decouple:
+            return scale * (x - self.moving_mean + beta)
+        return scale * (x - self.moving_mean) + beta
+
+    def train(self, x, gamma, beta, mask=None):
+        """Normalise one batch and update the state.
+
+        Keeps what the gradient of this step holds constant, so that `forward` and
+        `gradients` can be evaluated elsewhere than at `x`: the mean in use is
+        `mean_weight` * mean(x) + `mean_offset`; the root of the mean square in use is
+        `ratio` times that of the batch.
+        """
+        x = np.asarray(x, "float64")
+        seen, known = _mask(x, mask).any(_axes(x)), self.rate >= 0
+        eta = max(1 - self.omega * self.rate, 0.0) if known else self.momentum
+        weight = eta * self.weight + (1 - eta)
+
+        def stored_and_used(old, new):
+            average = (eta * self.weight * old + (1 - eta) * new) / weight
+            stored = np.where(seen, average, old)
+            return stored, stored if known else np.where(seen, new, old)
+
+        mean = _mean(x, mask)
+        stored_mean, used_mean = stored_and_used(self.moving_mean, mean)
+        square = self._square(x, used_mean, beta, mask)
+        stored_square, used = stored_and_used(self.moving_statistic, square)
+        self.mean_weight = np.ones(self.channels)
+        if self.mean_gradient == "ratio":
+            ratio = np.clip(used_mean / np.where(mean == 0, 1, mean), -10, 10)
+            self.mean_weight = np.where(mean == 0, 1, ratio)
+        self.mean_offset = used_mean - self.mean_weight * mean
+        self.ratio = np.sqrt((used + self.epsilon) / (square + self.epsilon))
+        self.moving_mean, self.moving_statistic = stored_mean, stored_square
+        self.weight = weight if seen.any() else self.weight
+        return self.forward(x, gamma, beta, mask)
+
+    def _square(self, x, mean, beta, mask):
+        if not self.decouple:
+            mean, beta = _mean(x, mask), 0
+        return _mean((x - mean + beta) ** 2, mask)
+
+    def forward(self, x, gamma, beta, mask=None):
+        """The training map as a function of x, gamma and beta alone."""
+        mean = self.mean_weight * _mean(x, mask) + self.mean_offset
+        root = np.sqrt(self._square(x, mean, beta, mask) + self.epsilon)
+        scale = gamma / (self.rho * self.ratio * root)
+        if self.decouple:
+            return scale * (x - mean + beta)
+        return scale * (x - mean) + beta
+
+    def gradients(self, g, x, gamma, beta, mask=None):
+        """dx, dgamma, dbeta of sum(g * y): the chain rule through every statistic."""
+        x, g = np.asarray(x, "float64"), np.asarray(g, "float64")
+        visible = _mask(x, mask)
+        axes, m = _axes(x), _count(visible)
+        mean = self.mean_weight * _mean(x, mask) + self.mean_offset
+        square = self._square(x, mean, beta, mask) + self.epsilon
+        scale = 1 / (self.rho * self.ratio * np.sqrt(square))
+        shifted = x - mean + (beta if self.decouple else 0)
+        normed = shifted if self.decouple else x - _mean(x, mask)
+        dgamma = np.sum(g * shifted, axes) * scale
+        dsquare = -0.5 * gamma * dgamma / square
+        direct = g * gamma * scale
+        through_square = visible * normed * 2 * dsquare / m
+        if self.decouple:
+            direct = direct + through_square
+            through_square = 0
+        dmean = -np.sum(direct, axes)
+        dx = direct + through_square + visible * self.mean_weight * dmean / m
+        return dx, dgamma, -dmean if self.decouple else np.sum(g, axes)
+
+
+class BatchReference(MovingAverages):
+    """(x - mean) / divisor with the two statistics of a batch and their averages."""
+
+    centered = True  # whether the second statistic is that of x - mean
 
     def inference(self, x, gamma, beta):
         divisor, _ = self._divisor(self.moving_statistic)
@@ -34,8 +125,7 @@ class BatchReference:
         return self.forward(x, gamma, beta, mask)
 
     def statistics(self, x, mask=None):
-        mask = _mask(x, mask)
-        mean = np.sum(np.where(mask, x, 0), _axes(x)) / _count(mask)
+        mean, mask = _mean(x, mask), _mask(x, mask)
         u = np.where(mask, x - mean if self.centered else x, 0)
         return mean, self._statistic(u, _count(mask))
 
@@ -124,5 +214,27 @@ def _mask(x, mask):
     return np.broadcast_to(True if mask is None else mask, x.shape)
 
 
+def _mean(x, mask):
+    mask = _mask(x, mask)
+    return np.sum(np.where(mask, x, 0), _axes(x)) / _count(mask)
+
+
 def _count(mask):
     return np.maximum(mask.sum(_axes(mask)), 1)
+
+
+def finite_differences(function, x, step=1e-6):
+    """Gradient of a scalar function of a float64 array, by central differences."""
+    gradient = np.zeros_like(x)
+    for index in np.ndindex(x.shape):
+        forward, backward = x.copy(), x.copy()
+        forward[index] += step
+        backward[index] -= step
+        gradient[index] = (function(forward) - function(backward)) / (2 * step)
+    return gradient
+
+
+def relative_error(actual, expected):
+    """Largest deviation, relative to the largest expected magnitude."""
+    actual = np.asarray(keras.ops.convert_to_numpy(actual), "float64")
+    return np.abs(actual - expected).max() / np.abs(expected).max()

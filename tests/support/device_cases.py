@@ -1,5 +1,7 @@
 """Layers that must do on many devices what they do on one."""
 
+import argparse
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -7,6 +9,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from benchmarks import compare
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from tests.support.any_layer import QUIET
 
@@ -32,19 +35,13 @@ def cbn(rate=0.02, **kwargs):
     return layer
 
 
+def dense():
+    uniform = keras.initializers.RandomUniform(-1, 1, seed=0)
+    return keras.layers.Dense(4, kernel_initializer=uniform)
+
+
 def fused(synchronized):
-    dense = keras.layers.Dense(4, kernel_initializer=ramp)
-    return FusedCBN(dense, cbn(synchronized=synchronized))
-
-
-def ramp(shape, dtype=None):
-    size = int(np.prod(shape))
-    values = np.sin(np.arange(1, size + 1)).reshape(shape)
-    return keras.ops.convert_to_tensor(values, dtype)
-
-
-def wrapped(wrapper, synchronized):
-    return wrapper(keras.layers.Dense(4, kernel_initializer=ramp))
+    return FusedCBN(dense(), cbn(synchronized=synchronized))
 
 
 def in_groups(make):
@@ -81,9 +78,9 @@ CASES = {
     "lp inf, centered, masked": Case(
         partial(lp, np.inf, norm_of="centered"), masked=True, collectives=(2, 3)
     ),
-    "ws": Case(partial(wrapped, WS), collectives=(0, 1)),
-    "cwn": Case(partial(wrapped, CWN), collectives=(0, 1)),
-    "wn": Case(partial(wrapped, WN), collectives=(0, 1)),
+    "ws": Case(lambda synchronized: WS(dense()), collectives=(0, 1)),
+    "cwn": Case(lambda synchronized: CWN(dense()), collectives=(0, 1)),
+    "wn": Case(lambda synchronized: WN(dense()), collectives=(0, 1)),
 }
 if keras.backend.backend() == "jax":
     # A replica of TensorFlow has no part in the groups of another.
@@ -111,25 +108,41 @@ def build(case, batch, synchronized=False):
     return layer
 
 
-def numpy(x):
-    return keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
-
-
 def errors(actual, expected):
-    """The largest difference of each pair of arrays, relative to the largest element.
+    """The largest difference of arrays in dicts of lists, relative to the largest."""
+
+    def error(a, b):
+        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+        assert a.shape == b.shape
+        return np.abs(a - b).max(initial=0) / (np.abs(b).max(initial=0) or 1)
+
+    pairs = {key: zip(actual[key], b, strict=True) for key, b in expected.items()}
+    return {key: max((error(*p) for p in of), default=0.0) for key, of in pairs.items()}
+
+
+def main(compared, sizes, *checks):
+    """Prints the errors of the cases that arguments name, as JSON, or writes a report.
 
     Args:
-        actual, expected: Dicts of lists of arrays.
+        compared: Function of a case and of one of its sizes, which begins with the
+            number of devices, that returns a dict of numbers.
+        sizes: Dict from names to a list of sizes; the first is that of all others.
+        checks: Functions that are called where neither cases nor a report are asked.
     """
-    assert actual.keys() == expected.keys()
-    return {
-        key: max(map(_error, actual[key], expected[key]), default=0.0)
-        for key in expected
-    }
-
-
-def _error(actual, expected):
-    actual, expected = (np.asarray(a, "float64") for a in (actual, expected))
-    assert actual.shape == expected.shape
-    largest = np.abs(expected).max(initial=0)
-    return float(np.abs(actual - expected).max(initial=0) / (largest or 1))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--output")
+    names, output = vars(parser.parse_args()).values()
+    cases = {"keras BN": Case(keras.layers.BatchNormalization)} if output else {}
+    cases |= {name: CASES[name] for name in names or CASES}
+    rows = [
+        {"layer": name, "devices": size[0], **compared(case, *size)}
+        for name, case in cases.items()
+        for size in sizes.get(name, sizes[None])
+    ]
+    if output:
+        compare.report(output, "devices", rows)
+        return
+    for check in () if names else checks:
+        check()
+    print(json.dumps(rows))

@@ -1,14 +1,11 @@
 """Small networks with every normalisation, batches for them, and what they hold."""
 
-from typing import NamedTuple
-
 import keras
 import numpy as np
 from keras import layers
 
 from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
-from tests.support import diagnostics_reference as reference
-from tests.support.backend import BACKEND, later, numpy, precision
+from tests.support.backend import BACKEND, later, numpy
 
 FEATURES, CLASSES = 5, 3
 # Operations of Keras return float32 of float64 on the other backends.
@@ -23,16 +20,14 @@ def batch(size=8, seed=0):
     return rng.normal(size=(size, FEATURES)), rng.integers(0, CLASSES, size)
 
 
-def regression_batch(size=8, seed=0):
+def regression_batch(seed=0):
     rng = np.random.default_rng(seed)
-    return rng.normal(size=(size, FEATURES)), rng.normal(size=(size, 2))
+    return rng.normal(size=(8, FEATURES)), rng.normal(size=(8, 2))
 
 
 def variables(model):
     """Copies of every value that the model holds, optimizer and metrics included."""
-    found = [*model.variables, *model.metrics_variables]
-    if getattr(model, "optimizer", None) is not None:
-        found += model.optimizer.variables
+    found = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     return [numpy(variable).copy() for variable in found]
 
 
@@ -45,8 +40,7 @@ def weights_of(model):
 
 
 def assert_same(actual, expected):
-    assert len(actual) == len(expected)
-    for value, wanted in zip(actual, expected):
+    for value, wanted in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(value, wanted)
 
 
@@ -56,16 +50,6 @@ def relative_error(actual, expected):
 
 def flat(arrays):
     return np.concatenate([np.ravel(a) for a in arrays])
-
-
-class Case(NamedTuple):
-    """A network that tests only read, a batch, and its weights in float64."""
-
-    model: keras.Model
-    x: np.ndarray
-    y: np.ndarray
-    weights: list
-    dtype: str
 
 
 def compiled(model, loss=None, optimizer=None, **settings):
@@ -92,55 +76,24 @@ def randomize(model):
         variable.assign(rng.normal(0.5, 0.5, variable.shape))
 
 
-def _case(dtype, *stack):
-    with precision(dtype):
-        loss = keras.losses.MeanSquaredError()
-        model = sequential(*(f() for f in stack), loss=loss, run_eagerly=False)
-    randomize(model)
-    return Case(model, *regression_batch(), weights_of(model), dtype)
-
-
-def nonlinear(dtype):
-    """The network of `reference`."""
-    l2 = keras.regularizers.L2(reference.L2)
-    return _case(
-        dtype,
-        lambda: layers.Dense(4, "tanh", kernel_regularizer=l2, name="hidden"),
-        lambda: layers.BatchNormalization(epsilon=reference.EPSILON, name="norm"),
-        lambda: layers.Dense(2, name="outputs"),
-    )
-
-
-def linear(dtype):
-    """`L = mean((x W - y)^2)`: a quadratic function of the weights."""
-    return _case(dtype, lambda: layers.Dense(2, use_bias=False))
-
-
 def cbn():
     layer = CBN()
     layer.set_learning_rate(0.02)
     return layer
 
 
-def _normalised(*norms):
-    hidden = layers.Dense(6, activation="tanh", name="hidden")
-    return [hidden, *norms, layers.Dense(CLASSES)]
-
-
-# Name -> function that returns the layers.
+# Name -> function that returns the layers between two Dense layers.
 NETWORKS = {
-    "none": lambda: _normalised(),
-    "BatchNormalization": lambda: _normalised(layers.BatchNormalization()),
-    "LayerNormalization": lambda: _normalised(layers.LayerNormalization()),
-    "CBN": lambda: _normalised(cbn()),
-    "CBN without a rate": lambda: _normalised(CBN()),
-    "NoisyBN": lambda: _normalised(NoisyBN()),
-    "LpNorm(inf)": lambda: _normalised(LpNorm("inf")),
-    "dropout": lambda: _normalised(layers.BatchNormalization(), layers.Dropout(0.5)),
-    "WS, CWN, WN": lambda: _normalised(
-        WS(layers.Dense(4)), CWN(layers.Dense(4)), WN(layers.Dense(4))
-    ),
-    "FusedCBN": lambda: [*_normalised()[:1], FusedCBN(layers.Dense(CLASSES), cbn())],
+    "none": list,
+    "BatchNormalization": lambda: [layers.BatchNormalization()],
+    "LayerNormalization": lambda: [layers.LayerNormalization()],
+    "CBN": lambda: [cbn()],
+    "CBN without a rate": lambda: [CBN()],
+    "NoisyBN": lambda: [NoisyBN()],
+    "LpNorm(inf)": lambda: [LpNorm("inf")],
+    "dropout": lambda: [layers.BatchNormalization(), layers.Dropout(0.5)],
+    "WS, CWN, WN": lambda: [wrap(layers.Dense(4)) for wrap in (WS, CWN, WN)],
+    "FusedCBN": lambda: [FusedCBN(layers.Dense(4), cbn())],
 }
 
 
@@ -161,12 +114,11 @@ class Subclassed(keras.Model):
         return x
 
 
-def build(name, kind="Sequential", **settings):
-    """A compiled network that returns logits."""
+def build(name, **settings):
+    """A compiled network that returns logits; the one with dropout is subclassed."""
     keras.utils.set_random_seed(0)
-    stack, optimizer = NETWORKS[name](), keras.optimizers.SGD(0.5)
-    if kind == "Sequential":
-        return sequential(*stack, optimizer=optimizer, **settings)
-    model = Subclassed(stack)
+    norms, hidden = NETWORKS[name](), layers.Dense(6, "tanh", name="hidden")
+    stack = [hidden, *norms, layers.Dense(CLASSES)]
+    model = keras.Sequential(stack) if name != "dropout" else Subclassed(stack)
     model(np.zeros((2, FEATURES), "float32"))
-    return compiled(model, optimizer=optimizer, **settings)
+    return compiled(model, optimizer=keras.optimizers.SGD(0.5), **settings)

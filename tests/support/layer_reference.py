@@ -2,7 +2,8 @@
 
 Each has `train(values)`, which moves its state on, `forward(values)` and
 `gradients(g, values)` of the step before, `inference(values)` and `state()`. In
-`values`, "x" is the input. `tests.support.any_layer.reference_of` makes them.
+`values`, "x" is the input; "mask", of its shape, may hide elements from statistics.
+`tests.support.any_layer.reference_of` makes them.
 """
 
 import copy
@@ -11,66 +12,60 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_norms import CBN, LpNorm, NoisyBN
-from tests.support.batch_reference import BatchNormReference, LpNormReference
-from tests.support.cbn_reference import CBNReference
+from tests.support.batch_reference import (
+    BatchNormReference,
+    CBNReference,
+    LpNormReference,
+)
 from tests.support.weight_reference import Linear, WeightReference
 
 REFERENCES = {CBN: CBNReference, NoisyBN: BatchNormReference, LpNorm: LpNormReference}
+# Of the states of layers, that of references; any other is the second statistic.
+NAMES = {"moving_mean": "moving_mean", "average_weight": "weight"}
 
 
 class OfChannels:
     """CBN, NoisyBN or LpNorm, and its statistics."""
 
     def __init__(self, each):
-        self.axis = each.axis
+        self.axis, self.names = each.axis, {}
         make = REFERENCES[type(each.norm)]
-        known = known_to(make, each.form.arguments)
-        self.reference = make(each.channels, **known)
-        state = {k: v.astype("float64") for k, v in each.state().items()}
-        self.names = [k for k in state if k.startswith("moving")]
-        mean, second = (state[name] for name in self.names)
-        self.is_cbn = make is CBNReference
-        if self.is_cbn:
-            self.reference.mean, self.reference.square = mean, second
-            self.reference.weight = float(state["average_weight"])
-            self.rate = float(state["learning_rate"])
-        else:
-            self.reference.moving_mean, self.reference.moving_statistic = mean, second
+        self.reference = make(each.channels, **known_to(make, each.form.arguments))
+        for name, value in each.state().items():
+            if name == "learning_rate":
+                self.reference.rate = float(value)
+            elif name != "rho":
+                self.names[name] = NAMES.get(name, "moving_statistic")
+                setattr(self.reference, self.names[name], value.astype("float64"))
 
     def state(self):
-        found = self.reference
-        if self.is_cbn:
-            state = dict(zip(self.names, (found.mean, found.square)))
-            return {**state, "average_weight": found.weight}
-        return dict(zip(self.names, (found.moving_mean, found.moving_statistic)))
+        return {k: getattr(self.reference, name) for k, name in self.names.items()}
 
     def train(self, values):
         """The output of a step, which moves the statistics on."""
-        if not self.is_cbn:
-            return self._back(self.reference.train(*self._of(values)))
-        y, self.constants = self.reference.train(*self._of(values), self.rate)
-        return self._back(y)
+        return self._back(self.reference.train(*self._of(values)))
 
     def forward(self, values):
         """The output as a function of `values` alone, with the constants of a step."""
-        constants = [self.constants] if self.is_cbn else []
-        return self._back(self.reference.forward(*self._of(values), *constants))
+        return self._back(self.reference.forward(*self._of(values)))
 
     def gradients(self, g, values):
         """Of sum(g * forward), by name."""
-        constants = [self.constants] if self.is_cbn else []
-        g = np.moveaxis(g, self.axis, -1)
-        dx, *affine = self.reference.gradients(g, *self._of(values), *constants)
+        dx, *affine = self.reference.gradients(self._last(g), *self._of(values))
         found = {"x": self._back(dx), **dict(zip(("gamma", "beta"), affine))}
         return {name: value for name, value in found.items() if name in values}
 
     def inference(self, values):
-        return self._back(self.reference.inference(*self._of(values)))
+        return self._back(self.reference.inference(*self._of(values)[:3]))
 
     def _of(self, values):
-        x = np.moveaxis(np.asarray(values["x"], "float64"), self.axis, -1)
-        ones = np.ones(x.shape[-1])
-        return x, values.get("gamma", ones), values.get("beta", 0 * ones)
+        x = self._last(values["x"]).astype("float64")
+        ones = np.ones(self.reference.channels)
+        mask = self._last(values["mask"]) if "mask" in values else None
+        return x, values.get("gamma", ones), values.get("beta", 0 * ones), mask
+
+    def _last(self, x):
+        return np.moveaxis(x, self.axis, -1)
 
     def _back(self, x):
         return np.moveaxis(x, -1, self.axis)
@@ -81,16 +76,21 @@ class OfGroups:
 
     def __init__(self, norm, size):
         self.norm, self.size = norm, size
+        self.inference, self.state = norm.inference, norm.state
 
     def train(self, values):
-        """The averages become the mean over groups of what each makes of them."""
+        """The averages become the mean over groups of what each makes of them.
+
+        A group that hides a channel, and leaves its average as it is, does not count.
+        """
         parts = self._parts(values)
         self.groups = [copy.deepcopy(self.norm) for _ in parts]
         y = [group.train(part) for group, part in zip(self.groups, parts)]
-        for name, value in vars(self.norm.reference).items():
-            if isinstance(value, np.ndarray) or name == "weight":
-                found = [getattr(group.reference, name) for group in self.groups]
-                setattr(self.norm.reference, name, np.mean(found, 0))
+        for name in self.norm.names.values():
+            found = np.array([getattr(group.reference, name) for group in self.groups])
+            moved = found != getattr(self.norm.reference, name)
+            new = np.mean(found, 0, where=moved | ~moved.any(0))
+            setattr(self.norm.reference, name, new)
         return np.concatenate(y)
 
     def forward(self, values):
@@ -98,28 +98,19 @@ class OfGroups:
         return np.concatenate([group.forward(part) for group, part in parts])
 
     def gradients(self, g, values):
-        found = [
-            group.gradients(slope, part)
-            for group, slope, part in zip(
-                self.groups, self._cut(g), self._parts(values)
-            )
-        ]
+        parts = zip(self.groups, self._cut(g), self._parts(values))
+        found = [group.gradients(slope, part) for group, slope, part in parts]
         return {
             name: (np.concatenate if name == "x" else sum)([f[name] for f in found])
             for name in found[0]
         }
 
-    def inference(self, values):
-        return self.norm.inference(values)
-
-    def state(self):
-        return self.norm.state()
-
     def _cut(self, x):
         return np.split(x, len(x) // self.size)
 
     def _parts(self, values):
-        return [{**values, "x": part} for part in self._cut(values["x"])]
+        cut = {k: self._cut(values[k]) for k in ("x", "mask") if k in values}
+        return [{**values, **dict(zip(cut, part))} for part in zip(*cut.values())]
 
 
 class Fused(NamedTuple):

@@ -62,6 +62,23 @@ def run(recipe, runs_dir, *pictures, **settings):
     return results, (directory / "table.md").read_text()
 
 
+def places(tmp_path):
+    """Settings that say where runs and saved models are."""
+    return {key: f"{tmp_path}/{key}" for key in ("runs_dir", "saved_models_dir")}
+
+
+def outcome(settings=None, *epochs, **results):
+    """What a training would return; `epochs` are dicts."""
+    usual = {"name": "x", "diverged": False, "seconds_per_step": None}
+    return training.Outcome(settings, usual | results, list(epochs))
+
+
+def cells(table):
+    """The cells of a table, a list for each line."""
+    lines = [line.strip("|").split("|") for line in table.splitlines() if "|" in line]
+    return [[cell.strip() for cell in line] for line in lines]
+
+
 def without_times(lines):
     """The epochs of a run, but for what a clock says."""
     return [{k: v for k, v in line.items() if k[:7] != "seconds"} for line in lines]

@@ -55,10 +55,7 @@ def saying(match):
             yield
         return
     with warnings.catch_warnings():
-        if match is None:
-            warnings.simplefilter("ignore")
-        else:
-            warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore" if match is None else "error", UserWarning)
         yield
 
 
@@ -173,34 +170,29 @@ def residual():
     y = conv(y, 8, "b2", activation=None)
     x = layers.Activation("relu", name="b")(layers.Add(name="sum_b")([shortcut, y]))
     x = layers.GlobalAveragePooling2D(name="pool")(x)
-    x = layers.Dropout(0.5, name="drop")(x)
-    x = layers.Dense(5, name="logits")(x)
-    return randomize(keras.Model(inputs, x, name="residual"))
+    x = layers.Dense(5, name="logits")(layers.Dropout(0.5, name="drop")(x))
+    return randomize(keras.Model(inputs, x))
 
 
 def kinds():
     """Every kind of linear layer with a norm after it."""
     inputs = keras.Input((12, 12, 3), name="image")
     x = conv(inputs, 4, "stem", activation="tanh")
-    x = layers.ZeroPadding2D(((0, 1), (0, 1)), name="dw_pad")(x)
-    x = layers.DepthwiseConv2D(3, 2, use_bias=False, depth_multiplier=2, name="dw")(x)
-    x = layers.BatchNormalization(scale=False, name="dw_bn")(x)
-    x = layers.ReLU(name="dw_act")(x)
-    x = layers.SeparableConv2D(8, 3, padding="same", use_bias=False, name="sep")(x)
-    x = layers.BatchNormalization(center=False, name="sep_bn")(x)
-    x = layers.Activation("swish", name="sep_act")(x)
+    x = layers.ZeroPadding2D(((0, 1), (0, 1)))(x)
+    x = layers.DepthwiseConv2D(3, 2, use_bias=False, depth_multiplier=2)(x)
+    x = layers.ReLU()(layers.BatchNormalization(scale=False)(x))
+    x = layers.SeparableConv2D(8, 3, padding="same", use_bias=False)(x)
+    x = layers.BatchNormalization(center=False)(x)
+    x = layers.Activation("swish")(x)
     x = conv(x, 8, "grouped", groups=2)
     x = conv(x, 8, "dilated", dilation_rate=2, padding="valid")
-    x = layers.Conv2DTranspose(4, 3, 2, padding="same", name="up")(x)
-    x = layers.BatchNormalization(name="up_bn")(x)
-    x = layers.LeakyReLU(name="up_act")(x)
-    x = layers.MaxPooling2D(name="pool")(x)
-    x = layers.Flatten(name="flatten")(x)
-    x = layers.Dense(6, use_bias=False, name="hidden")(x)
-    x = layers.BatchNormalization(name="hidden_bn")(x)
-    x = layers.Activation("sigmoid", name="hidden_act")(x)
-    x = layers.EinsumDense("ab,bc->ac", 5, bias_axes="c", name="logits")(x)
-    return randomize(keras.Model(inputs, x, name="kinds"))
+    x = layers.Conv2DTranspose(4, 3, 2, padding="same")(x)
+    x = layers.LeakyReLU()(layers.BatchNormalization()(x))
+    x = layers.Flatten()(layers.MaxPooling2D()(x))
+    x = layers.BatchNormalization()(layers.Dense(6, use_bias=False)(x))
+    x = layers.Activation("sigmoid")(x)
+    x = layers.EinsumDense("ab,bc->ac", 5, bias_axes="c")(x)
+    return randomize(keras.Model(inputs, x))
 
 
 def nested():
@@ -215,9 +207,8 @@ def nested():
     x = keras.Sequential(block, name="block")(conv(inputs, 4, "first"))
     body = keras.Model(inputs, x, name="body")
     image = keras.Input((8, 8, 3), name="image")
-    x = body(layers.Rescaling(0.5, name="rescaling")(image))
-    x = layers.GlobalAveragePooling2D(name="pool")(x)
-    return randomize(keras.Model(image, layers.Dense(3, name="head")(x), name="whole"))
+    x = layers.GlobalAveragePooling2D()(body(layers.Rescaling(0.5)(image)))
+    return randomize(keras.Model(image, layers.Dense(3, name="head")(x)))
 
 
 def shared():
@@ -228,26 +219,20 @@ def shared():
     features = inputs
     for layer, norm in zip(convs, norms):
         features = [relu(norm(layer(x))) for x in features]
-    x = layers.Flatten(name="flatten")(layers.Concatenate(name="both")(features))
-    return randomize(
-        keras.Model(inputs, layers.Dense(3, name="head")(x), name="siamese")
-    )
+    x = layers.Flatten()(layers.Concatenate()(features))
+    return randomize(keras.Model(inputs, layers.Dense(3, name="head")(x)))
 
 
 def sequential():
-    stack = [
-        keras.Input((8, 8, 3)),
-        layers.Conv2D(4, 3, padding="same", use_bias=False, name="one"),
-        layers.BatchNormalization(name="one_bn"),
-        layers.ReLU(name="one_act"),
-        layers.Conv2D(4, 3, padding="same", use_bias=False, name="two"),
-        layers.BatchNormalization(name="two_bn"),
-        layers.ReLU(name="two_act"),
-        layers.Flatten(name="flatten"),
-        layers.Dropout(0.3, name="drop"),
-        layers.Dense(3, name="head"),
-    ]
-    return randomize(keras.Sequential(stack, name="chain"))
+    stack = [keras.Input((8, 8, 3))]
+    for name in ("one", "two"):
+        stack += [
+            layers.Conv2D(4, 3, padding="same", use_bias=False, name=name),
+            layers.BatchNormalization(name=f"{name}_bn"),
+            layers.ReLU(name=f"{name}_act"),
+        ]
+    stack += [layers.Flatten(name="flatten"), layers.Dropout(0.3)]
+    return randomize(keras.Sequential([*stack, layers.Dense(3, name="head")]))
 
 
 MODELS = {make.__name__: make for make in (residual, kinds, nested, shared, sequential)}

@@ -1,6 +1,6 @@
 """WS, CWN and WN in float64 NumPy, and the linear maps of the layers they wrap.
 
-Written from the formulas, unit by unit. Nothing here is shared with the package.
+Written from the formulas. Nothing here is shared with the package.
 """
 
 import dataclasses
@@ -23,62 +23,26 @@ class WeightReference:
     scale: float = 1.0
 
     def forward(self, weight, gain, axes):
-        def one(w, g):
-            return self._factor(w) * g * self._shifted(w) / self._root(w)
-
-        return _per_unit(one, axes, weight, gain)
+        factor, c, root = self._parts(weight, axes)
+        return factor * np.expand_dims(gain, axes) * c / root
 
     def gradients(self, upstream, weight, gain, axes):
         """dweight and dgain of sum(upstream * forward(weight, gain))."""
+        factor, c, root = self._parts(weight, axes)
+        along = np.sum(c * upstream, axes, keepdims=True)
+        dc = upstream / root - c * along / root**3
+        if self.kind != "wn":
+            dc = dc - dc.mean(axes, keepdims=True)
+        dgain = np.squeeze(factor * along / root, axes)
+        return factor * np.expand_dims(gain, axes) * dc, dgain
 
-        def dweight(w, u, g):
-            c, r = self._shifted(w), self._root(w)
-            dc = u / r - c * np.dot(c, u) / r**3
-            if self.kind != "wn":
-                dc = dc - dc.mean()
-            return self._factor(w) * g * dc
-
-        def dgain(w, u):
-            return self._factor(w) * np.dot(u, self._shifted(w)) / self._root(w)
-
-        return (
-            _per_unit(dweight, axes, weight, upstream, gain),
-            _per_unit(dgain, axes, weight, upstream),
-        )
-
-    def _shifted(self, w):
-        return w if self.kind == "wn" else w - w.mean()
-
-    def _root(self, w):
-        """WS as sqrt(n) * c / sqrt(|c|^2 + n * epsilon)."""
-        n = w.size if self.kind == "ws" else 1
-        return np.sqrt(np.sum(self._shifted(w) ** 2) + n * self.epsilon)
-
-    def _factor(self, w):
-        return np.sqrt(w.size) if self.kind == "ws" else self.scale
-
-
-def _per_unit(function, axes, *arrays):
-    """Apply `function` to the vectors of each unit, one unit at a time.
-
-    The first array, and those of its shape, have the vectors along `axes`. Others have
-    one number for each unit. The result is of the first kind or of the second.
-    """
-    full = np.asarray(arrays[0], "float64")
-    units = [i for i in range(full.ndim) if i not in axes]
-    order = [*units, *axes]
-    outer = [full.shape[i] for i in units]
-    inner = [full.shape[i] for i in axes]
-    rows = [
-        np.transpose(a, order).reshape(-1, np.prod(inner, dtype=int))
-        if np.shape(a) == full.shape
-        else np.reshape(a, -1)
-        for a in arrays
-    ]
-    results = np.array([function(*row) for row in zip(*rows)])
-    if results.ndim == 1:
-        return results.reshape(outer)
-    return np.transpose(results.reshape(outer + inner), np.argsort(order))
+    def _parts(self, w, axes):
+        """WS as sqrt(n) * c / sqrt(|c|^2 + n * epsilon): sqrt(n), c and the root."""
+        w = np.asarray(w, "float64")
+        c = w if self.kind == "wn" else w - w.mean(axes, keepdims=True)
+        n = np.prod([w.shape[i] for i in axes]) if self.kind == "ws" else 1
+        root = np.sqrt(np.sum(c**2, axes, keepdims=True) + n * self.epsilon)
+        return np.sqrt(n) if self.kind == "ws" else self.scale, c, root
 
 
 # Linear maps of layers, channels last
@@ -154,29 +118,17 @@ class Linear:
 
     def gradients(self, g, x, weights):
         """Of sum(g * output), a dict by name: of x, of the kernels and of the bias."""
-
-        def with_other(name):
-            def output(value):
-                others = {**weights, "x": x, "bias": 0, name: value}
-                return self.output(others["x"], others)
-
-            return output
-
-        linear = {"x": x, **{name: weights[name] for name in self.fan_in}}
-        found = {
-            name: _adjoint(with_other(name), value.shape, g)
-            for name, value in linear.items()
-        }
+        given = {**weights, "x": x}
+        found = {}
+        for name in ("x", *self.fan_in):
+            # A linear function of each, element by element.
+            rows = np.eye(given[name].size).reshape(-1, *given[name].shape)
+            values = ({**given, "bias": 0, name: row} for row in rows)
+            slopes = [np.sum(g * self.output(each["x"], each)) for each in values]
+            found[name] = np.reshape(slopes, given[name].shape)
         if "bias" in weights:
             found["bias"] = _sum_to(g, weights["bias"].shape)
         return found
-
-
-def _adjoint(linear, shape, upstream):
-    """The gradient of sum(upstream * linear(w)) for a linear function of w."""
-    basis = np.eye(np.prod(shape, dtype=int))
-    products = [np.sum(upstream * linear(e.reshape(shape))) for e in basis]
-    return np.reshape(products, shape)
 
 
 def _sum_to(array, shape):
@@ -186,11 +138,15 @@ def _sum_to(array, shape):
     return array.sum(repeated, keepdims=True)
 
 
-def _case(name, linear, shape, fan_in, *arguments, units=(-1,), **config):
-    """A layer of Keras with one kernel, or `fan_in` by name for several."""
+BOTH = ("depthwise_kernel", "pointwise_kernel")
+
+
+def _case(name, linear, shape, fan_in, *arguments, **config):
+    """A layer of Keras with one kernel, or two: a tuple of their `fan_in`."""
     make = partial(getattr(layers, name), *arguments, **config)
-    fan_in = fan_in if isinstance(fan_in, dict) else {"kernel": fan_in}
-    return Linear(make, shape, partial(linear, **config), fan_in, units)
+    two = isinstance(fan_in[0], tuple)
+    fan_in = dict(zip(BOTH, fan_in)) if two else {"kernel": fan_in}
+    return Linear(make, shape, partial(linear, **config), fan_in)
 
 
 def _einsum(equation, output_shape, bias_axes, shape, fan_in, units=(-1,)):
@@ -199,34 +155,27 @@ def _einsum(equation, output_shape, bias_axes, shape, fan_in, units=(-1,)):
     return Linear(make, shape, linear, {"kernel": fan_in}, units)
 
 
-SAME = {"padding": "same"}
-IMAGES, EVEN = (2, 5, 4, 4), (2, 4, 4, 4)
+SAME, DOUBLE = {"padding": "same"}, {"depth_multiplier": 2}
+IMAGES, EVEN, SERIES = (2, 5, 4, 4), (2, 4, 4, 4), (2, 3, 4)
+ONE, TWO, THREE = (0,), (0, 1), (0, 1, 2)
 CASES = {
-    "dense": _case("Dense", np.matmul, (5, 4), (0,), 3),
-    "dense_of_sequences": _case("Dense", np.matmul, (2, 3, 4), (0,), 3),
-    "einsum_heads": _einsum(
-        "abc,cde->abde", (3, 2, 2), "de", (2, 3, 4), (0,), (-2, -1)
-    ),
-    "einsum_of_heads": _einsum("abde,dec->abc", (3, 4), "c", (2, 3, 2, 3), (0, 1)),
-    "einsum_swapped": _einsum(
-        "abc,ced->abde", (3, 2, 3), "de", (2, 3, 4), (0,), (-1, -2)
-    ),
+    "dense": _case("Dense", np.matmul, (5, 4), ONE, 3),
+    "dense_of_sequences": _case("Dense", np.matmul, SERIES, ONE, 3),
+    "einsum_heads": _einsum("abc,cde->abde", (3, 2, 2), "de", SERIES, ONE, (-2, -1)),
+    "einsum_of_heads": _einsum("abde,dec->abc", (3, 4), "c", (2, 3, 2, 3), TWO),
+    "einsum_swapped": _einsum("abc,ced->abde", (3, 2, 3), "de", SERIES, ONE, (-1, -2)),
     "einsum_kernel_per_step": _einsum(
         "abc,bcd->abd", (3, 2), "bd", (4, 3, 4), (1,), (1, 2)
     ),
-    "einsum_ellipsis_left": _einsum("...x,xy->...y", 3, "y", (2, 3, 4), (0,)),
-    "einsum_ellipsis_right": _einsum("ab...,bc->ac...", 3, "c", (2, 4, 5), (0,), (1,)),
-    "conv1d": _case("Conv1D", convolution, (2, 6, 2), (0, 1), 3, 3),
-    "conv2d": _case(
-        "Conv2D", convolution, (2, 6, 6, 2), (0, 1, 2), 3, (3, 2), strides=2
-    ),
-    "conv2d_same": _case(
-        "Conv2D", convolution, IMAGES, (0, 1, 2), 3, 3, strides=2, **SAME
-    ),
+    "einsum_ellipsis_left": _einsum("...x,xy->...y", 3, "y", SERIES, ONE),
+    "einsum_ellipsis_right": _einsum("ab...,bc->ac...", 3, "c", (2, 4, 5), ONE, (1,)),
+    "conv1d": _case("Conv1D", convolution, (2, 6, 2), TWO, 3, 3),
+    "conv2d": _case("Conv2D", convolution, (2, 6, 6, 2), THREE, 3, (3, 2), strides=2),
+    "conv2d_same": _case("Conv2D", convolution, IMAGES, THREE, 3, 3, strides=2, **SAME),
     "conv2d_dilated": _case(
-        "Conv2D", convolution, IMAGES, (0, 1, 2), 3, 2, dilation_rate=2, **SAME
+        "Conv2D", convolution, IMAGES, THREE, 3, 2, dilation_rate=2, **SAME
     ),
-    "conv2d_in_groups": _case("Conv2D", convolution, EVEN, (0, 1, 2), 4, 2, groups=2),
+    "conv2d_in_groups": _case("Conv2D", convolution, EVEN, THREE, 4, 2, groups=2),
     "conv3d": _case("Conv3D", convolution, (2, 3, 3, 3, 2), (0, 1, 2, 3), 3, (2, 1, 2)),
     "conv1d_transpose": _case(
         "Conv1DTranspose", transposed_convolution, (2, 4, 2), (0, 2), 3, 3, strides=2
@@ -235,31 +184,21 @@ CASES = {
         "Conv2DTranspose", transposed_convolution, (2, 3, 3, 2), (0, 1, 3), 3, 2
     ),
     "depthwise_conv1d": _case(
-        "DepthwiseConv1D", depthwise_convolution, (2, 6, 3), (0,), 3, depth_multiplier=2
+        "DepthwiseConv1D", depthwise_convolution, (2, 6, 3), ONE, 3, **DOUBLE
     ),
     "depthwise_conv2d": _case(
-        "DepthwiseConv2D",
-        depthwise_convolution,
-        (2, 4, 4, 3),
-        (0, 1),
-        2,
-        depth_multiplier=2,
-        **SAME,
+        "DepthwiseConv2D", depthwise_convolution, (2, 4, 4, 3), TWO, 2, **DOUBLE, **SAME
     ),
     "separable_conv1d": _case(
-        "SeparableConv1D",
-        separable_convolution,
-        (3, 6, 2),
-        {"depthwise_kernel": (0,), "pointwise_kernel": (0, 1)},
-        *(3, 3),
+        "SeparableConv1D", separable_convolution, (3, 6, 2), (ONE, TWO), 3, 3
     ),
     "separable_conv2d": _case(
         "SeparableConv2D",
         separable_convolution,
         (2, 4, 4, 2),
-        {"depthwise_kernel": (0, 1), "pointwise_kernel": (0, 1, 2)},
+        (TWO, THREE),
         *(3, 2),
-        depth_multiplier=2,
+        **DOUBLE,
     ),
 }
 

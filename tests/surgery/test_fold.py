@@ -1,4 +1,4 @@
-"""fold: the same outputs at inference, with layers of Keras only."""
+"""fold, and convert where masks go through: outputs, structures, masks stay."""
 
 import keras
 import numpy as np
@@ -13,12 +13,12 @@ from tests.support.backend import (
     BACKEND,
     has_channels_first,
     later,
-    numpy,
     precision,
+    some,
     tensorflow_only,
     thorough_on,
 )
-from tests.support.surgery_models import apply, bn, dense, relu
+from tests.support.surgery_models import apply, bn, chain, dense, relu
 
 pytestmark = thorough_on("jax")
 
@@ -92,29 +92,101 @@ def test_any_convolution(kind, size, stride, dilation, padding, groups, seed):
 def test_inputs_and_outputs_keep_their_structure():
     inputs = {"a": keras.Input((4,), name="a"), "b": keras.Input((4,), name="b")}
     x = bn(dense()(inputs["a"]))
-    y = layers.Add()([x, inputs["b"]])
-    model = m.randomize(keras.Model(inputs, {"sum": y, "pair": [x, y]}))
+    outputs = {"sum": layers.Add()([x, inputs["b"]]), "pair": [x, inputs["b"]]}
+    model = m.randomize(keras.Model(inputs, outputs))
     x = {"a": m.images(2, 4), "b": m.images(2, 4, seed=1)}
-    actual, expected = m.check_fold(model, x)(x), model(x)
-    assert actual.keys() == expected.keys()
-    for a, b in zip(keras.tree.flatten(actual), keras.tree.flatten(expected)):
-        np.testing.assert_allclose(numpy(a), numpy(b), rtol=1e-5, atol=1e-6)
+    made = m.check_fold(model, x)(x)
+    keras.tree.assert_same_structure(made, outputs)
 
 
-@tensorflow_only
-@pytest.mark.thorough
-def test_saved_model(tmp_path):
-    """The residual network with a CBN before each layer, off the identity, folded."""
-    import tensorflow as tf
+# Masks: what reads them reads the same ones
 
-    x = m.images(2, 12, 12, 3)
-    model = m.randomize(m.quiet(convert, m.residual(), "cbn", data=x), seed=4)
-    folded, expected = m.check_fold(model, x), numpy(model(x, training=False))
-    assert m.of_class(folded, layers.Rescaling)  # a shift before zero padding
-    folded.export(str(tmp_path), verbose=False)
-    loaded = tf.saved_model.load(str(tmp_path))
-    actual = loaded.serve(x).numpy()
-    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.max(np.abs(expected)))
+tanh = dense(4, "tanh")
+mean = apply(layers.GlobalAveragePooling1D)
+lstm, gru = apply(layers.LSTM, 3), apply(layers.GRU, 3)
+steps = apply(layers.LSTM, 3, return_sequences=True)
+
+
+def attention(x):
+    x = layers.Bidirectional(layers.GRU(3, return_sequences=True))(bn(x))
+    return mean(layers.MultiHeadAttention(2, 3)(bn(tanh(x)), bn(relu(x))))
+
+
+def initial_states(x):
+    x, *states = layers.LSTM(3, return_sequences=True, return_state=True)(bn(x))
+    return layers.LSTM(3)(bn(x), initial_state=[bn(state) for state in states])
+
+
+def explicit(norm):
+    """A mask that is given to the norm."""
+    return lambda x: lstm(norm()(tanh(x), mask=x[..., 0] > 0))
+
+
+def joined(x):
+    return gru(bn(layers.Concatenate()([bn(dense()(x)), bn(dense(3, "tanh")(x))])))
+
+
+def nested(x):
+    inputs = keras.Input((7, 5))
+    inside = keras.Model(inputs, chain(tanh, bn, relu, bn)(inputs))
+    return lstm(inside(x))
+
+
+# Of tokens, the later ones of which are masked.
+MASKED = {
+    "LSTM": chain(bn, lstm),
+    "attention": attention,
+    "initial states": initial_states,
+    "an explicit mask": explicit(layers.BatchNormalization),
+    "joined": joined,
+    "nested": nested,
+    "dropout": chain(
+        *(bn, apply(layers.SpatialDropout1D, 0.3), steps),
+        *(bn, apply(layers.Dropout, 0.2), tanh, bn, gru),
+    ),
+    "Conv1D, which drops masks": chain(
+        bn, apply(layers.Conv1D, 4, 3, padding="same", activation="tanh"), bn, lstm
+    ),
+    "EinsumDense, which drops masks": chain(
+        apply(layers.EinsumDense, "abc,c->abc", (7, 5), bias_axes="c"), bn, lstm
+    ),
+    # Of keras_norms, so that there is nothing to convert
+    "an explicit mask for CBN": explicit(CBN),
+    "shifts": chain(
+        relu, apply(CBN), dense(4, "relu"), apply(CBN), relu, apply(CBN), lstm
+    ),
+}
+# What reads or makes masks in ways of its own
+FEW = {"attention", "an explicit mask for CBN", "joined", "nested"}
+
+
+def model_of(name):
+    steps = layers.Embedding(9, 5, mask_zero=True), MASKED[name]
+    return m.quiet(m.model_of, (7,), *steps, dtype="int32")
+
+
+def tokens():
+    x = np.random.default_rng(1).integers(1, 9, (6, 7)).astype("int32")
+    return np.where(np.arange(7) <= np.arange(6)[:, None], x, 0)
+
+
+@pytest.mark.parametrize("name", some(MASKED, FEW))
+def test_masked_models(name):
+    model, x = model_of(name), tokens()
+    m.check_fold(model, x)
+    if m.norms_in(model):
+        fused = name in ("dropout", "joined")
+        m.check_fold(m.check_convert(model, "cbn", x, fused=fused), x)
+
+
+def test_a_map_that_stays_passes_masks_in_training_and_in_files(tmp_path):
+    new = m.quiet(convert, model_of("LSTM"), "cbn")
+    with m.saying(""):  # as Keras does where a mask is destroyed
+        new.compile("sgd", "mse", run_eagerly=True)
+        new.train_on_batch(tokens(), np.ones((6, 3)))
+    new.save(tmp_path / "new.keras")
+    loaded = keras.models.load_model(tmp_path / "new.keras")
+    m.assert_same_outputs(loaded, new, tokens(), 1e-6)
 
 
 # What cannot be folded

@@ -172,12 +172,16 @@ def test_models(name):
         m.assert_same_outputs(folded, model, x)
 
 
-def test_what_a_layer_of_ones_own_has():
-    layer = Short(4)
+def test_what_layers_have():
+    layer, penalty = Short(4), Sum()
     layer.name, layer.trainable, layer.dtype_policy = "short", False, "mixed_bfloat16"
-    model = model_of((6,), layer, bn, dense())
-    new = m.quiet(convert, model, "cbn").get_layer("short")
-    assert not new.trainable and new.compute_dtype == "bfloat16"
+    norm = apply(layers.BatchNormalization, gamma_regularizer=penalty)
+    model = model_of((6,), layer, norm, dense())
+    for norm, cls in ((CBN(gamma_regularizer=penalty), CBN), ("noisy_bn", NoisyBN)):
+        new = m.quiet(convert, model, norm)
+        assert [norm.gamma_regularizer for norm in m.of_class(new, cls)] == [penalty]
+        short = new.get_layer("short")
+        assert not short.trainable and short.compute_dtype == "bfloat16"
 
 
 class NoConfig(OwnDense):
@@ -222,14 +226,6 @@ def test_functions_that_refer_to_layers():
         fold(model)
 
 
-def test_the_new_norm_has_functions():
-    penalty = Sum()
-    model = model_of((6,), dense(), lambda x: bn(x, gamma_regularizer=penalty), dense())
-    for norm, cls in ((CBN(gamma_regularizer=penalty), CBN), ("noisy_bn", NoisyBN)):
-        (new,) = m.of_class(m.quiet(convert, model, norm), cls)
-        assert new.gamma_regularizer is penalty
-
-
 # Compile settings
 
 
@@ -244,13 +240,6 @@ class OwnRate(keras.optimizers.schedules.LearningRateSchedule):
 
 class OwnOptimizer(keras.optimizers.SGD):
     pass
-
-
-class Unmade(keras.optimizers.SGD):
-    """Cannot be made again from its configuration."""
-
-    def __init__(self, argument):
-        super().__init__()
 
 
 @pytest.mark.parametrize("loss", [lambda y, z: own_loss(y, z), keras.losses.Huber()])
@@ -277,7 +266,11 @@ def test_compile_settings(loss):
 
 
 def test_settings_that_cannot_be_made_again():
-    model = model_of((6,), dense(), bn, relu, dense())
+    class Unmade(keras.optimizers.SGD):
+        def __init__(self, argument):
+            super().__init__()
+
+    model = model_of((6,), dense(), bn)
     model.compile(Unmade(3), loss=own_loss)
     with pytest.warns(UserWarning, match="is not compiled"):
         folded = fold(model)

@@ -21,6 +21,14 @@ def gated_by_pixels(x):
     return layers.Multiply()([x, layers.Conv2D(1, 1, name="pixels")(x)])
 
 
+def excited(x):
+    """Squeeze and excitation: the gate of a channel that goes goes too."""
+    gate = layers.Reshape((1, 1, 5))(layers.GlobalAveragePooling2D()(x))
+    gate = layers.Conv2D(3, 1, activation="tanh")(gate)
+    gate = layers.Conv2D(5, 1, activation="hard_sigmoid", name="up")(gate)
+    return layers.Multiply()([x, gate]) * 2.0 + 0.0
+
+
 def scaled(x):
     shape = x.shape[1:]
     return layers.EinsumDense("abcd,d->abcd", shape, bias_axes="d")(x)
@@ -35,6 +43,7 @@ first = {"data_format": "channels_first"}
 # Layers between a convolution with dead channels and a Dense layer. These can go:
 GO = {
     "a sum with a number": lambda x: x + 2.0,
+    "a gate of each": excited,
     "a function": lambda x: ops.tanh(x),
     "rescaling": apply(layers.Rescaling, 0.5, 1.0),
     "PReLU": apply(layers.PReLU),
@@ -47,8 +56,8 @@ GO = {
     "PReLU shared by channels": apply(layers.PReLU, shared_axes=[3]),
     "a scale of each": scaled,
     "a permutation": apply(layers.Permute, (3, 1, 2)),
-    "two permutations": lambda x: layers.Permute((2, 3, 1))(
-        layers.Permute((3, 1, 2))(x)
+    "two permutations": m.chain(
+        layers.Permute((3, 1, 2), name="permuted"), layers.Permute((2, 3, 1))
     ),
     "a reshaping": apply(layers.Reshape, (36, 5)),
     "joined with pixels": joined_with(apply(layers.Permute, (1, 2, 3))),
@@ -73,8 +82,7 @@ STAY = {
     "joined along pixels": joined_with(lambda x: m.conv(x, 5, "two")),
 }
 
-
-FEW = {"a function", "PReLU", "a permutation", "joined with pixels"}
+FEW = {"a function", "PReLU", "a permutation", "joined with pixels", "a gate of each"}
 FEW |= {"a part", "softmax", "pooling of channels", "a reshaping of channels"}
 
 
@@ -89,6 +97,7 @@ def test_one_layer_between(name):
     planted.kill(model.get_layer("first_bn"), [0], -0.7)
     pruned = planted.check(model, similarity=None)
     gone = {"one": [1, 4]} if name in GO else {}
+    gone |= {"up": [1, 4]} if GO.get(name) is excited else {}
     assert planted.removed(pruned) == {"first": [0], **gone}
 
 
@@ -100,6 +109,7 @@ def test_a_layer_with_softmax_keeps_its_channels():
     for name in ("second", "softmax"):
         for weight in model.get_layer(name).weights:
             planted.put(weight, (..., 1), 0)
+    planted.put(model.get_layer("softmax").bias, 1, -999)  # the constant 0
     assert planted.removed(planted.check(model, similarity=None)) == {"second": [1]}
 
 
@@ -121,25 +131,6 @@ def test_residual_sums_lose_a_channel_everywhere_or_nowhere():
     # No nonlinearity follows a2_bn before the sum, which is dead all the same.
     assert 1 in pruned.removed["stem"]
     assert list(pruned.removed["stem"]) == list(pruned.removed["a2"])
-
-
-def test_products():
-    """Squeeze and excitation: the gate of a channel that goes goes too."""
-    inputs = keras.Input((6, 6, 3), name="image")
-    x = m.conv(inputs, 6, "one", activation="hard_silu")
-    gate = layers.Reshape((1, 1, 6))(layers.GlobalAveragePooling2D()(x))
-    gate = layers.Conv2D(3, 1, activation="relu", name="down")(gate)
-    gate = layers.Conv2D(6, 1, activation="hard_sigmoid", name="up")(gate)
-    x = layers.Multiply(name="excite")([x, gate]) * 2.0 + 0.0
-    x = layers.Conv2D(4, 3, name="two")(layers.UpSampling2D()(x))
-    x = layers.Dense(3, "tanh", name="three")(layers.Reshape((-1, 4))(x))
-    x = layers.Dense(2, name="head")(layers.GlobalAveragePooling1D()(x))
-    model = planted.settled(inputs, x)
-    planted.kill(model.get_layer("one_bn"), [1, 5], 0)
-    planted.put(model.get_layer("two").kernel, (..., 2), 0)
-    gone = planted.removed(planted.check(model))
-    assert {1, 5} <= set(gone["one"]) and gone["one"] == gone["up"]
-    assert 2 in gone["two"]
 
 
 def convolved(conv, filters=5, size=2, **kwargs):
@@ -173,29 +164,22 @@ def test_convolutions_of_all_kinds(dimensions, conv, up):
     assert 0 in pruned.removed["up"]
 
 
-def test_shared_layers():
+def test_shared_nested_and_outer_layers():
     model = planted.settle(m.shared())
     planted.kill(model.get_layer("stem_bn"), [3], -1)
     planted.kill(model.get_layer("second_bn"), [0], -1)
     planted.twin(planted.layers_of(model, "second", "second_bn"), source=1, copy=2)
-    pruned = planted.check(model)
-    assert planted.removed(pruned) == {"stem": [3], "second": [0, 2]}
-
-
-def test_nested_models():
+    assert planted.removed(planted.check(model)) == {"stem": [3], "second": [0, 2]}
     model = planted.draw_kernels(m.nested())
     body = model.get_layer("body")
     planted.kill(body.get_layer("first_bn"), [0], -1)
     planted.kill(body.get_layer("block").get_layer("bn"), [2], 0.7)
     gone = planted.removed(planted.check(model))
     assert 0 in gone["body/first"] and 2 in gone["block/conv"]
-
-
-def test_outputs_keep_their_channels():
-    inputs = keras.Input((6, 6, 3), name="image")
+    # Outputs keep their channels.
+    inputs = keras.Input((6, 6, 3))
     x = m.conv(inputs, 4, "one")
-    y = m.conv(x, 4, "two")
-    outputs = {"map": y, "class": layers.Dense(2)(layers.GlobalMaxPooling2D()(x))}
+    outputs = [m.conv(x, 4, "two"), layers.Dense(2)(layers.GlobalMaxPooling2D()(x))]
     model = planted.settled(inputs, outputs)
     for name in ("one", "two"):
         planted.kill(model.get_layer(f"{name}_bn"), [1], -1)

@@ -1,15 +1,23 @@
-"""recalibrate: exact statistics of a pass over data, and nothing else changed."""
+"""recalibrate and Recalibrate: exact statistics of data, and nothing else changed."""
 
+import copy
 import inspect
 
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from keras import layers
 
-from keras_norms import CBN, LpNorm, NoisyBN, prune, recalibrate
+from keras_norms import (
+    AMAT,
+    CBN,
+    LpNorm,
+    NoisyBN,
+    Recalibrate,
+    freeze,
+    prune,
+    recalibrate,
+)
 from tests.support import planted
 from tests.support import surgery_models as m
 from tests.support.backend import BACKEND, numpy, some
@@ -61,13 +69,11 @@ def assert_measured(layer, *inputs, mean=(1e-5, 1e-6), variance=(1e-4, 1e-6)):
         assert_is(layer, "moving_variance", flat.var(0), *variance)
 
 
-# Of what other layers make, in float32
-INSIDE = {"mean": (1e-3, 1e-4), "variance": (2e-3, 1e-5)}
-
-
-def read_by(model, name):
-    """A model of what a layer reads."""
-    return keras.Model(model.inputs[0], model.get_layer(name).input)
+def assert_second_is_measured(model, x):
+    """By what it reads, which other layers make, in float32."""
+    layer = model.get_layer("second")
+    read = keras.Model(model.inputs[0], layer.input)(x)
+    assert_measured(layer, read, mean=(1e-3, 1e-4), variance=(2e-3, 1e-5))
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -92,27 +98,7 @@ def test_statistics_of_layers_one_after_the_other(name):
     # It normalises with them: with one batch, inference is what the pass saw.
     x = m.images(16, 6, 6, 3)
     quietly(model, x, batch_size=16)
-    assert_measured(model.get_layer("second"), read_by(model, "second")(x), **INSIDE)
-
-
-@settings(max_examples=5, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=3), seed=st.integers(0, 99)
-)
-def test_batches_of_any_size_combine(sizes, seed):
-    model, norm = one_norm(3)
-    batches = [m.images(n, 3, seed=seed + i) for i, n in enumerate(sizes)]
-    quietly(model, batches)
-    assert_measured(norm, *batches)
-
-
-@pytest.mark.parametrize("batch_size", [8, 4])
-def test_few_batches_and_many_are_measured_alike(batch_size):
-    """A few run eagerly on TensorFlow, and with a cheap compilation on JAX."""
-    model, norm = one_norm(6, 6, 3)
-    x = m.images(40, 6, 6, 3)
-    quietly(model, x, batch_size=batch_size)
-    assert_measured(norm, x, mean=(1e-4, 0), variance=(1e-4, 0))
+    assert_second_is_measured(model, x)
 
 
 def test_noise_is_not_measured():
@@ -138,7 +124,7 @@ def test_nothing_else_changes():
     before = [numpy(v).copy() for v in kept]
     quietly(model, x)
     assert all(map(np.array_equal, map(numpy, kept), before))
-    assert_measured(second, read_by(model, "second")(x), **INSIDE)
+    assert_second_is_measured(model, x)
     model.train_on_batch(x, y)
 
 
@@ -198,10 +184,12 @@ def test_data_of_all_kinds(kind):
     assert found[-2:] == pytest.approx(expected[-2:], rel=1e-4)
 
 
-def test_shared_layers_see_all_their_calls():
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_shared_layers_see_all_their_calls(batch_size):
+    """Few batches run eagerly on TensorFlow, and with a cheap compilation on JAX."""
     model = m.shared()
     x = m.batch_for(model, 9)
-    quietly(model, x, batch_size=4)
+    quietly(model, x, batch_size=batch_size)
     stem = model.get_layer("stem")
     assert_measured(model.get_layer("stem_bn"), *map(stem, x), mean=(1e-4, 1e-5))
 
@@ -216,31 +204,24 @@ def test_masked_steps_do_not_count():
 
 
 class Subclassed(keras.Model):
-    def __init__(self, norm):
+    def __init__(self):
         super().__init__(name="own")
-        self.norm, self.dense = norm, layers.Dense(2)
-
-    def build(self, shape):
-        self.norm.build(shape)
-        self.dense.build(shape)
+        self.norm = layers.BatchNormalization(name="first")
 
     def call(self, x, training=None):
-        return self.dense(self.norm(x, training=training))
+        return self.norm(x, training=training)
 
 
 def test_subclassed_models():
-    model, x = Subclassed(layers.BatchNormalization()), m.images(12, 3)
+    model, x = Subclassed(), m.images(12, 3)
+    with pytest.raises(ValueError, match="must be built.*'own'"):
+        quietly(model, x)
     model(x)
     quietly(model, x)
     assert_measured(model.norm, x, mean=(1e-4, 1e-6))
-
-
-def test_layers_that_are_never_called():
-    model = Subclassed(layers.BatchNormalization(name="unused"))
-    model.build((None, 3))
-    model.call = lambda x, training=None: model.dense(x)
-    with pytest.raises(ValueError, match="'unused'.*'own' were not called"):
-        quietly(model, m.images(4, 3))
+    model.call = lambda x, training=None: x
+    with pytest.raises(ValueError, match="'first'.*'own' were not called"):
+        quietly(model, x)
 
 
 def test_a_derived_class_that_computes_something_else():
@@ -271,9 +252,104 @@ def test_batch_renormalization():
     assert_is(norm, "moving_stddev", deviation)
 
 
-def test_bad_models():
-    with pytest.raises(ValueError, match="must be built.*'own'"):
-        quietly(Subclassed(None), np.zeros((1, 3)))
-    plain = keras.Sequential([keras.Input((3,)), layers.Dense(1)], name="plain")
-    with pytest.raises(ValueError, match="not frozen.*'plain'"):
-        quietly(plain, np.zeros((1, 3)))
+# Recalibrate
+
+
+class Spy(keras.callbacks.Callback):
+    """Checks what a validation, the end of an epoch and the next step find."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.x, self.trained, self.seen = x, None, []
+
+    def check(self):
+        dense, norm = self.model.layers[-2:]
+        made = self.x @ numpy(dense.kernel).astype("float64")
+        self.seen.append(made)
+        np.testing.assert_allclose(numpy(norm.moving_mean), made.mean(0), atol=1e-4)
+        np.testing.assert_allclose(numpy(norm.moving_variance), made.var(0), rtol=1e-3)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.trained is not None and batch == 0:
+            moving = numpy(self.model.layers[-1].moving_mean)
+            np.testing.assert_array_equal(moving, self.trained)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.trained = np.array(numpy(self.model.layers[-1].moving_mean))
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.check()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.check()
+
+
+def batch():
+    x = m.images(48, 4) + 0.7
+    return x, np.stack([x[:, 0] * x[:, 1], x[:, 2]], -1)
+
+
+def compiled(norm=layers.BatchNormalization, **kwargs):
+    stack = keras.Input((4,)), layers.Dense(2, use_bias=False), norm()
+    model = keras.Sequential(stack)
+    model.compile(keras.optimizers.SGD(0.05, **kwargs), "mse")
+    return model
+
+
+@pytest.mark.parametrize("swap_on_epoch", [True, False])
+def test_statistics_are_those_of_the_weights(swap_on_epoch, tmp_path):
+    """Of a validation, whatever the order is; of two weights two measurements."""
+    (x, y), model = batch(), compiled(use_ema=True, ema_momentum=0.9)
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=swap_on_epoch)
+    recalibrate, spy = Recalibrate(x, batch_size=16), Spy(x)
+    both = [swap, recalibrate] if swap_on_epoch else [recalibrate, swap]
+    saved = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
+    history = model.fit(
+        *(x, y),
+        batch_size=16,
+        epochs=2,
+        validation_data=(x, y),
+        validation_batch_size=48,
+        callbacks=[*both, spy, saved],
+        verbose=0,
+    ).history
+    validated, ended, *_ = spy.seen
+    assert swap_on_epoch == np.allclose(validated, ended, atol=1e-5)
+    # The last is of the averaged weights, which `fit` leaves in the model.
+    epochs = [0, 1] if swap_on_epoch else [0, 0, 1, 1, 1]
+    assert recalibrate.history["epoch"] == epochs
+    assert recalibrate.history["batches"] == [3] * len(epochs)
+    seconds = recalibrate.history["seconds"]
+    assert history["recalibration_seconds"][0] == sum(seconds[: len(epochs) // 2])
+    spy.check()
+    spy.set_model(keras.saving.load_model(tmp_path / "1.keras"))
+    spy.check()
+    np.testing.assert_allclose(spy.seen[-1], ended, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [layers.BatchNormalization, CBN])
+def test_training_is_the_same_without_it(norm):
+    """With CBN it depends on the averages."""
+    (x, y), weights = batch(), []
+    for callbacks in [], [Recalibrate((x, y), every=2)]:
+        keras.utils.set_random_seed(0)
+        model = compiled(norm)
+        amat = [AMAT()] if norm is CBN else []
+        both = [*callbacks, *amat]
+        model.fit(x, y, 16, epochs=3, callbacks=both, shuffle=False, verbose=0)
+        weights.append(numpy(model.layers[0].kernel))
+    np.testing.assert_array_equal(*weights)
+    assert callbacks[0].history["epoch"] == [1, 2]
+
+
+def test_when_training_begins():
+    (x, y), model = batch(), compiled()
+    other = copy.deepcopy(Recalibrate(x[:, :3], steps=2))
+    with pytest.raises(ValueError, match="`data` must have the shape"):
+        model.fit(x, y, callbacks=[other], verbose=0)
+    # Outside of training nothing is measured.
+    alone = Recalibrate(x)
+    model.evaluate(x, y, callbacks=[alone], verbose=0)
+    assert alone.history == {}
+    with pytest.raises(ValueError, match="not frozen"):
+        freeze(model).fit(x, y, callbacks=[alone], verbose=0)

@@ -39,9 +39,9 @@ def test_a_worker_has_the_trials_and_scores_of_a_search_alone(tmp_path, monkeypa
     assert not thread.is_alive()
     assert chief.end_order == alone.oracle.end_order and not chief.ongoing_trials
     for key, trial in alone.oracle.trials.items():
-        values = chief.trials[key].hyperparameters.values
-        assert values == trial.hyperparameters.values
-        assert chief.trials[key].score == pytest.approx(trial.score, 1e-6)
+        found = chief.trials[key]
+        assert found.hyperparameters.values == trial.hyperparameters.values
+        assert found.score == pytest.approx(trial.score, 1e-6)
 
 
 @pytest.mark.thorough

@@ -19,10 +19,14 @@ USUAL |= {**TINY, "workers": 1}
 OTHER_STRATEGY = "tpu" if BACKEND == "jax" else "data_parallel"
 
 
+def read(path):
+    return json.loads(path.read_text())
+
+
 def run(tmp_path, **arguments):
     """The text of a search, and its tuner_results.json."""
     text = search(Settings(**USUAL | arguments, runs_dir=str(tmp_path)))
-    return text, json.loads((tmp_path / "a" / "tuner_results.json").read_text())
+    return text, read(tmp_path / "a" / "tuner_results.json")
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +48,10 @@ def test_what_is_written(finished):
         assert row["accuracy"]["std"] == pytest.approx(np.std(accuracies, ddof=1))
         # They are those of the runs.
         for seed, accuracy in enumerate(accuracies):
-            pattern = f"*seed{seed}*omega{row['values']['omega']}*"
-            (path,) = (tmp_path / "a" / "runs").glob(pattern)
-            results = json.loads((path / "results.json").read_text())
-            assert results["test_accuracy"] == accuracy
-            config = json.loads((path / "config.json").read_text())
-            assert config["rho"] == row["values"]["rho"]
+            pattern = f"a/runs/*seed{seed}*omega{row['values']['omega']}*"
+            (path,) = tmp_path.glob(pattern)
+            assert read(path / "results.json")["test_accuracy"] == accuracy
+            assert read(path / "config.json")["rho"] == row["values"]["rho"]
     best = max(found["trials"], key=lambda row: row["accuracy"]["mean"])
     assert found["best"]["accuracy"] == best["accuracy"]
     for name in ("accuracy.png", "parallel.png", "best_so_far.png"):
@@ -70,9 +72,8 @@ def test_the_best_setting_as_a_command(finished):
     assert given.validation_size is None  # all images train
 
     place = {"dataset": "cifar10", "data_dir": "/data", "validation_size": 5000}
-    line = report.command(
-        classifier.Saved(**place), {"rho_stage1": 0.5, "rho_stage2": 2.0}
-    )
+    stages = {"rho_stage1": 0.5, "rho_stage2": 2.0}
+    line = report.command(classifier.Saved(**place), stages)
     assert "--stage_rho=stage1=0.5,stage2=2 --data_dir=/data" in line
     assert "--dataset=cifar10" in line and "validation" not in line
 
@@ -124,12 +125,11 @@ def test_hyperband_goes_on_with_a_run(tmp_path):
     directories = list((tmp_path / "a" / "runs").iterdir())
     assert len(directories) < len(found["trials"])  # a promoted trial has its old one
     path = next(path for path in directories if (path / "results.json").exists())
-    last = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
-    stored = json.loads((path / "config.json").read_text())
+    stored = read(path / "config.json")
     del stored["format"]
     places = {"runs_dir": str(tmp_path / "again"), "saved_models_dir": None}
     again = train.train(classifier.Saved(**stored, **places)).results
-    assert last["test_accuracy"] == again["test_accuracy"]
+    assert read(path / "results.json")["test_accuracy"] == again["test_accuracy"]
 
 
 def test_scored_by_test_images_if_asked(tmp_path):
@@ -159,10 +159,6 @@ def test_bad_arguments(arguments, message, tmp_path):
 
 def test_how_many_train_at_the_same_time(monkeypatch):
     monkeypatch.setattr(workers, "default_count", lambda: 4)
-    for given, count in (
-        ({}, 4),
-        ({"trials": 3}, 3),
-        ({"workers": 2}, 2),
-        ({"strategy": "mirrored"}, 1),
-    ):
+    counts = {4: {}, 3: {"trials": 3}, 2: {"workers": 2}, 1: {"strategy": "mirrored"}}
+    for count, given in counts.items():
         assert Settings(**given).processes() == count

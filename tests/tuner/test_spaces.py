@@ -97,25 +97,6 @@ def test_omega_of_a_model_that_has_trained():
     assert np.abs(means[1] - means[0]).max() > 1e-3
 
 
-@pytest.mark.thorough
-def test_keras_tuner_searches_with_it(tmp_path):
-    def build(hp):
-        layers = [keras.layers.Input((4,)), CBN(), keras.layers.Dense(3)]
-        model = spaces.cbn(hp, keras.Sequential(layers))
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
-
-    own = {"max_trials": 2, "directory": tmp_path, "seed": 1}
-    tuner = keras_tuner.RandomSearch(build, "val_loss", **own)
-    x, y = np.random.default_rng(0).normal(size=(2, 32, 4))
-    data = {"validation_data": (x, y[:, :3]), "callbacks": [AMAT()], "verbose": 0}
-    tuner.search(x, y[:, :3], **data)
-    best = tuner.get_best_hyperparameters()[0].values
-    layer = tuner.get_best_models()[0].layers[0]
-    assert float(layer.rho.value) == pytest.approx(best["rho"], rel=1e-6)
-    assert layer.omega == best["omega"]
-
-
 def test_parse():
     rho, rate = spaces.parse("rho, learning_rate=0.01..0.5")
     assert rho == spaces.RANGES["rho"]

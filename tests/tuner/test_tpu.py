@@ -30,16 +30,15 @@ data.images = lambda settings: images
 trials = joint_training.of(runs)
 
 mesh = Mesh(chips.by_batch.mesh.devices, ("trial",))
-by_trial = NamedSharding(mesh, PartitionSpec("trial"))
-everywhere = NamedSharding(mesh, PartitionSpec())
 
-def of(tree, sharding):
+def of(tree, *axes):
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree
     )
 
 def cost(function, axes, own, shared):
-    arguments = *of(own, by_trial), of(shared, everywhere)
+    arguments = *of(own, "trial"), of(shared)
     compiled = population.program_of(function, axes, mesh).lower(*arguments).compile()
     text = compiled.as_text()
     kinds = [kind for kind in COLLECTIVES if f" {kind}" in text]

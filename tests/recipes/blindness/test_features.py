@@ -1,10 +1,11 @@
+import functools
+
 import keras
 import numpy as np
 import pytest
 
 from keras_norms import CBN
 from recipes.blindness import features
-from recipes.engine import training
 from tests.support import small
 
 
@@ -98,9 +99,7 @@ def test_run(tmp_path, monkeypatch, small_network):
 
 
 def test_runs_that_diverge(tmp_path, monkeypatch):
-    def lost(settings):
-        return training.Outcome(settings, {"name": "x", "diverged": True}, [])
-
+    lost = functools.partial(small.outcome, diverged=True)
     monkeypatch.setattr(features, "train", lost)
     own = SWEEP | {"norms": ("none",)}
     results, table = small.run(features, tmp_path, "vgg11", **own)

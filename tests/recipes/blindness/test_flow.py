@@ -7,7 +7,6 @@ from sklearn.datasets import load_digits
 
 from recipes.blindness import flow
 from recipes.blindness._flow_pairs import Batches, Pair
-from recipes.engine import training
 from tests.support import small
 
 TINY = {"size": 4, "scales": 1, "couplings": 1, "width": 4}
@@ -22,11 +21,9 @@ def pair():
 def test_pixels_are_those_of_the_data_set(pair):
     digits = load_digits()
     for label, digit in enumerate((3, 8)):
-        found = np.concatenate(
-            [pair.x_train[pair.y_train == label], pair.x_test[pair.y_test == label]]
-        )
-        expected = digits.images[digits.target == digit]
-        found, expected = found.reshape(-1, 64), expected.reshape(-1, 64)
+        parts = (pair.x_train, pair.y_train), (pair.x_test, pair.y_test)
+        found = np.concatenate([x[y == label].reshape(-1, 64) for x, y in parts])
+        expected = digits.data[digits.target == digit]
         assert sorted(map(tuple, found)) == sorted(map(tuple, expected))
     small_pair = Pair("digits", "3+8", 4)
     assert small_pair.image_shape == (4, 4, 1)
@@ -87,18 +84,16 @@ def test_run(tmp_path, monkeypatch):
     pictures = "interpolation", "training"
     results, table = small.run(flow, tmp_path, *pictures, **TINY, **own)
     for found, lines in measured:
-        nats = {
-            part: [line[f"{part}_log_likelihood"] for line in lines]
-            for part in ("train", "test")
-        }
-        assert len(lines) == 3 and all(each[-1] > each[0] for each in nats.values())
+        parts = "train_log_likelihood", "test_log_likelihood"
+        train, test = ([line[key] for line in lines] for key in parts)
+        assert len(lines) == 3 and train[-1] > train[0] and test[-1] > test[0]
         assert found["round_trip"] < 1e-4
-        last, mean = nats["test"][-1], found["mean"]
+        last, mean = test[-1], found["mean"]
         assert found["test_log_likelihood"] == pytest.approx(last, rel=1e-4)
         assert found["real"] == pytest.approx((mean[0] + mean[-1]) / 2)
         assert found["gap"] == pytest.approx(found["real"] - mean[5], abs=1e-3)
         ratio = found["bits_per_dim"] / found["train_bits_per_dim"]
-        assert ratio == pytest.approx(last / nats["train"][-1], rel=1e-4)
+        assert ratio == pytest.approx(last / train[-1], rel=1e-4)
     (row,) = results["rows"]
     gaps, aurocs = ([found[key] for found, _ in measured] for key in ("gap", "auroc"))
     assert row["gap"]["mean"] == pytest.approx(np.mean(gaps))
@@ -117,8 +112,7 @@ def test_settings():
 
 
 def test_diverged_runs_are_counted():
-    lost = training.Outcome(None, {"diverged": True}, [])
-    found = flow.summary([lost])
+    found = flow.summary([small.outcome(diverged=True)])
     assert found["diverged"] == found["seeds"] == 1 and found["gap"] is None
     row = found | {"classes": "0+1", "architecture": "full", "norm": "layer"}
     table = " ".join(flow.table([row], flow.Settings(seeds=1)).split())

@@ -27,7 +27,5 @@ def test_run(tmp_path):
         assert shares["third"] > 1e-2
         of.setdefault(norm, []).append(shares)
     # The stored statistics of a new layer are no normalisation.
-    for none, inference in zip(
-        of["no normalization"], of["BN, inference"], strict=True
-    ):
-        assert inference == pytest.approx(none, rel=1e-3)
+    for a, b in zip(of["no normalization"], of["BN, inference"], strict=True):
+        assert b == pytest.approx(a, rel=1e-3)

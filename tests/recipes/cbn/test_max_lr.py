@@ -29,6 +29,9 @@ def test_gradient_norm_and_steps_of_a_linear_model():
     values = max_lr.measure(model, problem, None)
     assert values["guessing"] == 1 / 2
     assert values["gradient_norm"] == pytest.approx(np.sqrt(np.mean(squares)), rel=1e-5)
+    copy = max_lr.MeasuringSGD.from_config(model.optimizer.get_config())
+    assert copy.get_config() == model.optimizer.get_config()
+    assert copy.weight_decay is None  # which would be decoupled
     # The next epoch starts anew.
     assert max_lr.measure(model, problem, None)["gradient_norm"] == 0
 

@@ -1,6 +1,5 @@
 from recipes.cbn import rho
 from recipes.engine import classifier
-from recipes.engine.training import Outcome
 from tests.support import small
 
 
@@ -8,8 +7,7 @@ def test_run(tmp_path, monkeypatch):
     def trained(settings):
         accuracy = 0.5 + settings.seed / 10
         line = {"epoch": 1, "test_accuracy": accuracy, "train_loss": settings.rho}
-        found = {"name": "x", "diverged": False, "seconds_per_step": None}
-        return Outcome(settings, found | line, [line])
+        return small.outcome(settings, line, **line)
 
     monkeypatch.setattr(classifier, "train", trained)
     own = {"activations": ("relu",), "seeds": 2, "rhos": (1.0, 8.0), "workers": 1}
@@ -23,20 +21,12 @@ def test_run(tmp_path, monkeypatch):
 
 
 def test_best_rhos():
+    cells = {("tanh", 0.25): (None, 1.0), ("selu", 0.25): (None, 1.0)}
+    cells |= {("tanh", 2.0): (0.95, 0.2), ("tanh", 4.0): (0.95, 0.1)}
+    cells |= {("relu", 0.25): (0.5, 1.0), ("relu", 1.0): (0.4, 0.1)}
     rows = [
-        {
-            "activation": activation,
-            "rho": value,
-            "test_accuracy": accuracy and {"mean": accuracy},
-            "train_loss": {"mean": loss},
-        }
-        for activation, value, accuracy, loss in (
-            ("tanh", 0.25, None, 1.0),
-            ("tanh", 2.0, 0.95, 0.2),
-            ("tanh", 4.0, 0.95, 0.1),
-            ("relu", 0.25, 0.5, 1.0),
-            ("relu", 1.0, 0.4, 0.1),
-            ("selu", 0.25, None, 1.0),
-        )
+        {"activation": activation, "rho": value, "train_loss": {"mean": loss}}
+        | {"test_accuracy": accuracy and {"mean": accuracy}}
+        for (activation, value), (accuracy, loss) in cells.items()
     ]
     assert rho.best_rhos(rows) == {"tanh": 4.0, "relu": 0.25}

@@ -80,8 +80,8 @@ def test_tensorflow_datasets_on_disk(tmp_path):
     splits = {"train": examples, "test": examples[:20]}
     files_of.write_tfds(tmp_path, "mnist", splits)
     images = data.load("mnist", data_dir=str(tmp_path))
-    shapes = images.x_train.shape, images.x_test.shape
-    assert shapes == ((30, 28, 28, 1), (20, 28, 28, 1)) and images.num_classes == 10
+    assert images.x_train.shape == (30, 28, 28, 1) and images.num_classes == 10
+    assert images.x_test.shape == (20, 28, 28, 1)
 
 
 def test_bad_arguments(made, tmp_path):
@@ -112,8 +112,7 @@ def test_batches_are_a_function_of_seed_and_number(augment):
     batches, other, resumed = made(3), made(4), made(3, first_epoch=1)
     backwards = [batches[i] for i in reversed(range(12))][::-1]
     for i in range(12):
-        np.testing.assert_array_equal(batches[i][0], backwards[i][0])
-        np.testing.assert_array_equal(batches[i][1], backwards[i][1])
+        assert all(map(np.array_equal, batches[i], backwards[i]))
         if i >= 4:
             np.testing.assert_array_equal(batches[i][0], resumed[i - 4][0])
         if not augment:
@@ -129,8 +128,7 @@ def test_batches_are_a_function_of_seed_and_number(augment):
     found = np.concatenate([drawn[i][1] for i in range(4 * 250)])
     assert len(set(found[:20])) < 20
     np.testing.assert_array_equal(drawn[7][1], made(3, replacement=True)[7][1])
-    counts = np.bincount(found, minlength=23)
-    expected = len(found) / 23
+    counts, expected = np.bincount(found, minlength=23), len(found) / 23
     # Pearson's statistic is above 60 with a probability of 2e-5.
     assert np.square(counts - expected).sum() / expected < 60
 

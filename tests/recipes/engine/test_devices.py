@@ -21,14 +21,10 @@ def test_what_a_backend_does_not_have_is_refused():
     for name in (None, "none", "mirrored", "tpu"):
         with pytest.raises(ValueError, match="many machines there only. Received: job"):
             devices.get(name, "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
-
-
-@pytest.mark.skipif(BACKEND == "jax", reason="of the other backends")
-def test_populations_of_other_backends_are_refused():
     for make in (
         lambda: population.Population(None, [{}], None, epochs=1, batch_size=1),
         lambda: joint_training.train([classifier.Saved()]),
-    ):
+    ) * (BACKEND != "jax"):
         with pytest.raises(ValueError, match="KERAS_BACKEND=jax.*Received: backend"):
             make()
 

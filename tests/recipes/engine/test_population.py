@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_norms import CBN
+from recipes import models
 from recipes.engine import data, optimizers, population, run, trial
 from tests.support import images as files_of
 from tests.support.backend import jax_only, later, numpy
@@ -81,6 +82,7 @@ def by_hand(settings, amat=True, replacement=False, **more):
     model = build(settings)
     schedule = optimizers.piecewise_schedule(settings["learning_rate"], 4 * EPOCHS)
     optimizer = optimizers.SGD(schedule, 0.9, 5e-4, **more)
+    batches = optimizer.gradient_accumulation_steps or 1
     optimizer.build(model.trainable_variables)
     criterion = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -95,16 +97,13 @@ def by_hand(settings, amat=True, replacement=False, **more):
     means = []
     for epoch in range(EPOCHS):
         order_key, key = trial.epoch_keys(settings["seed"], epoch)
-        if replacement:
-            order = np.asarray(jax.random.choice(order_key, 35, (35,)))
-            assert len(set(order.tolist())) < 35
-        else:
-            order = np.asarray(jax.random.permutation(order_key, 35))
+        order = np.asarray(jax.random.choice(order_key, 35, (35,), replacement))
+        assert (len(set(order.tolist())) < 35) is replacement
         losses = []
         for step in range(4):
             for layer in model.layers:
                 if isinstance(layer, CBN):
-                    rate = float(schedule(4 * epoch + step)) if amat else -1.0
+                    rate = float(schedule(4 * epoch + step)) / batches if amat else -1.0
                     layer.set_learning_rate(rate)
             chosen = order[8 * step : 8 * step + 8]
             batch = crop_and_flip(x[chosen], jax.random.fold_in(key, step))
@@ -122,28 +121,20 @@ def by_hand(settings, amat=True, replacement=False, **more):
     return {v.path: numpy(v) for v in model.variables}, means
 
 
-@pytest.mark.parametrize("k, amat", [(1, True), *later((0, True), (0, False))])
-def test_a_trial_among_others_equals_the_steps_by_hand(together, k, amat):
-    """Though one of the others diverges; without AMAT also with replacement."""
+OPTIONS = {"amat": False, "replacement": True}, {"gradient_accumulation_steps": 3}
+
+
+@pytest.mark.parametrize("k, options", [(1, {}), *later((0, {}), *enumerate(OPTIONS))])
+def test_a_trial_among_others_equals_the_steps_by_hand(together, k, options):
+    """Though one of the others diverges."""
     trials, scores = together
-    options = {"amat": amat, "replacement": not amat}
-    if not amat:
-        trials = make(TRIALS[:1], **options)
+    if options:
+        trials = make(TRIALS[:2], **options)
         scores = [trials.train() for _ in range(EPOCHS)]
     values, losses = by_hand(TRIALS[k], **options)
     found = [score["train_loss"][k] for score in scores]
     np.testing.assert_allclose(found, losses, **SAME)
     assert_same(weights(trials, k), values)
-
-
-@pytest.mark.thorough
-def test_gradient_accumulation():
-    accumulated = {"gradient_accumulation_steps": 3}
-    trials = make(TRIALS[:2], **accumulated)
-    trials.train(EPOCHS)
-    for k in (0, 1):
-        values, _ = by_hand(TRIALS[k], **accumulated)
-        assert_same(weights(trials, k), values)
 
 
 def test_scores_are_those_of_the_models(together):
@@ -236,12 +227,8 @@ def test_trials_on_two_devices():
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "bfloat16"])
 def test_bfloat16(dtype, tmp_path):
     def build_half(trial):
-        policy = keras.config.dtype_policy()
-        keras.config.set_dtype_policy(dtype)
-        try:
+        with models.dtype_policy(dtype):
             return build(trial)
-        finally:
-            keras.config.set_dtype_policy(policy)
 
     halves = make(TRIALS[:2], build_half)
     halves.train()

@@ -29,10 +29,8 @@ def test_the_same_settings_open_the_same_run_and_others_are_refused(tmp_path):
     assert stored == {"format": run.FORMAT, **CONFIG}
     with pytest.raises(ValueError) as error:
         run.Run(path, {"norm": "bn", "seed": 0, "epochs": 3})
-    message = str(error.value)
-    assert "norm: 'cbn' there, 'bn' here" in message
-    assert "epochs: None there, 3 here" in message
-    assert "seed" not in message and "--name" in message
+    message = "epochs: None there, 3 here; norm: 'cbn' there, 'bn' here. Give"
+    assert message in str(error.value)
     # An earlier version wrote no format.
     (path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ValueError, match="another version.*cannot go on.*delete that"):

@@ -79,8 +79,8 @@ def test_deep_linear_network(tmp_path):
 def test_recalibrated_is_inference_with_statistics_without_noise():
     noisy, plain = build("noisy_bn"), build("bn")
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(noisy_shift.RECALIBRATION_STEPS, 32, 6, 6, 1)) + 1
-    x = x.astype("float32")
+    shape = noisy_shift.RECALIBRATION_STEPS, 32, 6, 6, 1
+    x = rng.normal(1, 1, shape).astype("float32")
     for bare, full in zip(plain.trainable_weights, noisy.trainable_weights):
         value = rng.normal(1, 0.5, full.shape)
         full.assign(value)
@@ -90,10 +90,8 @@ def test_recalibrated_is_inference_with_statistics_without_noise():
     assert len(set(y)) > 1
 
     before = noisy.get_weights()
-    batches, test = [(batch, None) for batch in x], (x[0], y)
-    problem = training.Problem(
-        lambda: build("noisy_bn"), lambda epoch: batches, 1, 1, test
-    )
+    make, batches = lambda: build("noisy_bn"), [(batch, None) for batch in x]
+    problem = training.Problem(make, lambda epoch: batches, 1, 1, (x[0], y))
     noise, none = (noisy_shift.Run(norm=norm) for norm in ("noisy_bn", "none"))
     found = noisy_shift.recalibrated(noisy, problem, noise, None)
     assert found == {"recalibrated_test_accuracy": 1.0}

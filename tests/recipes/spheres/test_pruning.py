@@ -114,9 +114,7 @@ def test_share_at():
 def test_pruning(tmp_path, monkeypatch, small_network):
     own = {"measure_size": 32, "statistics_size": 48, "test_size": 50, "shares": (0.5,)}
     own |= {"levels": (0.4,), "until": 1, "gamma_l1": 1e-3}
-    saved = {"saved_models_dir": str(tmp_path / "saved")}
-    places = {"runs_dir": str(tmp_path / "runs")} | saved
-    asked = Settings(**small.SETTINGS, **own, **places)
+    asked = Settings(**small.SETTINGS, **own, **small.places(tmp_path))
     directory = pruning.run(asked)
     outcome = json.loads((directory / "results.json").read_text())
     found = [(line["method"], line["level"]) for line in outcome["points"]]
@@ -135,13 +133,13 @@ def test_pruning(tmp_path, monkeypatch, small_network):
     assert pruning.run(asked) == directory
 
     # It was trained for one epoch, at the rates of a training of all epochs.
-    (path,) = tmp_path.glob("runs/pruning_train-*/metrics.jsonl")
+    (path,) = tmp_path.glob("runs_dir/pruning_train-*/metrics.jsonl")
     assert len(path.read_text().splitlines()) == 1
     problem, all_epochs = map(pruning.problem, (asked, Settings(**small.SETTINGS)))
     assert (problem.epochs, all_epochs.epochs) == (1, 2)
     assert problem.schedule.boundaries == all_epochs.schedule.boundaries
     # A network that cannot be read is named.
-    (path,) = (tmp_path / "saved").iterdir()
+    (path,) = (tmp_path / "saved_models_dir").iterdir()
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=f"{path.name} is damaged.*cannot be loaded"):
         pruning.trained(asked.training())

@@ -13,12 +13,6 @@ ATTACK = {"noise": 0.1, "epsilon": 0.1, "epsilon_2": 0.5, "steps": 2, "test_size
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def cells(text):
-    """The cells of a table, a list a line."""
-    lines = [line.strip("|").split("|") for line in text.splitlines()]
-    return [[cell.strip() for cell in line] for line in lines if len(line) > 1]
-
-
 def test_robustness(tmp_path, small_network):
     own = ATTACK | {"norms": ("bn",), "weight_decays": (0, 0.05), "workers": 1}
     found, table = small.run(robustness, tmp_path, "epsilon", **own, **small.SETTINGS)
@@ -29,7 +23,7 @@ def test_robustness(tmp_path, small_network):
         assert [m["samples"] for m in found["inf"]] == [40] * 3
         assert len({m["clean"] for m in [*found["inf"], found["2"]]}) == 1
         assert row["inf"]["clean"] == {"mean": found["inf"][1]["clean"], "std": None}
-    _, _, plain, decayed, _, _, changed = cells(table)
+    _, _, plain, decayed, _, _, changed = small.cells(table)
     assert plain[:2] == ["BN", "0"] and decayed[:2] == ["BN", "0.05"]
     lost = [row["inf"]["attack_difference"]["mean"] for row in rows]
     # The paper's: 0.3375 - 0.4307 in Table 1, 0.5005 - 0.5478 in Table 2.
@@ -51,7 +45,7 @@ def test_summary_and_table():
     row |= {"norm": "bn", "weight_decay": 0.1, "diverged": 1}
     none = {"norm": "none", "weight_decay": 0.0, "diverged": 2}
     none |= robustness.summary([])
-    _, _, bn, lost, *_ = cells(robustness.table([row, none], Settings(seeds=2)))
+    _, _, bn, lost, *_ = small.cells(robustness.table([row, none], Settings(seeds=2)))
     assert bn[:3] == ["BN (1 diverged)", "0.1", "0.900 ± 0.000"]
     # The paper's are those with decay.
     assert bn[5:10] == ["0.600 ± 0.141", "0.300 ± 0.141", "0.9375", "0.7812", "0.6"]

@@ -78,7 +78,7 @@ def test_weight_growth(tmp_path, monkeypatch, small_network):
 
 def test_what_diverged():
     metrics = [{"test_accuracy": 0.1, "variance_distance": [None]}]
-    diverged = training.Outcome(Training(), {"diverged": True}, metrics)
+    diverged = small.outcome(Training(), *metrics, diverged=True)
     row = {"norm": "bn", "weight_decay": 0.0, "sphere": False}
     row |= weight_growth.summary([diverged], "conv")
     results = {"layer": "conv", "rows": [row], "distances": []}

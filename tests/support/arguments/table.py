@@ -1,4 +1,8 @@
-"""Which values fit each argument of the public callables: by its name, mostly."""
+"""Which values of a pool of all sorts fit each public argument: by its name, mostly."""
+
+import math
+import numbers
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -6,30 +10,102 @@ from keras import layers
 
 import keras_norms
 from keras_norms import diagnostics
-from tests.support.arguments.kinds import (
-    ANY_RANK,
-    COUNT,
-    FUNCTION,
-    INF,
-    INITIALIZER,
-    NAN,
-    NEVER,
-    NOT_NEGATIVE,
-    ONLY_NONE,
-    OPTIONAL_OBJECT,
-    POSITIVE,
-    SWITCH,
-    TEXT,
-    VARYING,
-    VECTOR,
-    Argument,
-    choice,
-    integer,
-    is_array,
-    is_pair,
-    is_real,
-    number,
-)
+from tests.support.wrapped import Doubled, Halved
+
+NAN, INF = math.nan, math.inf
+POOL = [None, "no_such", "", b"bytes", True, False, 0, 1, -1, 2, 0.5, -0.5, 1.5, 1e30]
+POOL += [NAN, INF, -INF, 10**400, -(10**400), 10**5000, 1j, object(), object, len]
+POOL += [[], [None], [1.0], ["no_such"], (), (1, 2), (0.5, NAN), {}, {"a": 1}, set()]
+POOL += [np.float32(NAN), np.array(1.0), np.array([1.0, 2.0]), np.array([NAN, NAN])]
+POOL += [np.array([]), np.array(["a"]), np.array([None, {}]), np.array([1j, 2j])]
+POOL += [np.ones((2, 3, 4)), np.ones(1000)]
+# One of each kind.
+FEW = [None, "no_such", object(), -1, NAN, [None], np.array([NAN, NAN])]
+
+
+class Argument(NamedTuple):
+    """A predicate that says which values of `POOL` fit, and more that do not."""
+
+    fits: Any
+    wrong: tuple = ()
+
+    def refuses(self, *wrong):
+        return self._replace(wrong=(*self.wrong, *wrong))
+
+    def or_none(self):
+        return self._replace(fits=lambda v: v is None or self.fits(v))
+
+
+def is_real(v):
+    return isinstance(v, numbers.Real) and not isinstance(v, bool)
+
+
+def is_integer(v):
+    return isinstance(v, numbers.Integral) and not isinstance(v, bool)
+
+
+def is_array(v, *ndim):
+    """Whether it is an array of numbers with elements, of one of the ranks."""
+    fits = isinstance(v, np.ndarray) and v.dtype.kind in "biuf" and v.size > 0
+    return fits and v.ndim in ndim
+
+
+def like_array(v, *ndim):
+    """Whether NumPy makes such an array of it."""
+    try:
+        return is_array(np.asarray(v), *ndim)
+    except ValueError:  # lists of several lengths
+        return False
+
+
+def is_vector(v):
+    return like_array(v, 1) and bool(np.all(np.isfinite(np.asarray(v))))
+
+
+def is_pair(v):
+    """Whether it is a tuple of two positive numbers in order."""
+    is_tuple = isinstance(v, tuple) and len(v) == 2 and all(map(is_real, v))
+    return is_tuple and 0 < v[0] < v[1] < INF
+
+
+def integer(least=-INF, most=INF):
+    return Argument(lambda v: is_integer(v) and least <= v <= most)
+
+
+def number(above=-INF, least=-INF, most=INF, below=INF):
+    def fits(v):
+        if not is_real(v):
+            return False
+        try:
+            v = float(v)
+        except OverflowError:
+            return False
+        return math.isfinite(v) and above < v < below and least <= v <= most
+
+    return Argument(fits)
+
+
+def choice(*values):
+    return Argument(lambda v: isinstance(v, (str, int, float)) and v in values)
+
+
+# None of the pool: layers, models, structures of arrays.
+NEVER = Argument(lambda v: False)
+ONLY_NONE = Argument(lambda v: v is None)
+TEXT = Argument(lambda v: isinstance(v, str))
+SWITCH = Argument(lambda v: isinstance(v, bool))
+POSITIVE, NOT_NEGATIVE = number(above=0), number(least=0)
+COUNT = integer(1)
+# What a function takes, nobody knows before it is called.
+FUNCTION = Argument(lambda v: v is len or v is object)
+INITIALIZER = Argument(lambda v: v is len or is_array(v, 1, 2, 3))
+OPTIONAL_OBJECT = Argument(lambda v: v is None or v is len)
+VECTOR = Argument(is_vector)
+ANY_RANK = Argument(lambda v: like_array(v, 1, 2, 3))
+VARYING = Argument(lambda v: is_vector(v) and np.ptp(np.asarray(v, "float64")) > 0)
+
+
+# The arguments
 
 
 class Tripwire(layers.Layer):
@@ -65,6 +141,15 @@ SIZE = OBJECTIVE.start.size
 DENSE, RELU, BN = layers.Dense(3), layers.ReLU(), layers.BatchNormalization()
 CBN, WN = keras_norms.CBN(), keras_norms.WN(layers.Dense(3))
 WN.build((None, 4))
+PATCHED = layers.Dense(3)
+PATCHED.call = lambda inputs: inputs
+
+
+class Padded(layers.Conv2D):
+    """Computes something else than a Conv2D layer does, without a `call`."""
+
+    def convolution_op(self, inputs, kernel):
+        return super().convolution_op(keras.ops.pad(inputs, 1, "reflect"), kernel)
 
 
 class HyperParameters:
@@ -93,6 +178,22 @@ LAYERS = Argument(lambda v: v is None or is_list_of_names(v))
 LAYERS = LAYERS.refuses("hidden", {"hidden"}, [layers.Dense], ["hidden", 3])
 OF_MODEL = ONLY_NONE.refuses(*LAYERS.wrong, ["Hidden"], [layers.Dense(2)])
 KERNEL = NEVER.refuses(RELU, layers.Dense, MODEL)
+# Kernels that are no single weight.
+QUANTIZED, LORA = layers.Dense(3), layers.Dense(3)
+QUANTIZED.build((None, 4))
+LORA.build((None, 4))
+QUANTIZED.quantize("int8")
+LORA.enable_lora(2)
+WEIGHT = KERNEL.refuses([DENSE], layers.Embedding(4, 5), QUANTIZED)
+WEIGHT = WEIGHT.refuses(layers.SimpleRNNCell(3), WN, LORA, Halved(3))
+WEIGHT = WEIGHT.refuses(layers.MultiHeadAttention(2, 3))
+WEIGHT = WEIGHT.refuses(layers.SpectralNormalization(DENSE), PLAIN)
+WEIGHT = WEIGHT.refuses(layers.Conv2D(3, 2, lora_rank=1))
+WEIGHT = WEIGHT.refuses(layers.Dense(3, dtype="int8_from_float32"))
+# What FusedCBN does not compute.
+NOT_FUSED = KERNEL.refuses(layers.Flatten(), layers.Conv2DTranspose(3, 3), Doubled(3))
+NOT_FUSED = NOT_FUSED.refuses(layers.Conv1D(3, 3, padding="causal"), Padded(3, 3))
+NOT_FUSED = NOT_FUSED.refuses(layers.Dense(3, activity_regularizer="l2"), PATCHED)
 DATA = NEVER.refuses(X[:0], X[:, :3], TEXTS, [X, X[:, :2]], [None, X], (TEXTS, Y))
 PAIRS = NEVER.refuses([X, X], X, [(X, Y), X], [(X, Y, Y)] * 2, [(None, Y)] * 2)
 OTHER_WEIGHTS = (WEIGHTS[:2], WEIGHTS[::-1])
@@ -152,6 +253,7 @@ KINDS = {
     "skip": Argument(may_skip).refuses(["hidden", 3], "Hidden", {"hidden": 1}),
     "similarity": number(above=0, most=1).or_none(),
     # Of tuner.spaces.
+    "gradient_accumulation_steps": COUNT.or_none(),
     "hp": NEVER.refuses(HyperParameters),
     "per": FUNCTION.refuses("stage"),
     "tune": NEVER.refuses("rho,rho", "rho=1", "rho=a..b"),
@@ -194,14 +296,14 @@ THEOREM = {
 }
 OWN = {
     "NoisyBN": {"seed": integer(0, 2**31 - 1).or_none().refuses(2**31)},
-    "WS": {"layer": KERNEL.refuses([DENSE])},
-    "CWN": {"layer": KERNEL.refuses([DENSE]), "scale": POSITIVE},
-    "WN": {"layer": KERNEL.refuses([DENSE])},
+    "WS": {"layer": WEIGHT},
+    "CWN": {"layer": WEIGHT, "scale": POSITIVE},
+    "WN": {"layer": WEIGHT},
     "WN.data_init": {
         "x": Argument(lambda v: is_array(v, 3)).refuses(X[:0], TEXTS, X[:, :3])
     },
     "FusedCBN": {
-        "layer": KERNEL.refuses([DENSE, RELU]),
+        "layer": NOT_FUSED.refuses([DENSE, RELU], PLAIN),
         "norm": ONLY_NONE.refuses(BN, keras_norms.CBN),
     },
     "convert": {

@@ -1,0 +1,338 @@
+"""Blocks and subclassed models are entered; what cannot be stays, and is named."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from keras_norms import CBN, convert, fold, prune, recalibrate
+from tests.support import surgery_models as m
+from tests.support.backend import numpy, precision, thorough_on
+from tests.support.surgery_models import apply, model_of
+
+pytestmark = thorough_on("jax")
+X = m.images(5, 6, 6, 3)
+
+
+def with_block(*blocks):
+    """A convolution, blocks, a norm and a Dense layer."""
+    return model_of(
+        (6, 6, 3),
+        *(apply(layers.Conv2D, 4, 3, padding="same", name="stem"), *blocks),
+        apply(layers.GlobalAveragePooling2D),
+        apply(layers.BatchNormalization, name="last"),
+        apply(layers.Dense, 2, name="logits"),
+    )
+
+
+def of_call(call, base=layers.Layer, name=None, **parts):
+    """A layer of one's own that has these parts, and does that with them."""
+    own = type("Own", (base,), {"call": call})(name=name)
+    for each, part in parts.items():
+        setattr(own, each, part)
+    return own
+
+
+def assert_converts_and_folds(model, x=X):
+    """Both keep the function, and no block is left."""
+    new = m.check_convert(model, "cbn", x, data=x)
+    folded = m.check_fold(model, x, says="")
+    # Padding leaves a shift after CBN, which a warning says.
+    for made in (new, folded, m.check_fold(new, x)):
+        assert not m.of_class(made, (m.Block, layers.BatchNormalization))
+    return new, folded
+
+
+def test_blocks():
+    """The last is in a Functional model in a block."""
+    inputs = keras.Input((6, 6, 4))
+    inner = keras.Model(inputs, m.Block()(inputs), name="inner")
+    wraps = of_call(lambda self, x: self.model(x), model=inner)
+    model = with_block(m.Block(name="first"), m.Block(name="second"), wraps)
+    new, folded = assert_converts_and_folds(model)
+    # Names that are there twice have the name of the block.
+    inside = [f"{block}_conv{i}" for block in ("first", "second") for i in (0, 1)]
+    convolutions = [x.name for x in m.of_class(folded, layers.Conv2D)]
+    assert convolutions[:5] == ["stem", *inside]
+    assert sorted(convolutions[5:]) == ["conv0", "conv1"]  # of the inner model
+    assert folded.get_layer("inner").get_layer("conv0").use_bias
+    assert len(m.of_class(new, CBN)) == 7
+
+
+def test_training_is_the_same():
+    """Batch statistics and Dropout follow the mode of the model."""
+    model = with_block(m.Block(name="block"))
+    new = convert(model, lambda norm: None)
+    norms = m.of_class(model, layers.BatchNormalization)
+    assert len(m.norms_in(new)) == len(norms) == 3
+    for layer in (*m.of_class(model, layers.Dropout), *m.of_class(new, layers.Dropout)):
+        layer.rate = 0.0
+    expected, actual = (numpy(net(X, training=True)) for net in (model, new))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    for old in norms:
+        now = new.get_layer(old.name).moving_mean
+        np.testing.assert_allclose(numpy(now), numpy(old.moving_mean), rtol=1e-4)
+    assert np.any(numpy(model(X)) != expected)
+
+
+class Net(keras.Model):
+    """Blocks in a list, one of them called twice, two outputs by name."""
+
+    def __init__(self):
+        super().__init__(name="net")
+        self.stem = layers.Conv2D(4, 3)
+        self.blocks = [m.Block(name="first"), m.Block(name="second")]
+        self.head = layers.Dense(3)
+
+    def call(self, x):
+        x = self.stem(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return {"logits": self.head(ops.mean(x, (1, 2))), "features": x}
+
+
+def test_subclassed_models_and_shared_blocks():
+    x = m.images(5, 8, 8, 3)
+    model = Net()
+    model(x)
+    m.randomize(model)
+    new, folded = assert_converts_and_folds(model, x)
+    assert new.name == folded.name == "net"
+    assert sorted(new(x)) == ["features", "logits"]
+    # A stem, two blocks of two, and a head: the shared block is there once.
+    assert len(m.of_class(folded, (layers.Conv2D, layers.Dense))) == 6
+    inside = keras.Sequential([keras.Input((8, 8, 3)), layers.ZeroPadding2D(), model])
+    m.check_fold(inside, x, says="")
+
+
+def test_structures_of_tensors():
+    """Lists, dictionaries, keyword arguments; no `training`; its input given back."""
+
+    def call(self, pair, *, scale=1.0, extra=None):
+        x, y = pair
+        y = self.norm(self.conv(ops.concatenate([x, extra["z"]], -1) * scale))
+        return {"same": x, "both": [y, ops.mean(y, -1, keepdims=True)]}
+
+    own = of_call(call, conv=layers.Conv2D(4, 1), norm=layers.BatchNormalization())
+    inputs = [keras.Input((4, 4, 2)), keras.Input((4, 4, 2))]
+    stem = layers.Conv2D(2, 1)(inputs[0])
+    made = own([stem, inputs[1]], scale=2.0, extra={"z": inputs[1]})
+    last = layers.Add()([made["same"], made["both"][1]])
+    model = m.randomize(keras.Model(inputs, [last, made["both"][0]]))
+    assert not m.norms_in(m.check_fold(model, says=""))
+
+
+def test_masks():
+    """A block passes one on to a norm and to a recurrent layer."""
+
+    def call(self, x, mask=None):
+        return self.lstm(ops.tanh(self.norm(self.dense(x), mask=mask)), mask=mask)
+
+    parts = {"dense": layers.Dense(4), "lstm": layers.LSTM(3)}
+    reader = of_call(call, norm=layers.BatchNormalization(), **parts)
+    reader.supports_masking, reader.compute_mask = True, lambda x, mask: None
+    embedding = layers.Embedding(6, 3, mask_zero=True)
+    model = model_of((5,), embedding, reader, layers.Dense(2), dtype="int32")
+    tokens = np.array([[1, 2, 3, 0, 0], [4, 5, 1, 2, 3], [2, 0, 0, 0, 0]])
+    assert not m.norms_in(m.check_fold(model, tokens, says=""))
+
+
+def test_mixed_precision():
+    """A block casts what it is called with."""
+
+    def call(self, x):
+        return self.norm(self.dense(x)) + x
+
+    with precision("mixed_bfloat16"):
+        parts = {"dense": layers.Dense(8), "norm": layers.BatchNormalization()}
+        own = of_call(call, **parts)
+    folded = m.check_fold(model_of((8,), own), m.images(4, 8), 0.02, says="")
+    assert folded.output.dtype == "bfloat16"
+
+
+def test_blocks_that_the_user_leaves_alone():
+    model = with_block(m.Block(name="first"), m.Block(name="second"))
+    for skip in ("first", ["first"], lambda layer: layer.name == "first"):
+        new = convert(model, "noisy_bn", skip=skip)
+        assert len(m.norms_in(new)) == 2
+        assert isinstance(new.get_layer("first"), m.Block)
+    says = "inside of other layers"
+    new = m.check_convert(model, "noisy_bn", X, says=says, inline=False)
+    assert isinstance(new.get_layer("second"), m.Block)
+
+
+def test_prune_and_recalibrate():
+    other = m.Block(name="other")
+    other.unused = layers.BatchNormalization(name="unused")
+    other.unused.build((None, 4))
+    model = with_block(m.Block(name="block"), other)
+    norm = model.get_layer("block").norms["0"]
+    for weight in (norm.gamma, norm.beta):
+        weight.assign(numpy(weight) * [1, 0, 1, 1])
+    pruned = prune(model, X, gamma=1e-3)
+    assert list(pruned.removed) == ["block_conv0"]
+    m.assert_same_outputs(pruned.model, model, X)
+    with pytest.warns(UserWarning, match="does not call .*unused"):
+        recalibrate(model, X, verbose=0)
+
+
+# What cannot be entered
+
+
+class Stays(layers.Layer):
+    """A convolution and a norm, and something that a graph cannot hold."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.conv = layers.Conv2D(4, 1, name="inner_conv")
+        self.norm = layers.BatchNormalization(name="inner_norm")
+        self.scale = self.add_weight(name="scale", shape=(), initializer="ones")
+
+    def build(self, shape):
+        self.conv.build(shape)
+        self.norm.build(shape)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+    def inside(self, x, **kwargs):
+        return self.norm(self.conv(x), **kwargs)
+
+    def call(self, x, training=None):
+        return self.inside(x, training=training)
+
+
+def counts(self, x):
+    self.scale.assign(self.scale + 1)
+    return self.inside(x)
+
+
+def remembers(self, x):
+    self.last = x.shape
+    return self.inside(x)
+
+
+def adds_loss(self, x):
+    self.add_loss(ops.sum(ops.ones(())))
+    return self.inside(x)
+
+
+def asks_training(self, x, training=None):
+    return self.inside(x) * 2 if training else self.inside(x, training=False)
+
+
+def fills_batch(self, x):
+    return ops.reshape(self.inside(x), (ops.shape(x)[0], 6, 6, 4))
+
+
+@pytest.mark.parametrize(
+    "call, reason",
+    [
+        (lambda self, x: self.inside(x) * ops.abs(self.scale), "reads .*scale"),
+        (lambda self, x: ops.multiply(self.inside(x), self.scale), "reads .*scale"),
+        (lambda self, x: self.inside(x) + ops.sum(self.conv.kernel), "reads .*kernel"),
+        (counts, "changes its variables .*scale"),
+        (remembers, "sets .*last"),
+        (lambda self, x: x if ops.max(x) > 9 else self.inside(x), "symbolic|KerasT"),
+        (
+            lambda self, x: ops.cond(ops.max(x) > 9, lambda: 2 * x, lambda: x),
+            "it gives 'cond.*' a function|__jax_array__",
+        ),
+        (asks_training, "other calls in training"),
+        (
+            lambda self, x: self.inside(x, training=False),
+            "calls 'inner_norm' with training=False",
+        ),
+        (adds_loss, "adds losses"),
+        (fills_batch, ""),
+    ],
+)
+def test_what_cannot_be_entered_is_named(call, reason):
+    model = with_block(of_call(call, Stays, "stays"))
+    weights = model.get_weights()
+    expected = m.outputs(model, X)
+    model.set_weights(weights)  # calling it may have changed it
+    with pytest.warns(UserWarning) as said:
+        folded = fold(model)
+    texts = [str(w.message) for w in said if "fold: what is inside" in str(w.message)]
+    assert len(texts) == 1
+    assert "'stays' (Own): " in texts[0]
+    assert re.search(reason, texts[0])
+    assert isinstance(folded.get_layer("stays"), Stays)
+    assert m.norms_in(folded) == ["inner_norm"]
+    np.testing.assert_allclose(m.outputs(folded, X), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_inner_block_is_named():
+    def call(self, x):
+        for part in self.parts:
+            x = part(self.norm(self.conv(x)))
+        return x
+
+    calls = {"one": fills_batch, "two": asks_training}
+    parts = [of_call(call, Stays, name) for name, call in calls.items()]
+    conv = layers.Conv2D(4, 1, use_bias=False, name="outer_conv")
+    norm = layers.BatchNormalization(name="outer_norm")
+    model = with_block(of_call(call, conv=conv, norm=norm, parts=parts))
+    with pytest.warns(UserWarning, match=r"'one' \(Own\).*'two' \(Own\)"):
+        folded = fold(model)
+    m.assert_same_outputs(folded, model, X)
+    assert {*m.norms_in(folded)} == {"inner_norm"}
+
+
+def test_a_mask_that_only_the_block_passes_on():
+    """Its functions lose a mask, which it gives back."""
+
+    def passes_mask(self, x, training=None):
+        return ops.relu(self.inside(x, training=training))
+
+    own, other = (of_call(passes_mask, Stays, "stays") for _ in range(2))
+    own.supports_masking = True
+    steps = layers.Embedding(6, 4, mask_zero=True), own, layers.Reshape((36, 4))
+    model = model_of((6, 6), *steps, dtype="int32")
+    with pytest.warns(UserWarning, match="'stays' .*: it gives its output a mask"):
+        fold(model)
+    # Where there is no mask it can be entered.
+    other.supports_masking = True
+    m.check_fold(with_block(other), X, says="")
+
+
+def test_a_block_stays_in_all_of_its_calls_or_in_none():
+    """Its second call, with another shape, cannot be traced."""
+
+    class Cuts(Stays):
+        def call(self, x):
+            return super().call(x) if x.shape[1] == 6 else ops.shape(x)[0] + x
+
+    cuts = Cuts(name="cuts")
+    model = model_of((6, 6, 4), cuts, layers.Cropping2D(1), cuts)
+    with pytest.warns(UserWarning, match="'cuts' .*"):
+        new = convert(model, lambda norm: None)
+    assert isinstance(new.get_layer("cuts"), Cuts)
+    assert len(new.weights) == len(model.weights)
+
+
+def test_models_that_cannot_be_entered():
+    class Asks(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = layers.Dense(3)
+
+        def build(self, shape):
+            self.head.build(shape)
+
+        def call(self, x):
+            return self.head(x if ops.max(x) > 0 else -x)
+
+    model = Asks()
+    with pytest.raises(ValueError, match="subclassed model .* it is not built"):
+        fold(model)
+    model(m.images(2, 4, 4, 3))
+    for arguments, message in (
+        ({}, "subclassed model .* cannot be traced: .*Keras"),
+        ({"inline": False}, "cannot be seen from outside"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fold(model, **arguments)
