@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/results from the numbers beside them.
+"""Writes the tables of README.md and docs from the numbers in docs/results.
 
     python docs/tables.py
 
@@ -7,6 +7,7 @@ A page has a table between two comments, the first of which says where it is fro
     <!-- numbers: layer_jax.json -->                 reports of a benchmark, one or more
     <!-- numbers: summary of network_jax.json -->    ratios alone, of whole networks
     <!-- numbers: statements_cbn.json -->            the results of a recipe
+    <!-- numbers: tuning.json -->                    of tuner.search
     <!-- numbers: the command above -->              what a recipe prints
     <!-- numbers: table 2 of the command above -->   the second table of that
     <!-- numbers: details of the command above -->   its details.md, of which a table
@@ -32,7 +33,7 @@ import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs/results"
-PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- numbers: (.*?) -->\n).*?(<!-- end -->)", re.S)
 COMMAND = re.compile(r"^ {4}((?:\w+=\S+ )*python -m recipes\.(?:\\\n|.)*)", re.M)
 OF_A_COMMAND = re.compile(
@@ -91,6 +92,7 @@ def _command(match, text):
     number, details, command = found.groups()
     if command == "the command above":
         command = COMMAND.findall(text[: match.start()])[-1]
+    command = command.replace("<where it is>", "data")  # which is not read
     command = " ".join(re.sub(r"\\\n|\s#.*", " ", command).split())
     return command, number, details and "details.md"
 
@@ -105,6 +107,10 @@ def of_files(names):
     reports = [json.loads((RESULTS / name).read_text()) for name in names]
     if "benchmark" in reports[0]:
         return table(*reports)
+    if "trials" in reports[0]:
+        from tuner import report
+
+        return report.table(reports[0], reports[0]["hyperparameters"])
     # blindness_layers.json is of recipes.blindness.layers.
     name = names[0].removesuffix(".json").replace("_", ".", 1)
     if name.startswith("statements."):
