@@ -7,7 +7,7 @@
 # make test-dist    wheel and sdist, each tried with nothing but one backend
 # make dist      wheel and sdist, in dist/
 # make docs      the site, in build/site
-# make numbers   the tables of README and docs/results, from the numbers beside them
+# make numbers   the tables of README and docs, from the numbers beside them
 # make install   .venv with TensorFlow, JAX, and what recipes, tuner and tests need
 
 PYTHON ?= python3
@@ -59,7 +59,7 @@ docs: .venv/installed-docs
 	@echo "build/site/index.html; with its search:"
 	@echo ".venv/bin/python -m http.server -d build/site"
 
-numbers: install
+numbers: .venv/installed-extra
 	.venv/bin/python docs/tables.py
 
 # Files of a later Keras do not load in an earlier one.
