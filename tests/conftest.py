@@ -4,7 +4,10 @@
 """
 
 import pathlib
+import random
 
+import numpy as np
+import pytest
 from hypothesis import settings
 
 settings.register_profile("many", max_examples=2000, deadline=None)
@@ -18,6 +21,13 @@ COVERING_JAX = """
     layers/test_recomputation.py ops surgery/test_inline.py surgery/test_recalibrate.py
     test_amat.py
 """
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    """Each test draws the same numbers in every run, whatever ran before it."""
+    random.seed(0)  # of which Keras makes the seeds that nobody gave it
+    np.random.seed(0)
 
 
 def pytest_collection_modifyitems(items):

@@ -21,11 +21,11 @@ statistics of mixed batches, in case BN's moving ones are at fault. Training is 
 a fixed rate on images as they are; the paper does not say what its is.
 
 The small run takes 3.5 minutes on two cores of an AMD EPYC, a training of ResNet-18 1
-to 4 on one of an Intel Xeon. Silhouettes of VGG-11's features with one label are 0.05
+to 4 on one. Silhouettes of VGG-11's features with one label are 0.05
 with BN, 0.03 with CBN, 0.32 with LN and 0.31 without a norm, with mixed labels 0.22,
 0.23, 0.34 and 0.32 (mean of seeds 0 and 1, TensorFlow): the claim holds, and BN with
-fresh statistics is no better. ResNets, VGG-16 and DenseNets show the same. The full run
-has not been made; docs/results/blindness_features.md has a reduced one of CIFAR-10.
+fresh statistics is no better. ResNet-18 and VGG-16 show the same
+(docs/results/blindness_features.md). The full run has not been made.
 
 Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """
