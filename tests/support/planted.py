@@ -3,20 +3,9 @@
 import keras
 import numpy as np
 
-from keras_norms import prune
+from keras_norms import prune, recalibrate
 from tests.support import surgery_models as m
 from tests.support.backend import numpy
-
-
-def draw_kernels(model, seed=0):
-    """Kernels that are the same on every backend."""
-    rng = np.random.default_rng(seed)
-    for weight in model.weights:
-        if weight.name.endswith("kernel"):
-            shape = tuple(weight.shape)
-            fan_in = max(np.prod(shape[:-1]), 1)
-            weight.assign(rng.normal(0, fan_in**-0.5, shape))
-    return model
 
 
 def settle(model):
@@ -24,14 +13,7 @@ def settle(model):
 
     So that random channels vary as gamma says, and nothing is dead by accident.
     """
-    draw_kernels(model)
-    x = m.batch_for(model, 16, seed=5)
-    for layer in model.layers:
-        if isinstance(layer, keras.layers.BatchNormalization):
-            rows = values_of(model, layer.input, x)
-            layer.moving_mean.assign(rows.mean(0))
-            layer.moving_variance.assign(rows.var(0))
-    return model
+    return recalibrate(model, m.batch_for(model, 16, seed=5), verbose=0)
 
 
 def put(variable, index, value):

@@ -100,11 +100,14 @@ def names(model):
 
 
 def randomize(model, seed=0):
-    """Random weights for every layer, with scales of both signs."""
+    """Random weights, the same on every backend, with scales of both signs."""
     rng = np.random.default_rng(seed)
     for weight in model.weights:
         shape = tuple(weight.shape)
-        if weight.name in ("moving_variance", "moving_square", "moving_norm"):
+        if weight.name.endswith("kernel"):
+            fan_in = max(np.prod(shape[:-1]), 1)
+            weight.assign(rng.normal(0, fan_in**-0.5, shape))
+        elif weight.name in ("moving_variance", "moving_square", "moving_norm"):
             weight.assign(rng.uniform(0.5, 2, shape))
         elif weight.name == "gamma":
             value = rng.uniform(0.5, 1.5, shape) * rng.choice([-1, 1], shape)
@@ -213,11 +216,11 @@ def nested():
 
 def shared():
     """Two images through the same layers."""
-    convs = [layers.Conv2D(4, 3, padding="same", name=x) for x in ("stem", "second")]
-    norms = [layers.BatchNormalization(name=f"{x.name}_bn") for x in convs]
     inputs = [keras.Input((8, 8, 3), name=name) for name in ("left", "right")]
     features = inputs
-    for layer, norm in zip(convs, norms):
+    for name in ("stem", "second"):
+        layer = layers.Conv2D(4, 3, padding="same", name=name)
+        norm = layers.BatchNormalization(name=f"{name}_bn")
         features = [relu(norm(layer(x))) for x in features]
     x = layers.Flatten()(layers.Concatenate()(features))
     return randomize(keras.Model(inputs, layers.Dense(3, name="head")(x)))
@@ -248,14 +251,11 @@ def batch_for(model, size=6, seed=3):
 class Block(layers.Layer):
     """A layer of one's own: two norms, functions, the names of all other blocks."""
 
-    def __init__(self, filters=4, **kwargs):
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.filters = filters
-        self.convs = [
-            layers.Conv2D(filters, 3, padding="same", use_bias=False, name=f"conv{i}")
-            for i in range(2)
-        ]
-        names = {str(i): f"norm{i}" for i in range(2)}
+        same = {"padding": "same", "use_bias": False}
+        self.convs = [layers.Conv2D(4, 3, name=f"conv{i}", **same) for i in range(2)]
+        names = {"0": "norm0", "1": "norm1"}
         self.norms = {i: layers.BatchNormalization(name=x) for i, x in names.items()}
         self.drop = layers.Dropout(0.5, name="drop")
 
@@ -264,6 +264,3 @@ class Block(layers.Layer):
         for i, conv in enumerate(self.convs):
             y = keras.ops.relu(self.norms[str(i)](conv(y), training=training))
         return x + self.drop(y, training=training)
-
-    def get_config(self):
-        return {**super().get_config(), "filters": self.filters}

@@ -110,40 +110,33 @@ def test_statistics_of_data_hold_in_training(decouple):
     np.testing.assert_allclose(actual, expected, atol=2e-4)
 
 
-def conv_norm_conv():
-    return m.model_of(
+def test_statistics_without_data():
+    """A norm before its layer hands them over; others are empty, and it says so."""
+    model = m.model_of(
         (8, 8, 3),
         apply(layers.Conv2D, 4, 3, activation="relu"),
         apply(layers.BatchNormalization, name="bn"),
         apply(layers.Conv2D, 4, 3, padding="same", name="conv"),
     )
-
-
-def test_statistics_without_data():
-    """A norm before its layer hands them over; others are empty, and it says so."""
-    model = conv_norm_conv()
     cbn = m.check_convert(model, says="").get_layer("conv_cbn")
     mean = numpy(model.get_layer("bn").moving_mean)
     np.testing.assert_array_equal(numpy(cbn.moving_mean), mean)
     assert float(numpy(cbn.average_weight)) == 1
     new = m.check_convert(m.sequential(), says="'two_cbn', 'head_cbn'")
     assert float(numpy(new.get_layer("two_cbn").average_weight)) == 0
-
-
-@pytest.mark.parametrize("decouple", [True, False])
-def test_a_dead_channel_of_a_norm_stays_exact(decouple):
-    model = conv_norm_conv()
+    # A dead channel of a norm stays exact.
     model.get_layer("bn").gamma.assign([1.0, 0.0, -1.0, 2.0])
-    m.check_convert(model, CBN(decouple=decouple))
+    for decouple in (True, False):
+        m.check_convert(model, CBN(decouple=decouple))
 
 
-@pytest.mark.parametrize("trainable", [True, False])
-def test_maps_that_no_layer_takes_stay_trainable_if_they_were(trainable):
-    norm = apply(layers.BatchNormalization, trainable=trainable, name="bn")
-    model = m.model_of((6,), relu, norm, relu)
-    (affine,) = m.of_class(quiet(convert, model, "cbn"), layers.EinsumDense)
-    assert affine.name == "bn_affine"
-    assert len(affine.trainable_weights) == 2 * trainable
+def test_maps_that_no_layer_takes_stay_trainable_if_they_were():
+    for trainable in (True, False):
+        norm = apply(layers.BatchNormalization, trainable=trainable, name="bn")
+        new = quiet(convert, m.model_of((6,), relu, norm, relu), "cbn")
+        (affine,) = m.of_class(new, layers.EinsumDense)
+        assert affine.name == "bn_affine"
+        assert len(affine.trainable_weights) == 2 * trainable
 
 
 def test_the_map_of_an_axis_where_all_have_the_same_size():
@@ -159,14 +152,10 @@ def test_layers_with_constraints_take_no_map():
     """The first step of training would undo it."""
     first = dense(4, kernel_constraint="non_neg", name="first")
     model = m.model_of((6,), first, bn, relu, dense(2))
-    kernel = model.get_layer("first").kernel
-    kernel.assign(keras.ops.abs(kernel))
     new = m.check_convert(model)
-    assert m.of_class(new, ChannelAffine)
-    np.testing.assert_array_equal(
-        numpy(new.get_layer("first").kernel), numpy(model.get_layer("first").kernel)
-    )
-    assert not m.norms_in(quiet(fold, model))
+    kernels = [numpy(net.get_layer("first").kernel) for net in (model, new)]
+    np.testing.assert_array_equal(*kernels)
+    assert m.of_class(new, ChannelAffine) and not m.norms_in(quiet(fold, model))
 
 
 def test_quantized_layers():
@@ -197,13 +186,10 @@ def test_without_preserving():
     model = m.sequential()
     new = convert(model, "cbn", preserve=False)
     two, layer = new.get_layer("two"), new.get_layer("two_cbn")
-    for actual, expected in (
-        (two.kernel, numpy(model.get_layer("two").kernel)),
-        (two.bias, np.zeros(4)),
-        (layer.gamma, np.ones(4)),
-        (layer.average_weight, 0),
-    ):
-        np.testing.assert_array_equal(numpy(actual), expected)
+    found = [numpy(v) for v in (two.kernel, two.bias, layer.gamma)]
+    expected = numpy(model.get_layer("two").kernel), np.zeros(4), np.ones(4)
+    assert all(map(np.array_equal, found, expected))
+    assert float(numpy(layer.average_weight)) == 0
     new = convert(model, "cbn", preserve=False, data=m.batch_for(model))
     assert float(numpy(new.get_layer("two_cbn").average_weight)) == 1
 

@@ -1,7 +1,6 @@
 """convert to other norms, to none and to wrappers; fused CBN; what else stays."""
 
 import functools
-import itertools
 
 import keras
 import numpy as np
@@ -11,7 +10,7 @@ from keras import layers
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from keras_norms.surgery import convert, fold, recalibrate
 from tests.support import surgery_models as m
-from tests.support.backend import later, later_on_jax, numpy, precision, some
+from tests.support.backend import later, later_on_jax, numpy, precision
 from tests.support.surgery_models import apply, bn, dense, quiet, relu
 from tests.support.wrapped import Damped, Doubled, Halved
 
@@ -105,13 +104,10 @@ def test_groups():
         assert new.layers[-1].groups == groups
     given = quiet(convert, model, layers.GroupNormalization(groups=20, epsilon=0.1))
     assert (given.layers[-1].groups, given.layers[-1].epsilon) == (20, 0.1)
-
-
-def test_one_number_is_not_normalised():
+    # One number is not normalised alone.
     model = m.model_of((4, 3), bn, layers.Flatten(), apply(CBN, name="stays"))
     new = m.check(convert, model, norm="instance_norm", tolerance=np.inf, says="stays")
-    assert type(new.layers[1]) is layers.GroupNormalization
-    assert type(new.get_layer("stays")) is CBN
+    assert [type(new.layers[i]) for i in (1, 3)] == [layers.GroupNormalization, CBN]
 
 
 def test_batch_norm_in_the_place_of_others():
@@ -277,16 +273,9 @@ def test_skip():
 # Classes derived from those of Keras, which may compute something else
 
 
-KINDS = [
-    *itertools.product([Damped, Doubled, Halved], ["cbn", "fused", "noisy_bn", "wn"])
-]
-
-
-# Of each class the forms that are the most unlike.
 @later_on_jax
-@pytest.mark.parametrize(
-    "cls, norm", some(KINDS, [KINDS[i] for i in (0, 3, 5, 6, 9, 11)])
-)
+@pytest.mark.parametrize("norm", ["cbn", "fused", "noisy_bn", "wn"])
+@pytest.mark.parametrize("cls", [Damped, Doubled, Halved])
 def test_layers_that_compute_something_else_stay(cls, norm):
     own = apply(cls, **({} if cls is Damped else {"units": 5}), name="own")
     model = m.model_of((8,), dense(6), own, relu, dense(5), bn, relu, dense(3))

@@ -14,7 +14,7 @@ from tests.support.backend import BACKEND, later_on_jax, numpy
 def network(optimizer="sgd", **kwargs):
     dense = m.dense(6, name="first", **kwargs)
     steps = dense, m.bn, m.relu, m.dense(3, name="last")
-    model = planted.draw_kernels(m.model_of((4,), *steps))
+    model = m.model_of((4,), *steps)
     model.compile(optimizer, "mse")
     return model
 
@@ -69,7 +69,7 @@ def test_which_kernels():
 
     def chosen(*steps):
         steps = *steps, m.relu, m.dense(3, name="last")
-        model = planted.draw_kernels(m.model_of((4,), *steps))
+        model = m.model_of((4,), *steps)
         for variable in model.trainable_variables:
             if variable.name in ("beta", "bias"):
                 variable.assign(np.linspace(-3, 3, variable.shape[0]))

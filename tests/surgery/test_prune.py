@@ -59,7 +59,7 @@ def test_what_was_planted_goes_and_nothing_else(tmp_path):
 def test_the_cheapest_of_the_whole_network_go():
     """By the share of what the layer behind makes, as constants, in float64."""
     steps = m.dense(5, "relu", name="one"), m.dense(6, "relu", name="two")
-    model = planted.draw_kernels(m.model_of((4,), *steps, m.dense(2, name="head")))
+    model = m.model_of((4,), *steps, m.dense(2, name="head"))
     x, costs = m.images(64, 4), []
     one, two, head = planted.layers_of(model, "one", "two", "head")
     made = x.astype("float64")
@@ -94,7 +94,7 @@ def test_a_share_of_all_channels():
 @pytest.mark.parametrize("name", some(m.MODELS, ["residual"]))
 def test_float64_shows_that_the_algebra_is_exact(name):
     with precision("float64"):
-        model = planted.draw_kernels(m.MODELS[name]())
+        model = m.MODELS[name]()
         for layer in m.of_class(model, layers.BatchNormalization):
             if layer.scale and layer.center:
                 planted.kill(layer, [0], -0.5)

@@ -170,7 +170,7 @@ def test_shared_nested_and_outer_layers():
     planted.kill(model.get_layer("second_bn"), [0], -1)
     planted.twin(planted.layers_of(model, "second", "second_bn"), source=1, copy=2)
     assert planted.removed(planted.check(model)) == {"stem": [3], "second": [0, 2]}
-    model = planted.draw_kernels(m.nested())
+    model = m.nested()
     body = model.get_layer("body")
     planted.kill(body.get_layer("first_bn"), [0], -1)
     planted.kill(body.get_layer("block").get_layer("bn"), [2], 0.7)
@@ -227,7 +227,6 @@ def graph(draw):
         outputs.append(layers.Dense(2)(layers.Flatten()(draw(st.sampled_from(known)))))
     seed = draw(st.integers(0, 99))
     model = m.randomize(keras.Model(inputs, outputs), seed)
-    planted.draw_kernels(model, seed)
     for layer in m.of_class(model, layers.BatchNormalization):
         planted.kill(layer, [0], draw(st.sampled_from([-0.6, 0.0, 0.9])))
         producer = model.get_layer(layer.name.removesuffix("_bn"))
