@@ -1,7 +1,6 @@
 """Models with channels that a smaller model can do without, for tests of prune."""
 
 import keras
-import numpy as np
 
 from keras_norms import prune, recalibrate
 from tests.support import surgery_models as m
@@ -57,13 +56,3 @@ def check(model, tolerance=1e-5, **options):
 
 def removed(pruned):
     return {name: list(numbers) for name, numbers in pruned.removed.items()}
-
-
-def values_of(model, tensor, x):
-    """A tensor of a model at inference, in float64, as rows of channels."""
-    inputs = model.inputs if len(model.inputs) > 1 else model.inputs[0]
-    return m.outputs(keras.Model(inputs, tensor), x).reshape(-1, tensor.shape[-1])
-
-
-def deviations(rows):
-    return np.sqrt(np.mean(np.square(rows - rows.mean(0)), 0))

@@ -6,7 +6,6 @@ import pytest
 from keras import layers
 
 from keras_norms import CBN, WS, ProjectWeights, diagnostics, freeze
-from tests.support import planted
 from tests.support import surgery_models as m
 from tests.support.backend import BACKEND, later_on_jax, numpy
 

@@ -42,7 +42,6 @@ def joined_with(make):
 first = {"data_format": "channels_first"}
 # Layers between a convolution with dead channels and a Dense layer. These can go:
 GO = {
-    "a sum with a number": lambda x: x + 2.0,
     "a gate of each": excited,
     "a function": lambda x: ops.tanh(x),
     "rescaling": apply(layers.Rescaling, 0.5, 1.0),
@@ -102,15 +101,13 @@ def test_one_layer_between(name):
 
 
 def test_a_layer_with_softmax_keeps_its_channels():
-    inputs = keras.Input((6, 6, 3))
-    x = m.conv(m.conv(inputs, 4, "first"), 4, "second", activation=None, norm=False)
-    x = layers.Conv2D(4, 1, activation="softmax", name="softmax")(x)
-    model = planted.settled(inputs, layers.Dense(2)(layers.Flatten()(x)))
-    for name in ("second", "softmax"):
-        for weight in model.get_layer(name).weights:
+    steps = m.dense(4, name="first"), m.dense(4, "softmax", name="softmax"), m.dense(2)
+    model = m.model_of((3,), *steps)
+    for layer in planted.layers_of(model, "first", "softmax"):
+        for weight in layer.weights:
             planted.put(weight, (..., 1), 0)
-    planted.put(model.get_layer("softmax").bias, 1, -999)  # the constant 0
-    assert planted.removed(planted.check(model, similarity=None)) == {"second": [1]}
+    planted.put(layer.bias, 1, -999)  # the constant 0
+    assert planted.removed(planted.check(model, similarity=None)) == {"first": [1]}
 
 
 def test_norms_of_one_maker():
@@ -188,45 +185,39 @@ def test_shared_nested_and_outer_layers():
 
 # Random graphs
 
-ACTIVATIONS = ("relu", "tanh", "sigmoid", "swish", "leaky_relu", None)
-
-
-def conv(draw, x, filters, i):
-    activation = draw(st.sampled_from(ACTIVATIONS))
-    size, padding = draw(st.sampled_from([(1, "valid"), (3, "same")]))
-    return m.conv(x, filters, f"conv{i}", size, activation=activation, padding=padding)
-
 
 def graph(draw):
-    """A model of convolutions, sums, concatenations, depthwise ones and pooling."""
-    width = draw(st.integers(2, 4))
+    """A model of convolutions, sums, maxima, concatenations, gates and pooling."""
+    width, count = draw(st.integers(2, 4)), draw(st.integers(2, 4))
     inputs = keras.Input((8, 8, 2), name="image")
-    known = [conv(draw, inputs, width, 0)]
-    for i in range(1, draw(st.integers(2, 4))):
-        x = draw(st.sampled_from(known))
-        kind = draw(st.sampled_from(["conv", "sum", "concat", "deep", "gate", "pool"]))
+
+    def conv(x, filters, i):
+        activation = draw(st.sampled_from(("relu", "tanh", "swish", None)))
+        size, padding = draw(st.sampled_from([(1, "valid"), (3, "same")]))
+        options = {"activation": activation, "padding": padding}
+        return m.conv(x, filters, f"conv{i}", size, **options)
+
+    known = [conv(inputs, width, 0)]
+    for i in range(1, count):
+        x, other = (draw(st.sampled_from(known)) for _ in range(2))
+        kind = draw(st.sampled_from(["conv", "sum", "concat", "gate"]))
         if kind == "conv":
-            x = conv(draw, x, width, i)
+            x = conv(x, width, i)
         elif kind == "sum":
-            y = conv(draw, x, x.shape[-1], i)
-            x = draw(st.sampled_from([layers.Add, layers.Maximum]))()([x, y])
+            join = draw(st.sampled_from([layers.Add, layers.Maximum]))
+            x = join()([x, conv(x, x.shape[-1], i)])
         elif kind == "concat":
-            x = layers.Concatenate()([x, draw(st.sampled_from(known))])
-        elif kind == "deep":
-            x = layers.DepthwiseConv2D(3, padding="same", activation="relu")(x)
-        elif kind == "gate":
+            x = layers.Concatenate()([x, other])
+        else:
             gate = layers.GlobalAveragePooling2D(keepdims=True)(x)
             gate = layers.Dense(x.shape[-1], activation="sigmoid")(gate)
             x = layers.Multiply()([x, gate])
-        else:
-            x = layers.AveragePooling2D(3, 1, padding="same")(x)
         known.append(x)
     flatten = draw(st.sampled_from([layers.Flatten, layers.GlobalMaxPooling2D]))
     outputs = [layers.Dense(2)(flatten()(known[-1]))]
     if draw(st.booleans()):
         outputs.append(layers.Dense(2)(layers.Flatten()(draw(st.sampled_from(known)))))
-    seed = draw(st.integers(0, 99))
-    model = m.randomize(keras.Model(inputs, outputs), seed)
+    model = m.randomize(keras.Model(inputs, outputs), draw(st.integers(0, 99)))
     for layer in m.of_class(model, layers.BatchNormalization):
         planted.kill(layer, [0], draw(st.sampled_from([-0.6, 0.0, 0.9])))
         producer = model.get_layer(layer.name.removesuffix("_bn"))
@@ -267,12 +258,9 @@ def assert_report_is_true(pruned, model, x):
     expected = np.max(np.abs(new - old)) / np.max(np.abs(old))
     np.testing.assert_allclose(pruned.largest, expected, rtol=1e-3, atol=1e-7)
     assert pruned.parameters == (model.count_params(), pruned.model.count_params())
+    of_kernels = layers.Conv2D | layers.Dense
     made = [
-        sum(
-            layer.units if isinstance(layer, layers.Dense) else layer.filters
-            for layer in m.of_class(net, layers.Dense | layers.Conv2D)
-            if not isinstance(layer, layers.DepthwiseConv2D)
-        )
+        sum(layer.kernel.shape[-1] for layer in m.of_class(net, of_kernels))
         for net in (model, pruned.model)
     ]
     assert pruned.channels == tuple(made)
