@@ -1,18 +1,16 @@
 """Models with channels that a smaller model can do without, for tests of prune."""
 
-import keras
-
 from keras_norms import prune, recalibrate
 from tests.support import surgery_models as m
 from tests.support.backend import numpy
 
 
 def settle(model):
-    """Let the statistics of each BatchNormalization be those of its input.
+    """Random weights; the statistics of each BatchNormalization are of its input.
 
     So that random channels vary as gamma says, and nothing is dead by accident.
     """
-    return recalibrate(model, m.batch_for(model, 16, seed=5), verbose=0)
+    return recalibrate(m.randomize(model), m.batch_for(model, 16, seed=5), verbose=0)
 
 
 def put(variable, index, value):
@@ -37,11 +35,6 @@ def twin(layers, source, copy):
 
 def layers_of(model, *names):
     return [model.get_layer(name) for name in names]
-
-
-def settled(inputs, outputs):
-    """A model of random weights, settled."""
-    return settle(m.randomize(keras.Model(inputs, outputs)))
 
 
 def check(model, tolerance=1e-5, **options):

@@ -3,8 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from keras import layers, ops
 
 from keras_norms import prune
@@ -29,41 +27,28 @@ def excited(x):
     return layers.Multiply()([x, gate]) * 2.0 + 0.0
 
 
-def scaled(x):
-    shape = x.shape[1:]
-    return layers.EinsumDense("abcd,d->abcd", shape, bias_axes="d")(x)
-
-
-def joined_with(make):
-    """Along pixels, with what another function makes of it."""
-    return lambda x: layers.Concatenate(axis=1)([x, make(x)])
-
-
 first = {"data_format": "channels_first"}
 # Layers between a convolution with dead channels and a Dense layer. These can go:
 GO = {
     "a gate of each": excited,
+    "a maximum": lambda x: layers.Maximum()([x, layers.ReLU()(x)]),
+    "joined": lambda x: layers.Concatenate()([x, ops.sigmoid(x)]),
     "a function": lambda x: ops.tanh(x),
     "rescaling": apply(layers.Rescaling, 0.5, 1.0),
     "PReLU": apply(layers.PReLU),
-    "PReLU shared by pixels": apply(layers.PReLU, shared_axes=[1, 2]),
     "depthwise": apply(layers.DepthwiseConv2D, 3, depth_multiplier=2),
     "places": m.chain(
         *(layers.ZeroPadding2D(1), layers.LeakyReLU(), layers.SpatialDropout2D(0.5)),
         *(layers.UpSampling2D(), layers.AveragePooling2D(2), layers.Cropping2D(1)),
     ),
     "PReLU shared by channels": apply(layers.PReLU, shared_axes=[3]),
-    "a scale of each": scaled,
+    "a scale of each": apply(layers.EinsumDense, "abcd,d->abcd", (6, 6, 5), None, "d"),
     "a permutation": apply(layers.Permute, (3, 1, 2)),
-    "two permutations": m.chain(
-        layers.Permute((3, 1, 2), name="permuted"), layers.Permute((2, 3, 1))
-    ),
     "a reshaping": apply(layers.Reshape, (36, 5)),
-    "joined with pixels": joined_with(apply(layers.Permute, (1, 2, 3))),
+    "joined with pixels": lambda x: layers.Concatenate(axis=1)([x, layers.ReLU()(x)]),
 }
 STAY = {
     "a sum with a vector": lambda x: x + np.ones(5, "float32"),
-    "a function of positions": lambda x: ops.flip(x, -1),
     "a part": lambda x: x[..., :3],
     "a gate for all channels": gated_by_pixels,
     "rescaling of each": apply(layers.Rescaling, [0.5] * 5),
@@ -72,17 +57,16 @@ STAY = {
     "softmax": apply(layers.Activation, "softmax"),
     "a reshaping of channels": apply(layers.Reshape, (60, 3)),
     "pooling of channels": apply(layers.MaxPooling2D, 2, **first),
-    "mean of channels": apply(layers.GlobalAveragePooling2D, **first),
     "depthwise and softmax": apply(layers.DepthwiseConv2D, 1, activation="softmax"),
     "a norm of pixels": apply(layers.LayerNormalization),
     "groups": apply(layers.Conv2D, 5, 1, groups=5),
     "a wrapper": lambda x: layers.TimeDistributed(layers.Conv1D(2, 1))(x),
     "always in training": lambda x: layers.Dropout(0.0)(x, training=True),
-    "joined along pixels": joined_with(lambda x: m.conv(x, 5, "two")),
+    "joined along pixels": lambda x: layers.Concatenate(1)([x, m.conv(x, 5, "two")]),
 }
 
 FEW = {"a function", "PReLU", "a permutation", "joined with pixels", "a gate of each"}
-FEW |= {"a part", "softmax", "pooling of channels", "a reshaping of channels"}
+FEW |= {"a part", "softmax", "pooling of channels", "a reshaping of channels", "joined"}
 
 
 @pytest.mark.parametrize("name", some([*GO, *STAY], FEW))
@@ -91,7 +75,7 @@ def test_one_layer_between(name):
     x = m.conv(inputs, 4, "first", size=1)  # of which channels can always go
     x = {**GO, **STAY}[name](m.conv(x, 5, "one"))
     x = layers.Flatten()(x) if len(x.shape) > 2 else x
-    model = planted.settled(inputs, layers.Dense(2, name="head")(x))
+    model = planted.settle(keras.Model(inputs, layers.Dense(2, name="head")(x)))
     planted.kill(model.get_layer("one_bn"), [1, 4], -0.7)
     planted.kill(model.get_layer("first_bn"), [0], -0.7)
     pruned = planted.check(model, similarity=None)
@@ -147,13 +131,11 @@ def test_convolutions_of_all_kinds(dimensions, conv, up):
     inputs = keras.Input((5,) * dimensions + (2,), name="image")
     x = conv(5, 2, use_bias=False, name="conv")(inputs)
     x = up(layers.BatchNormalization(name="conv_bn")(x))
-    model = planted.settled(inputs, layers.Dense(3)(layers.Flatten()(x)))
+    model = planted.settle(keras.Model(inputs, layers.Dense(3)(layers.Flatten()(x))))
     planted.kill(model.get_layer("conv_bn"), [4], 0)
     planted.kill(model.get_layer("conv_bn"), [1, 2], 0.7)  # one of them may stay
     planted.twin(planted.layers_of(model, "conv", "conv_bn"), source=0, copy=3)
-    kernel = next(
-        v for v in reversed(model.get_layer("up").weights) if v.name != "bias"
-    )
+    kernel = model.get_layer("up").weights[-2]
     transposed = "Transpose" in type(model.get_layer("up")).__name__
     planted.put(kernel, (..., 0, slice(None)) if transposed else (..., 0), 0)
     pruned = planted.check(model)
@@ -170,99 +152,14 @@ def test_shared_nested_and_outer_layers():
     model = m.nested()
     body = model.get_layer("body")
     planted.kill(body.get_layer("first_bn"), [0], -1)
-    planted.kill(body.get_layer("block").get_layer("bn"), [2], 0.7)
+    planted.kill(body.get_layer("block").get_layer("conv_bn"), [2], 0.7)
     gone = planted.removed(planted.check(model))
     assert 0 in gone["body/first"] and 2 in gone["block/conv"]
     # Outputs keep their channels.
     inputs = keras.Input((6, 6, 3))
     x = m.conv(inputs, 4, "one")
-    outputs = [m.conv(x, 4, "two"), layers.Dense(2)(layers.GlobalMaxPooling2D()(x))]
-    model = planted.settled(inputs, outputs)
-    for name in ("one", "two"):
-        planted.kill(model.get_layer(f"{name}_bn"), [1], -1)
-    assert planted.removed(planted.check(model)) == {"one": [1]}
-
-
-# Random graphs
-
-
-def graph(draw):
-    """A model of convolutions, sums, maxima, concatenations, gates and pooling."""
-    width, count = draw(st.integers(2, 4)), draw(st.integers(2, 4))
-    inputs = keras.Input((8, 8, 2), name="image")
-
-    def conv(x, filters, i):
-        activation = draw(st.sampled_from(("relu", "tanh", "swish", None)))
-        size, padding = draw(st.sampled_from([(1, "valid"), (3, "same")]))
-        options = {"activation": activation, "padding": padding}
-        return m.conv(x, filters, f"conv{i}", size, **options)
-
-    known = [conv(inputs, width, 0)]
-    for i in range(1, count):
-        x, other = (draw(st.sampled_from(known)) for _ in range(2))
-        kind = draw(st.sampled_from(["conv", "sum", "concat", "gate"]))
-        if kind == "conv":
-            x = conv(x, width, i)
-        elif kind == "sum":
-            join = draw(st.sampled_from([layers.Add, layers.Maximum]))
-            x = join()([x, conv(x, x.shape[-1], i)])
-        elif kind == "concat":
-            x = layers.Concatenate()([x, other])
-        else:
-            gate = layers.GlobalAveragePooling2D(keepdims=True)(x)
-            gate = layers.Dense(x.shape[-1], activation="sigmoid")(gate)
-            x = layers.Multiply()([x, gate])
-        known.append(x)
-    flatten = draw(st.sampled_from([layers.Flatten, layers.GlobalMaxPooling2D]))
-    outputs = [layers.Dense(2)(flatten()(known[-1]))]
-    if draw(st.booleans()):
-        outputs.append(layers.Dense(2)(layers.Flatten()(draw(st.sampled_from(known)))))
-    model = m.randomize(keras.Model(inputs, outputs), draw(st.integers(0, 99)))
+    outputs = [m.conv(x, 4, name) for name in ("two", "three")]
+    model = planted.settle(keras.Model(inputs, outputs))
     for layer in m.of_class(model, layers.BatchNormalization):
-        planted.kill(layer, [0], draw(st.sampled_from([-0.6, 0.0, 0.9])))
-        producer = model.get_layer(layer.name.removesuffix("_bn"))
-        if draw(st.booleans()):
-            planted.twin([producer, layer], source=1, copy=width - 1)
-    return model
-
-
-@settings(max_examples=3, deadline=None)
-@given(st.data(), st.floats(0, 1), st.floats(0.5, 1), st.booleans())
-def test_random_graphs(data, gamma, similarity, alone):
-    """Exact by default, also at the border; more tolerance removes more.
-
-    A ReLU that is dead on `x` need not be elsewhere, so that `x` is what is compared.
-    """
-    model, x = graph(data.draw), m.images(16, 8, 8, 2)
-    before = m.snapshot(model)
-    pruned = prune(model, x)
-    m.assert_unchanged(before, model)
-    m.assert_same_outputs(pruned.model, model, x)
-    kernels = [v.shape for v in pruned.model.weights if v.name == "kernel"]
-    assert all(size > 0 for shape in kernels for size in shape)
-    # Nothing is left of what could go exactly, but for carriers of constants.
-    assert prune(pruned.model, x).share <= 0.5
-    exact = prune(model, x, similarity=None)
-    loose = prune(model, x, gamma, similarity=None if alone else similarity)
-    if alone:
-        for name, gone in exact.removed.items():
-            assert set(gone) <= set(loose.removed[name])
-    assert loose.channels[1] <= exact.channels[1]
-    assert_report_is_true(loose, model, x)
-
-
-def assert_report_is_true(pruned, model, x):
-    old, new = (m.outputs(net, x) for net in (model, pruned.model))
-    expected = np.linalg.norm(new - old) / np.linalg.norm(old)
-    np.testing.assert_allclose(pruned.error, expected, rtol=1e-3, atol=1e-7)
-    expected = np.max(np.abs(new - old)) / np.max(np.abs(old))
-    np.testing.assert_allclose(pruned.largest, expected, rtol=1e-3, atol=1e-7)
-    assert pruned.parameters == (model.count_params(), pruned.model.count_params())
-    of_kernels = layers.Conv2D | layers.Dense
-    made = [
-        sum(layer.kernel.shape[-1] for layer in m.of_class(net, of_kernels))
-        for net in (model, pruned.model)
-    ]
-    assert pruned.channels == tuple(made)
-    assert made[0] - made[1] == sum(map(len, pruned.removed.values()))
-    assert f"{pruned.error:.1e}" in str(pruned)
+        planted.kill(layer, [1], -1)
+    assert planted.removed(planted.check(model)) == {"one": [1]}

@@ -1,6 +1,7 @@
 """convert, fold, and fold after convert: the outputs stay; what is left is known."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -47,26 +48,6 @@ def norms_of_one_reader(*norms):
     return result
 
 
-def one_norm_for_two(x):
-    norm = CBN()
-    return norms_of_one_reader(norm, norm)(x)
-
-
-def calls_of_one_layer(x):
-    shared = layers.Dense(4)
-    return layers.concatenate([shared(x), shared(relu(x))])
-
-
-def called_on_its_own_output(x):
-    shared = layers.Conv2D(3, 3, padding="same")
-    return bn(shared(relu(bn(shared(x)))))
-
-
-def output_of_a_norm(x):
-    x = bn(dense()(x))
-    return [dense(2)(x), x]
-
-
 # Name -> shape of the input, steps, BatchNormalization and Rescaling layers that are
 # left by fold, which says so.
 CASES = {}
@@ -79,18 +60,21 @@ def case(name, shape, *steps, left=0, shifts=0):
 # Kinds of layers before a norm
 case("einsum without bias", (4,), einsum("ab,bc->ac", 5), bn)
 case("einsum, bias of steps", (3, 4), einsum("abc,cd->abd", (3, 2), "b"), bn, left=1)
-case("einsum of no channels", (3, 4), einsum("abc,b->abc", (3, 4)), bn, left=1)
 case("einsum over steps", (3, 4), einsum("abc,bd->adc", (2, 4)), bn, left=1)
 active = einsum("ab,bc->ac", 5, activation="relu")
 case("einsum with activation", (4,), active, bn, left=1)
 case("depthwise", (5, 4), apply(layers.DepthwiseConv1D, 3, use_bias=False), bn)
-case("norm is an output", (4,), output_of_a_norm)
+case("norm is an output", (4,), dense(), bn, branches(list, dense(2), as_it_is))
 for name, norm in {
     "NoisyBN": apply(NoisyBN),
     "LpNorm of 1.5": apply(LpNorm, p=1.5),
     "CBN": cbn,
 }.items():
     case(name, (7, 7, 3), conv(4, 3), norm, relu, conv(4, 3, strides=2), norm)
+places = layers.Cropping2D(2), layers.UpSampling2D(2), layers.Dropout(0.5)
+pooled = layers.AveragePooling2D(2), layers.Flatten(), layers.Dense(3)
+parts = branches(layers.concatenate, conv(4, 3), conv(2, 3))
+case("pooled and padded", (8, 8, 3), parts, *places, bn, relu, cbn, *pooled)
 case("operators", (6,), dense(), bn, lambda x: x * 2.0 + 1.0)
 
 # Kinds of layers after a norm
@@ -113,11 +97,14 @@ case("before reshaping of channels", (6, 2), tanh, cbn, flat, dense(2), left=1)
 
 # Shared layers
 case("norms of one reader", (4,), norms_of_one_reader(cbn, cbn), left=2)
-case("one norm of one reader", (4,), one_norm_for_two)
+case("one norm of one reader", (4,), norms_of_one_reader(*[CBN()] * 2))
 case("equal norms of one reader", (4,), norms_of_one_reader(cbn, cbn))
 case("a norm of one of two calls", (4,), norms_of_one_reader(cbn, relu), left=1)
-case("norm of two calls joined", (4,), calls_of_one_layer, bn, left=1)
-case("called on its own output", (8, 8, 3), called_on_its_own_output, left=2)
+shared = layers.Dense(4)
+twice = branches(layers.concatenate, shared, chain(relu, shared))
+case("norm of two calls joined", (4,), twice, bn, left=1)
+again = layers.Dense(4)
+case("called on its own output", (4,), again, bn, relu, again, bn, left=2)
 along_steps = functools.partial(layers.concatenate, axis=1)
 parts = branches(along_steps, *[apply(layers.Conv1D, 4, 2)] * 2)
 case("joined along steps", (5, 4), parts, bn, left=1)
@@ -134,8 +121,17 @@ inner = apply(Sequential, [layers.ZeroPadding2D(2), layers.Conv2D(5, 3)])
 case("padding in another model", image, first, cbn, inner, left=1)
 read_twice = branches(list, as_it_is, branches(layers.add, as_it_is, conv(4, 3)))
 case("norm is read and an output", image, first, cbn, read_twice, left=1)
-coupled = apply(CBN, decouple=False, rho=2.0)
-case("coupled", image, first, coupled, dense(5, use_bias=False))
+for (cls, options), padding in itertools.product(
+    [
+        (layers.Conv2D, {"filters": 8, "groups": 2, "dilation_rate": 2}),
+        (layers.DepthwiseConv2D, {"depth_multiplier": 2, "strides": 2}),
+        (layers.SeparableConv2D, {"filters": 5, "depth_multiplier": 2, "strides": 3}),
+    ],
+    ["same", "valid"],
+):
+    steps = relu, cbn, apply(cls, kernel_size=3, padding=padding, **options), bn
+    name = f"{cls.__name__}, {padding}"
+    case(name, (9, 10, 4), *steps, shifts=padding == "same")
 case("then einsum", image, first, cbn, einsum("abcd,de->abce", (None, None, 5)))
 
 
@@ -210,24 +206,13 @@ def test_weight_normalization(wrapper, cls, arguments):
     assert type(folded.layers[1]) is cls
 
 
-def test_maps_pass_what_they_commute_with():
-    average = apply(layers.AveragePooling2D, 2)
-    left = chain(conv(4, 3), apply(layers.Dropout, 0.5), average)
-    right = chain(
-        *(conv(2, 3), apply(layers.Cropping2D, 2), apply(layers.UpSampling2D, 2)),
-        *(apply(layers.MaxPooling2D, 2), apply(layers.ZeroPadding2D, 0)),
-    )
-    model = m.model_of(
-        (8, 8, 3),
-        branches(layers.concatenate, left, right),
-        *(apply(layers.BatchNormalization, center=False, name="bn"), relu, cbn),
-        *(average, apply(layers.Flatten), dense(3)),
-    )
-    norm = model.get_layer("bn")
+def test_maximum_pooling_commutes_with_positive_scales():
+    norm = layers.BatchNormalization(center=False, name="bn")
+    steps = conv(4, 3), layers.MaxPooling2D(2), layers.ZeroPadding2D(0), norm
+    model = m.model_of((8, 8, 3), *steps)
+    norm.moving_mean.assign(np.zeros(4))
     norm.gamma.assign(np.abs(numpy(norm.gamma)))
-    norm.moving_mean.assign(np.zeros(6))
     assert not m.norms_in(m.check_fold(model))
-    # Maximum pooling does not commute with a negative scale.
     norm.gamma.assign(-numpy(norm.gamma))
     assert m.norms_in(m.check_fold(model)) == ["bn"]
 
