@@ -171,9 +171,8 @@ def kinds():
     x = layers.Conv2DTranspose(4, 3, 2, padding="same")(x)
     x = layers.LeakyReLU()(layers.BatchNormalization()(x))
     x = layers.Flatten()(layers.MaxPooling2D()(x))
-    x = layers.BatchNormalization()(layers.Dense(6, use_bias=False)(x))
-    x = layers.EinsumDense("ab,bc->ac", 5, bias_axes="c")(x)
-    return randomize(keras.Model(inputs, x))
+    x = layers.BatchNormalization()(layers.EinsumDense("ab,bc->ac", 6)(x))
+    return randomize(keras.Model(inputs, layers.Dense(5)(x)))
 
 
 def nested():

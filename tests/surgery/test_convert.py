@@ -25,9 +25,6 @@ def readers(model, name):
     return [n.operation.name for n in model.get_layer(name)._outbound_nodes]
 
 
-# Placement of CBN
-
-
 def test_cbn_stands_before_every_linear_layer_but_the_first():
     model = convert(m.residual(), "cbn", preserve=False)
     assert not m.norms_in(model)
@@ -86,9 +83,6 @@ def test_a_template_gives_its_configuration():
         config = layer.get_config()
         found = [config[name] for name in ("rho", "omega", "epsilon", "axis")]
         assert found == [2, 3, 1e-3, -1]
-
-
-# The function is preserved
 
 
 @pytest.mark.parametrize("decouple", [True, False])
@@ -182,6 +176,10 @@ def test_without_preserving():
     assert float(numpy(layer.average_weight)) == 0
     new = convert(model, "cbn", preserve=False, data=m.batch_for(model))
     assert float(numpy(new.get_layer("two_cbn").average_weight)) == 1
+    # Layers of all kinds get the bias that the norm had.
+    new = convert(m.kinds(), "cbn", preserve=False)
+    biases = [x.bias for x in new._flatten_layers() if hasattr(x, "bias")]
+    assert len(biases) == 8 and None not in biases
 
 
 def test_norms_that_stay():

@@ -14,8 +14,6 @@ from tests.support.backend import later, later_on_jax, numpy, precision
 from tests.support.surgery_models import apply, bn, dense, quiet, relu
 from tests.support.wrapped import Damped, Doubled, Halved
 
-# Norms in the place of BatchNormalization
-
 
 @later_on_jax
 @pytest.mark.parametrize(
@@ -53,30 +51,24 @@ def test_lp_norm_measures_its_norm_on_data():
     np.testing.assert_allclose(norm, expected, rtol=1e-4)
 
 
-# Norms of Keras: what is carried over, against float64
-
-# Over which axes of (samples, positions, groups, channels of a group) each normalises.
-AXES = {"group_norm": (1, 3), "instance_norm": (1,), "layer_norm": (2, 3)}
-CLASSES = {
-    "group_norm": layers.GroupNormalization,
-    "instance_norm": layers.GroupNormalization,
-    "layer_norm": layers.LayerNormalization,
-    "rms_norm": layers.RMSNormalization,
+# Class, and over which axes of (samples, positions, groups, channels of a group).
+KINDS = {
+    "group_norm": (layers.GroupNormalization, (1, 3)),
+    "instance_norm": (layers.GroupNormalization, (1,)),
+    "layer_norm": (layers.LayerNormalization, (2, 3)),
+    "rms_norm": (layers.RMSNormalization, (2, 3)),
 }
 CHANGES = r"could not be preserved.*\['norm'\]"
 
 
 def normalised(x, name, epsilon):
-    x = x.astype("float64").reshape(len(x), -1, 2, 4)
-    if name == "rms_norm":
-        y = x / np.sqrt(np.square(x).mean((2, 3), keepdims=True) + epsilon)
-    else:
-        variance = x.var(AXES[name], keepdims=True)
-        y = (x - x.mean(AXES[name], keepdims=True)) / np.sqrt(variance + epsilon)
+    x, axes = x.astype("float64").reshape(len(x), -1, 2, 4), KINDS[name][1]
+    x -= 0 if name == "rms_norm" else x.mean(axes, keepdims=True)
+    y = x / np.sqrt(np.square(x).mean(axes, keepdims=True) + epsilon)
     return y.reshape(len(x), -1, 8)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("norm", [layers.BatchNormalization, CBN])
 def test_gamma_and_beta_are_carried_over(name, norm):
     """Of CBN, they are the deviation and mean of what it makes."""
@@ -89,11 +81,11 @@ def test_gamma_and_beta_are_carried_over(name, norm):
         gamma, beta = gamma / np.sqrt(beta**2 + 1), gamma * beta / np.sqrt(beta**2 + 1)
     with m.saying(CHANGES):
         new = convert(model, name).get_layer("norm")
-    assert type(new) is CLASSES[name] and new.epsilon == old.epsilon
+    assert type(new) is KINDS[name][0] and new.epsilon == old.epsilon
     expected = normalised(x, name, old.epsilon) * gamma
     expected += 0 if name == "rms_norm" else beta
     np.testing.assert_allclose(numpy(new(x)), expected, rtol=1e-3, atol=1e-4)
-    plain = convert(model, CLASSES[name], preserve=False).get_layer("norm")
+    plain = convert(model, KINDS[name][0], preserve=False).get_layer("norm")
     assert all(np.ptp(w) == 0 for w in plain.get_weights())
 
 
@@ -154,9 +146,6 @@ def test_none():
     np.testing.assert_allclose(numpy(new.layers[-1].kernel), expected, rtol=1e-5)
 
 
-# Wrappers
-
-
 @later_on_jax
 def test_wrappers_take_arguments_and_leave_units_of_one_weight():
     thin = apply(layers.DepthwiseConv2D, 1, name="thin")
@@ -190,9 +179,6 @@ def test_kernels_without_a_mean_keep_the_function(norm, gain, scale):
     m.check_convert(model, norm, tolerance=tolerance, skip=skip)
 
 
-# FusedCBN
-
-
 @later_on_jax
 def test_fused_ones_are_fused_and_recalibrate_and_fold_like_the_unfused():
     """A residual block with a projected shortcut, padding, and a head."""
@@ -219,9 +205,6 @@ def test_fused_ones_are_fused_and_recalibrate_and_fold_like_the_unfused():
     m.assert_same_outputs(fused, plain, x)
 
 
-# Everything else stays
-
-
 @later_on_jax
 def test_dtype_policies_and_frozen_layers_stay():
     with precision("mixed_bfloat16"):
@@ -245,9 +228,6 @@ def test_skip():
     assert len(m.norms_in(quiet(convert, m.nested(), "cbn", skip="block"))) == 1
     new = convert(model, "wn", skip=lambda layer: layer.name != "stem")
     assert [layer.name for layer in m.of_class(new, WN)] == ["stem"]
-
-
-# Classes derived from those of Keras, which may compute something else
 
 
 @later_on_jax

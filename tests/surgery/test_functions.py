@@ -192,9 +192,6 @@ def test_functions_that_refer_to_layers():
         fold(model)
 
 
-# Compile settings
-
-
 def own_loss(y, z):
     return ops.mean(ops.square(ops.subtract(y, z)))
 
