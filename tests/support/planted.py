@@ -1,37 +1,16 @@
 """Models with channels that a smaller model can do without, for tests of prune."""
 
-import keras
-import numpy as np
-
-from keras_norms import prune
+from keras_norms import prune, recalibrate
 from tests.support import surgery_models as m
 from tests.support.backend import numpy
 
 
-def draw_kernels(model, seed=0):
-    """Kernels that are the same on every backend."""
-    rng = np.random.default_rng(seed)
-    for weight in model.weights:
-        if weight.name.endswith("kernel"):
-            shape = tuple(weight.shape)
-            fan_in = max(np.prod(shape[:-1]), 1)
-            weight.assign(rng.normal(0, fan_in**-0.5, shape))
-    return model
-
-
 def settle(model):
-    """Let the statistics of each BatchNormalization be those of its input.
+    """Random weights; the statistics of each BatchNormalization are of its input.
 
     So that random channels vary as gamma says, and nothing is dead by accident.
     """
-    draw_kernels(model)
-    x = m.batch_for(model, 16, seed=5)
-    for layer in model.layers:
-        if isinstance(layer, keras.layers.BatchNormalization):
-            rows = values_of(model, layer.input, x)
-            layer.moving_mean.assign(rows.mean(0))
-            layer.moving_variance.assign(rows.var(0))
-    return model
+    return recalibrate(m.randomize(model), m.batch_for(model, 16, seed=5), verbose=0)
 
 
 def put(variable, index, value):
@@ -58,11 +37,6 @@ def layers_of(model, *names):
     return [model.get_layer(name) for name in names]
 
 
-def settled(inputs, outputs):
-    """A model of random weights, settled."""
-    return settle(m.randomize(keras.Model(inputs, outputs)))
-
-
 def check(model, tolerance=1e-5, **options):
     """Prune: the same outputs, also on data that were not seen."""
     pruned = prune(model, m.batch_for(model, 16), **options)
@@ -75,13 +49,3 @@ def check(model, tolerance=1e-5, **options):
 
 def removed(pruned):
     return {name: list(numbers) for name, numbers in pruned.removed.items()}
-
-
-def values_of(model, tensor, x):
-    """A tensor of a model at inference, in float64, as rows of channels."""
-    inputs = model.inputs if len(model.inputs) > 1 else model.inputs[0]
-    return m.outputs(keras.Model(inputs, tensor), x).reshape(-1, tensor.shape[-1])
-
-
-def deviations(rows):
-    return np.sqrt(np.mean(np.square(rows - rows.mean(0)), 0))

@@ -58,15 +58,6 @@ def test_formats(trained, outputs, name):
     assert least <= error(outputs[name], trained) < most
 
 
-def test_quantize(trained):
-    """Keras quantizes Dense layers: those of a folded model as of any other."""
-    folded = m.quiet(fold, trained)
-    m.quiet(folded.quantize, "int8")
-    modes = {layer.name: layer.quantization_mode for layer in folded.layers}
-    assert {name for name, mode in modes.items() if mode == "int8"} == {"logits"}
-    assert 1e-4 < error(numpy(folded(X, training=False)), trained) < 2e-2
-
-
 @tensorflow_only
 def test_dead_channels_before_int8():
     """Their scale in CBN takes the range of int8 from the others, until they go."""

@@ -1,45 +1,239 @@
-"""fold, and convert where masks go through: outputs, structures, masks stay."""
+"""convert, fold, and fold after convert: the outputs stay; what is left is known."""
+
+import functools
+import itertools
 
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from keras import layers
+from keras import Sequential, layers
 
-from keras_norms import CBN, NoisyBN, convert, fold
+from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN, convert, fold
+from tests.support import backend
 from tests.support import surgery_models as m
-from tests.support.backend import (
-    BACKEND,
-    has_channels_first,
-    later,
-    precision,
-    some,
-    tensorflow_only,
-    thorough_on,
-)
+from tests.support.backend import later, numpy, precision, some
 from tests.support.surgery_models import apply, bn, chain, dense, relu
 
-pytestmark = thorough_on("jax")
+pytestmark = backend.thorough_on("jax")
+
+# Steps of `chain`
+cbn = apply(CBN)
+first = apply(layers.Conv2D, 4, 3, activation="relu")
+tanh = dense(4, "tanh")
+as_it_is = chain()
 
 
-def with_cbn():
-    """activation -> CBN -> padded layer, with random statistics."""
-    conv = apply(layers.Conv2D, 4, 3, activation="relu")
-    padded = apply(layers.Conv2D, 5, 3, padding="same")
-    return m.model_of((9, 9, 3), conv, apply(CBN, name="norm"), padded)
+def einsum(equation, shape, bias=None, **kwargs):
+    return apply(layers.EinsumDense, equation, shape, bias_axes=bias, **kwargs)
 
 
-@tensorflow_only
-@pytest.mark.parametrize("make", [m.kinds, with_cbn, *later(m.residual)])
-def test_float64_shows_that_the_algebra_is_exact(make):
+def conv(*args, padding="same", **kwargs):
+    return apply(layers.Conv2D, *args, padding=padding, **kwargs)
+
+
+def branches(join, *steps):
+    """What functions make of the same tensor, joined."""
+    return lambda x: join([step(x) for step in steps])
+
+
+def norms_of_one_reader(*norms):
+    """A Dense layer before each norm, and one layer that reads all of them."""
+
+    def result(x):
+        reader = layers.Dense(3)
+        return layers.add([reader(norm(tanh(x))) for norm in norms])
+
+    return result
+
+
+# Name -> shape of the input, steps, BatchNormalization and Rescaling layers that are
+# left by fold, which says so.
+CASES = {}
+
+
+def case(name, shape, *steps, left=0, shifts=0):
+    CASES[name] = shape, steps, left, shifts
+
+
+# Kinds of layers before a norm
+case("einsum without bias", (4,), einsum("ab,bc->ac", 5), bn)
+case("einsum, bias of steps", (3, 4), einsum("abc,cd->abd", (3, 2), "b"), bn, left=1)
+case("einsum over steps", (3, 4), einsum("abc,bd->adc", (2, 4)), bn, left=1)
+active = einsum("ab,bc->ac", 5, activation="relu")
+case("einsum with activation", (4,), active, bn, left=1)
+case("depthwise", (5, 4), apply(layers.DepthwiseConv1D, 3, use_bias=False), bn)
+case("norm is an output", (4,), dense(), bn, branches(list, dense(2), as_it_is))
+norms = {"NoisyBN": apply(NoisyBN), "LpNorm": apply(LpNorm, p=1.5), "CBN": cbn}
+for name, norm in norms.items():
+    case(name, (7, 7, 3), conv(4, 3), norm, relu, conv(4, 3, strides=2), norm)
+places = layers.Cropping2D(2), layers.UpSampling2D(2), layers.Dropout(0.5)
+pooled = layers.AveragePooling2D(2), layers.Flatten(), layers.Dense(3)
+parts = branches(layers.concatenate, conv(4, 3), conv(2, 3))
+case("pooled and padded", (8, 8, 3), parts, *places, bn, relu, cbn, *pooled)
+case("operators", (6,), dense(), bn, lambda x: x * 2.0 + 1.0)
+
+# Kinds of layers after a norm
+summed = branches(layers.add, as_it_is, dense())
+case("sum reads it", (4,), tanh, cbn, summed, dense(2), left=1)
+case("then no channels", (3, 4), cbn, einsum("abc,b->abc", (3, 4), "b"), left=1)
+case("then bias of steps", (3, 4), cbn, einsum("abc,cd->abd", (3, 2), "b"), shifts=1)
+case("then einsum over steps", (3, 4), cbn, einsum("abc,bd->adc", (2, 4)), left=1)
+pooling = layers.GlobalAveragePooling1D
+for name, step, left in (
+    ("activation", apply(layers.Activation, "relu"), 1),
+    ("pooling", apply(pooling), 0),
+    ("pooling of channels", apply(pooling, "channels_first"), 1),
+    ("flattening", apply(layers.Flatten), 0),
+    ("flattening of channels first", apply(layers.Flatten, "channels_first"), 1),
+):
+    case(f"before {name}", (5, 4), tanh, cbn, step, dense(2), left=left)
+flat = apply(layers.Reshape, (24,))
+case("before reshaping of channels", (6, 2), tanh, cbn, flat, dense(2), left=1)
+
+# Shared layers
+case("norms of one reader", (4,), norms_of_one_reader(cbn, cbn), left=2)
+case("one norm of one reader", (4,), norms_of_one_reader(*[CBN()] * 2))
+case("equal norms of one reader", (4,), norms_of_one_reader(cbn, cbn))
+case("a norm of one of two calls", (4,), norms_of_one_reader(cbn, relu), left=1)
+shared = layers.Dense(4)
+twice = branches(layers.concatenate, shared, chain(relu, shared))
+case("norm of two calls joined", (4,), twice, bn, left=1)
+again = layers.Dense(4)
+case("called on its own output", (4,), again, bn, relu, again, bn, left=2)
+along_steps = functools.partial(layers.concatenate, axis=1)
+parts = branches(along_steps, *[apply(layers.Conv1D, 4, 2)] * 2)
+case("joined along steps", (5, 4), parts, bn, left=1)
+
+# Zero padding after a norm: its shift stays
+up = functools.partial(apply, layers.Conv2DTranspose, 5)
+image = (9, 9, 3)
+case("transposed, wide strides", image, first, cbn, up(1, strides=2), shifts=1)
+case("transposed, no border", image, first, cbn, up(1))
+padded = chain(apply(layers.ZeroPadding2D, 2), conv(4, 3, padding="valid"))
+one_padded = branches(list, padded, chain(apply(layers.Dropout, 0.5), conv(4, 1)))
+case("padding layer before one of two", image, first, cbn, one_padded, shifts=1)
+inner = apply(Sequential, [layers.ZeroPadding2D(2), layers.Conv2D(5, 3)])
+case("padding in another model", image, first, cbn, inner, left=1)
+read_twice = branches(list, as_it_is, branches(layers.add, as_it_is, conv(4, 3)))
+case("norm is read and an output", image, first, cbn, read_twice, left=1)
+convolutions = {
+    layers.Conv2D: {"filters": 8, "groups": 2, "dilation_rate": 2},
+    layers.DepthwiseConv2D: {"depth_multiplier": 2, "strides": 2},
+    layers.SeparableConv2D: {"filters": 5, "depth_multiplier": 2, "strides": 3},
+}
+for cls, padding in itertools.product(convolutions, ("same", "valid")):
+    step = apply(cls, kernel_size=3, padding=padding, **convolutions[cls])
+    name, shifts = f"{cls.__name__}, {padding}", padding == "same"
+    case(name, (9, 10, 4), relu, cbn, step, bn, shifts=shifts)
+case("then einsum", image, first, cbn, einsum("abcd,de->abce", (None, None, 5)))
+
+
+def others(model):
+    """All layers but norms: names, classes, and how often each is called."""
+    norms = layers.BatchNormalization, CBN, LpNorm, NoisyBN, layers.Rescaling
+    return [
+        (layer.name, type(layer), len(layer._inbound_nodes))
+        for layer in model._flatten_layers()
+        if not isinstance(layer, norms)
+    ]
+
+
+def assert_folds_and_converts(model, left=0, shifts=0):
+    folded = m.check_fold(model, says="fold: " if left + shifts else "")
+    assert len(m.norms_in(folded)) == left
+    before, after = (len(m.of_class(x, layers.Rescaling)) for x in (model, folded))
+    assert after == before + shifts
+    assert others(folded) == others(model)
+    assert not any(x.trainable for x in m.of_class(folded, layers.BatchNormalization))
+    if not m.norms_in(model):
+        return None
+    x = m.batch_for(model)
+    converted = m.check_convert(model, "cbn", m.batch_for(model, seed=4), data=x)
+    assert not m.norms_in(converted)
+    m.check_fold(converted, x)
+    return converted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_models(name):
+    shape, steps, left, shifts = CASES[name]
+    model = m.model_of(shape, *steps)
+    if name == "equal norms of one reader":
+        one, other = m.of_class(model, CBN)
+        other.set_weights(one.get_weights())
+    assert_folds_and_converts(model, left, shifts)
+
+
+@pytest.mark.parametrize("name", some(m.MODELS, ["kinds", "nested", "shared"]))
+def test_networks(name):
+    """Converting again finds nothing to do and inserts nothing twice."""
+    new = assert_folds_and_converts(m.MODELS[name]())
+    assert others(m.check_convert(new, "cbn")) == others(new)
+
+
+@pytest.mark.parametrize("wrapper", [WS, WN, *later(CWN)])
+def test_weight_normalization(wrapper):
+    kinds = convolutions | {layers.Conv2DTranspose: {"filters": 4}}
+    for cls, options in kinds.items():
+        layer = wrapper(cls(kernel_size=3, **options))
+        folded = m.check_fold(m.model_of((7, 7, 4), layer, bn))
+        assert not m.norms_in(folded) and type(folded.layers[1]) is cls
+    model = m.model_of((4,), wrapper(layers.Dense(4, "tanh")), bn)
+    assert len(m.norms_in(m.check_fold(model))) == 1
+
+
+def test_maximum_pooling_commutes_with_positive_scales():
+    norm = layers.BatchNormalization(center=False, name="bn")
+    steps = conv(4, 3), layers.MaxPooling2D(2), layers.ZeroPadding2D(0), norm
+    model = m.model_of((8, 8, 3), *steps)
+    norm.moving_mean.assign(np.zeros(4))
+    norm.gamma.assign(np.abs(numpy(norm.gamma)))
+    assert not m.norms_in(m.check_fold(model))
+    norm.gamma.assign(-numpy(norm.gamma))
+    assert m.norms_in(m.check_fold(model)) == ["bn"]
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_a_channel_of_scale_zero(padding):
+    norm = apply(CBN, decouple=False, name="norm")
+    model = m.model_of((9, 9, 3), first, norm, conv(5, 3, padding=padding))
+    gamma = model.get_layer("norm").gamma
+    gamma.assign(numpy(gamma) * [1, 0, 1, 0])
+    assert len(m.norms_in(m.check_fold(model))) == (padding == "same")
+
+
+@pytest.mark.parametrize("norm", [layers.BatchNormalization, CBN])
+def test_another_axis_than_the_channels(norm):
+    """It stays in place, whatever is around it; the rest is folded."""
+    model = m.model_of(
+        (8, 3),
+        *(apply(layers.Conv1D, 4, 1), bn, apply(norm, axis=1, name="wrong")),
+        *(apply(layers.ZeroPadding1D, 1), apply(layers.Cropping1D, 2)),
+        *(apply(layers.UpSampling1D, 2), apply(norm, axis=1, name="steps"), dense()),
+        *(apply(layers.AveragePooling1D, 2), apply(pooling)),
+    )
+    assert m.norms_in(m.check_fold(model)) == ["wrong", "steps"]
+
+
+def test_sizes_that_are_not_known():
+    model = m.model_of((None, None, 3), first, cbn, conv(5, 3))
+    folded = m.check_fold(model, m.images(2, 9, 11, 3))
+    m.assert_same_outputs(folded, model, m.images(1, 6, 14, 3))
+    # Nothing in front of a flattening can move.
+    model = m.model_of((None, 5, 3), first, cbn, apply(layers.Flatten))
+    assert len(m.norms_in(m.check_fold(model, m.images(4, 6, 5, 3)))) == 1
+
+
+@backend.tensorflow_only
+def test_float64_shows_that_the_algebra_is_exact():
     with precision("float64"):
-        model = make()
+        model = m.kinds()
         x = m.batch_for(model).astype("float64")
-        m.check_fold(model, x, tolerance=1e-12)
+        m.check_fold(model, x, 1e-12)
+        m.check_fold(m.check_convert(model, "cbn", x, 1e-12, data=x), x, 1e-12)
 
 
-@has_channels_first
+@backend.has_channels_first
 def test_channels_first():
     """convert finds the axis, too."""
     first = {"data_format": "channels_first"}
@@ -60,35 +254,6 @@ def test_channels_first():
     assert sorted(layer.axis for layer in m.of_class(new, CBN)) == [-1, 1, 1]
 
 
-@settings(max_examples=6, deadline=None)
-@given(
-    kind=st.sampled_from(["Conv2D", "DepthwiseConv2D", "SeparableConv2D"]),
-    size=st.integers(1, 4),
-    stride=st.integers(1, 3),
-    dilation=st.integers(1, 2),
-    padding=st.sampled_from(["same", "valid"]),
-    groups=st.sampled_from([1, 2, 4]),
-    seed=st.integers(0, 100),
-)
-def test_any_convolution(kind, size, stride, dilation, padding, groups, seed):
-    """What is left of the norm before it is a shift, where it reads a border."""
-    if BACKEND == "torch" and padding == "same" and size > 1:
-        stride = 1  # Quicker there.
-    options = {
-        "Conv2D": {"groups": groups, "filters": 8},
-        "DepthwiseConv2D": {"depth_multiplier": groups},
-        "SeparableConv2D": {"depth_multiplier": groups, "filters": 5},
-    }[kind]
-    dilation = dilation if stride == 1 else 1
-    options |= {"kernel_size": size, "strides": stride, "dilation_rate": dilation}
-    conv = getattr(layers, kind)(padding=padding, **options)
-    stack = layers.ReLU(), CBN(), conv, NoisyBN()
-    model = m.randomize(keras.Sequential([keras.Input((9, 10, 4)), *stack]), seed)
-    folded = m.check_fold(model, m.images(2, 9, 10, 4, seed=seed))
-    shifts = m.of_class(folded, layers.Rescaling)
-    assert len(shifts) == (padding == "same" and size > 1) and not m.norms_in(folded)
-
-
 def test_inputs_and_outputs_keep_their_structure():
     inputs = {"a": keras.Input((4,), name="a"), "b": keras.Input((4,), name="b")}
     x = bn(dense()(inputs["a"]))
@@ -99,12 +264,27 @@ def test_inputs_and_outputs_keep_their_structure():
     keras.tree.assert_same_structure(made, outputs)
 
 
-# Masks: what reads them reads the same ones
+def test_norms_that_stay_are_named():
+    trains, inner = (layers.BatchNormalization(name=x) for x in ("trains", "inner"))
+    over = layers.TimeDistributed(inner, name="over")
+    model = m.model_of((4, 3), dense(), over, lambda x: trains(x, training=True))
+    with pytest.warns(UserWarning, match=r"'trains'.*inner \(in over\)"):
+        folded = fold(model)
+    assert sorted(m.norms_in(folded)) == ["inner", "trains"]
 
-tanh = dense(4, "tanh")
+
+def test_layers_that_are_no_affine_map():
+    noisy = NoisyBN(noise_at_inference=True, name="own")
+    with pytest.raises(ValueError, match="'own'.*noise at inference"):
+        fold(m.model_of((3,), noisy))
+    with pytest.raises(ValueError, match="'own'.*training=True"):
+        fold(m.model_of((3,), lambda x: CBN(name="own")(x, training=True)))
+
+
+# Masks: what reads them reads the same ones
 mean = apply(layers.GlobalAveragePooling1D)
 lstm, gru = apply(layers.LSTM, 3), apply(layers.GRU, 3)
-steps = apply(layers.LSTM, 3, return_sequences=True)
+sequence = apply(layers.LSTM, 3, return_sequences=True)
 
 
 def attention(x):
@@ -112,49 +292,30 @@ def attention(x):
     return mean(layers.MultiHeadAttention(2, 3)(bn(tanh(x)), bn(relu(x))))
 
 
-def initial_states(x):
-    x, *states = layers.LSTM(3, return_sequences=True, return_state=True)(bn(x))
-    return layers.LSTM(3)(bn(x), initial_state=[bn(state) for state in states])
-
-
 def explicit(norm):
     """A mask that is given to the norm."""
     return lambda x: lstm(norm()(tanh(x), mask=x[..., 0] > 0))
 
 
-def joined(x):
-    return gru(bn(layers.Concatenate()([bn(dense()(x)), bn(dense(3, "tanh")(x))])))
-
-
-def nested(x):
+def inside_of_another(x):
     inputs = keras.Input((7, 5))
     inside = keras.Model(inputs, chain(tanh, bn, relu, bn)(inputs))
     return lstm(inside(x))
 
 
+joined = branches(layers.concatenate, chain(dense(), bn), chain(tanh, bn))
 # Of tokens, the later ones of which are masked.
 MASKED = {
     "LSTM": chain(bn, lstm),
     "attention": attention,
-    "initial states": initial_states,
     "an explicit mask": explicit(layers.BatchNormalization),
-    "joined": joined,
-    "nested": nested,
-    "dropout": chain(
-        *(bn, apply(layers.SpatialDropout1D, 0.3), steps),
-        *(bn, apply(layers.Dropout, 0.2), tanh, bn, gru),
-    ),
-    "Conv1D, which drops masks": chain(
-        bn, apply(layers.Conv1D, 4, 3, padding="same", activation="tanh"), bn, lstm
-    ),
-    "EinsumDense, which drops masks": chain(
-        apply(layers.EinsumDense, "abc,c->abc", (7, 5), bias_axes="c"), bn, lstm
-    ),
+    "joined": chain(joined, bn, gru),
+    "nested": inside_of_another,
+    "dropout": chain(bn, layers.SpatialDropout1D(0.3), sequence, bn, tanh, bn, gru),
+    "EinsumDense without masks": chain(einsum("abc,c->abc", (7, 5), "c"), bn, lstm),
     # Of keras_norms, so that there is nothing to convert
     "an explicit mask for CBN": explicit(CBN),
-    "shifts": chain(
-        relu, apply(CBN), dense(4, "relu"), apply(CBN), relu, apply(CBN), lstm
-    ),
+    "shifts": chain(relu, cbn, dense(4, "relu"), cbn, relu, cbn, lstm),
 }
 # What reads or makes masks in ways of its own
 FEW = {"attention", "an explicit mask for CBN", "joined", "nested"}
@@ -187,27 +348,3 @@ def test_a_map_that_stays_passes_masks_in_training_and_in_files(tmp_path):
     new.save(tmp_path / "new.keras")
     loaded = keras.models.load_model(tmp_path / "new.keras")
     m.assert_same_outputs(loaded, new, tokens(), 1e-6)
-
-
-# What cannot be folded
-
-
-def test_norms_that_stay_are_named():
-    trains, inner = (layers.BatchNormalization(name=x) for x in ("trains", "inner"))
-    over = layers.TimeDistributed(inner, name="over")
-    model = m.model_of((4, 3), dense(), over, lambda x: trains(x, training=True))
-    with pytest.warns(UserWarning, match=r"'trains'.*inner \(in over\)"):
-        folded = fold(model)
-    assert sorted(m.norms_in(folded)) == ["inner", "trains"]
-
-
-@pytest.mark.parametrize(
-    "norm, training, message",
-    [
-        (NoisyBN(noise_at_inference=True, name="own"), None, "noise at inference"),
-        (CBN(name="own"), True, "training=True"),
-    ],
-)
-def test_layers_that_are_no_affine_map(norm, training, message):
-    with pytest.raises(ValueError, match=f"'own'.*{message}"):
-        fold(m.model_of((3,), lambda x: norm(x, training=training)))

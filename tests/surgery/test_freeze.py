@@ -17,11 +17,9 @@ def network():
     """Every norm, in other layers and models too."""
     inner = m.model_of((6, 3), m.apply(LpNorm, p=1), m.dense(3))
     fused = FusedCBN(layers.Dense(3), CBN(name="inside"))
-    return m.model_of(
-        (6, 3),
-        *(m.bn, m.apply(CBN, rho=2.0), m.dense(3), m.apply(NoisyBN), inner, fused),
-        *(m.apply(layers.TimeDistributed, layers.BatchNormalization()), m.dense(2)),
-    )
+    distributed = m.apply(layers.TimeDistributed, layers.BatchNormalization())
+    norms = m.bn, m.apply(CBN, rho=2.0), m.dense(3), m.apply(NoisyBN), inner
+    return m.model_of((6, 3), *norms, fused, distributed, m.dense(2))
 
 
 def weights(model, names):
@@ -89,8 +87,7 @@ def test_gamma_and_beta_fixed_too():
     model.trainable = False
     model.trainable = True
     model.compile("sgd", "mse")
-    assert not any(moved(model, STATISTICS))
-    assert all(moved(model, ("gamma", "beta")))
+    assert not any(moved(model, STATISTICS)) and all(moved(model, ("gamma", "beta")))
 
 
 def test_surgery_knows_them():
@@ -109,9 +106,7 @@ def test_surgery_knows_them():
 
 
 def test_a_derived_class_is_fixed_as_keras_fixes_it():
-    class Own(layers.BatchNormalization):
-        pass
-
+    Own = type("Own", (layers.BatchNormalization,), {})
     model = m.model_of((4,), m.dense(3), m.apply(Own, name="own"))
     with pytest.warns(UserWarning, match=r"derived.*\['own'\]"):
         freeze(model)
