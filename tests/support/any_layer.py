@@ -180,29 +180,24 @@ def case(form, /, shape=None, **arguments):
     return Case(form._replace(arguments=form.arguments | arguments), layer, shape)
 
 
-def example(each, seed, rate=-1.0, hard=False):
+def example(each, seed, rate=-1.0):
     """A batch, and values for every weight, as the layer holds them.
 
-    Statistics and weights with the unit of the input are of its size. Hard are means
-    larger than deviations, and sizes other than 1.
+    Statistics and weights with the unit of the input are of its size.
     """
     rng = np.random.default_rng(seed)
     x, values = rng.normal(size=each.shape), {}
-    location, scale = rng.uniform(-1, 1), 1.0
-    if hard:
-        location, scale = 4 * location, np.exp(rng.uniform(-1, 2))
     if each.norm is not None:
-        x = last(each, x) + rng.normal(size=each.channels)
-        x = np.moveaxis(x * scale + location, -1, each.axis)
+        means = rng.uniform(-1, 1) + rng.normal(size=each.channels)
+        x = np.moveaxis(np.moveaxis(x, each.axis, -1) + means, -1, each.axis)
     for variable in each.layer.weights:
         name, shape = variable.name, variable.shape
         if name == "gamma":
             value = rng.uniform(0.5, 2, shape) * rng.choice([-1, 1], shape)
         elif name in ("beta", "moving_mean"):
-            value = rng.normal(size=shape) * scale + location * (name != "beta")
+            value = rng.normal(size=shape)
         elif name.startswith("moving"):
-            size = 1 if name == "moving_norm" else 2
-            value = rng.uniform(0.5, 3, shape) ** (size / 2) * scale**size
+            value = rng.uniform(0.5, 3, shape)
         elif name == "average_weight":
             value = rng.uniform(0, 1)
         elif name == "learning_rate":
@@ -213,11 +208,6 @@ def example(each, seed, rate=-1.0, hard=False):
             value = rng.normal(0.5, 1, shape) * (1 if each.norm is None else 0.25)
         values[name] = np.float32(value)
     return x.astype("float32"), values
-
-
-def last(each, x):
-    """With the channels in the last axis."""
-    return np.moveaxis(x, each.axis, -1)
 
 
 @functools.cache

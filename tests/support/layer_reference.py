@@ -59,7 +59,7 @@ class OfChannels:
         return self._back(self.reference.inference(*self._of(values)[:3]))
 
     def _of(self, values):
-        x = self._last(values["x"]).astype("float64")
+        x = self._last(values["x"])
         ones = np.ones(self.reference.channels)
         mask = self._last(values["mask"]) if "mask" in values else None
         return x, values.get("gamma", ones), values.get("beta", 0 * ones), mask
@@ -113,12 +113,26 @@ class OfGroups:
         return [{**values, **dict(zip(cut, part))} for part in zip(*cut.values())]
 
 
+def by_complex_steps(self, g, values, step=1e-30):
+    """The gradients of a reference whose `forward` is analytic, to the last digit."""
+    found = {name: np.zeros(value.shape) for name, value in values.items()}
+    for name, value in values.items():
+        for index in np.ndindex(value.shape):
+            moved = value.astype("complex")
+            moved[index] += 1j * step
+            y = self.forward({**values, name: moved})
+            found[name][index] = np.sum(g * y).imag / step
+    return found
+
+
 class Fused(NamedTuple):
     """CBN, a linear layer, and its activation."""
 
     linear: Linear
     norm: OfChannels | OfGroups
     arguments: dict
+
+    gradients = by_complex_steps
 
     def state(self):
         return self.norm.state()
@@ -136,13 +150,6 @@ class Fused(NamedTuple):
         y = self.linear.output(x, values)
         return np.tanh(y) if "activation" in self.arguments else y
 
-    def gradients(self, g, values):
-        x = self.norm.forward(values)
-        if "activation" in self.arguments:
-            g = g * (1 - np.tanh(self.linear.output(x, values)) ** 2)
-        found = self.linear.gradients(g, x, values)
-        return {**found, **self.norm.gradients(found["x"], values)}
-
 
 class Wrapped(NamedTuple):
     """A layer that is called with normalised kernels. It has no state."""
@@ -150,40 +157,24 @@ class Wrapped(NamedTuple):
     linear: Linear
     norm: WeightReference
 
+    gradients = by_complex_steps
+
     def state(self):
         return {}
 
     def kernels(self, values):
-        return {
-            name: self.norm.forward(values[name], _gain(values, name, axes), axes)
-            for name, axes in self.linear.fan_in.items()
-        }
+        found = {}
+        for name, axes in self.linear.fan_in.items():
+            kernel = values[name]
+            ones = np.ones([n for i, n in enumerate(kernel.shape) if i not in axes])
+            gain = values.get(name.replace("kernel", "gain"), ones)
+            found[name] = self.norm.forward(kernel, gain, axes)
+        return found
 
     def forward(self, values):
         return self.linear.output(values["x"], {**values, **self.kernels(values)})
 
     train = inference = forward
-
-    def gradients(self, g, values):
-        kernels = {**values, **self.kernels(values)}
-        found = self.linear.gradients(g, values["x"], kernels)
-        for name, axes in self.linear.fan_in.items():
-            gain = _gain(values, name, axes)
-            found[name], dgain = self.norm.gradients(
-                found[name], values[name], gain, axes
-            )
-            if gain_name(name) in values:
-                found[gain_name(name)] = dgain
-        return found
-
-
-def gain_name(kernel_name):
-    return kernel_name.replace("kernel", "gain")
-
-
-def _gain(values, name, axes):
-    shape = [n for i, n in enumerate(values[name].shape) if i not in axes]
-    return values.get(gain_name(name), np.ones(shape))
 
 
 def known_to(reference, arguments):
