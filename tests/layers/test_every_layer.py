@@ -220,7 +220,7 @@ def test_reference_gradients_are_finite_differences(name):
 # Precision
 
 
-@forms(CHANNELS | FUSED | GROUPS)
+@forms(FORMS)
 @pytest.mark.parametrize("policy", some(POLICIES, ROUNDED))
 def test_policies(name, policy):
     # What is rounded: y, the two terms of its gradient and their sum, dx. FusedCBN also

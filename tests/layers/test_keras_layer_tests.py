@@ -8,9 +8,7 @@ from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from tests.support.backend import later
 
 VECTORS, SERIES, IMAGES = (5, 3), (4, 5, 3), (3, 4, 4, 3)
-DENSE = {"layer": lambda: layers.Dense(2)}
 REGULARIZED = {"layer": lambda: layers.Dense(2, kernel_regularizer="l2")}
-CONVOLUTION = {"layer": lambda: layers.Conv2D(4, 2, padding="same"), "norm": CBN}
 KEPT = [(CBN, {}, VECTORS), (WN, REGULARIZED, VECTORS)]
 LATER = [
     (CBN, {"axis": 1, "decouple": False, "gamma_regularizer": "l2"}, IMAGES),
@@ -18,8 +16,7 @@ LATER = [
     (LpNorm, {"p": 3}, IMAGES),
     (WS, {"layer": lambda: layers.Conv1D(3, 2), "gain": True}, SERIES),
     (CWN, {"layer": lambda: layers.SeparableConv2D(3, 2)}, IMAGES),
-    (FusedCBN, DENSE, SERIES),
-    (FusedCBN, CONVOLUTION, IMAGES),
+    (FusedCBN, {"layer": lambda: layers.Conv2D(4, 2, padding="same")}, IMAGES),
 ]
 
 
