@@ -220,7 +220,7 @@ def test_reference_gradients_are_finite_differences(name):
 # Precision
 
 
-@forms(FORMS)
+@forms(CHANNELS | FUSED | GROUPS)
 @pytest.mark.parametrize("policy", some(POLICIES, ROUNDED))
 def test_policies(name, policy):
     # What is rounded: y, the two terms of its gradient and their sum, dx. FusedCBN also
