@@ -85,13 +85,6 @@ def test_a_bias_is_needed_for_each_unit(arguments, message):
         WN(layers.EinsumDense(*arguments)).data_init(data(5, 6, 4))
 
 
-def test_more_biases_than_units():
-    layer = WN(layers.EinsumDense("abc,cd->abd", (6, 3), bias_axes="bd"))
-    x = 2 * data(5, 6, 4) + 1
-    layer.data_init(x)
-    assert_normalised(numpy(layer(x)), (2,))
-
-
 def test_data_must_vary():
     layer = WN(layers.Dense(3))
     with pytest.raises(ValueError, match="vary.*x.shape=.1, 4.*3 of 3 units"):

@@ -16,7 +16,6 @@ from tests.support.any_layer import (
     FUSED,
     GROUPS,
     ONE_EACH,
-    REFERENCES,
     Case,
     call,
     case,
@@ -28,8 +27,8 @@ from tests.support.any_layer import (
 from tests.support.autodiff import FAST, MODES, second_derivative, training_step
 from tests.support.backend import BACKEND, later_on_jax, not_torch, numpy, some
 from tests.support.batch_reference import finite_differences
+from tests.support.layer_reference import REFERENCES
 from tests.support.normalizations import in_modes, linear_loss
-from tests.support.weight_reference import AsLayer
 
 OTHER_MODES = [mode for mode in MODES if mode != FAST]
 
@@ -153,20 +152,6 @@ def test_any_shape_axis_norm_and_state(name, shape, axis, p, seed, rate):
     assert_step(each, seed, rate, FAST, 3e-5, 1)
 
 
-def in_one_vector(values):
-    """Arrays by name in one; and what takes such a vector apart again."""
-
-    def split(vector):
-        reshape = np.reshape if isinstance(vector, np.ndarray) else ops.reshape
-        parts = {}
-        for name, value in values.items():
-            parts[name] = reshape(vector[: value.size], value.shape)
-            vector = vector[value.size :]
-        return parts
-
-    return np.concatenate([value.reshape(-1) for value in values.values()]), split
-
-
 @forms(FORMS, [*ONE_EACH, "CBN(coupled, ratio)", "LpNorm(1.5)", "LpNorm(2, centered)"])
 @pytest.mark.parametrize("mode", some(MODES, [FAST]))
 def test_second_derivatives(name, mode):
@@ -174,30 +159,23 @@ def test_second_derivatives(name, mode):
     each = case(name)
     x, start = example(each, 2, 0.03)
     each.assign(start)
-    reference, slope = reference_of(each), slope_of(each)
-    vector, split = in_one_vector(each.values(x))
-    reference.train(split(vector))
-    direction = np.random.default_rng(1).normal(size=vector.shape).astype("float32")
+    reference, values, slope = reference_of(each), each.values(x), slope_of(each)
+    reference.train(values)
+    rng = np.random.default_rng(1)
+    directions = {k: rng.normal(size=v.shape) for k, v in values.items()}
 
-    def gradient(vector):
-        values = split(vector)
-        found = reference.gradients(slope + reference.forward(values), values)
-        return np.concatenate([found[name].reshape(-1) for name in values])
-
-    def output(vector):
-        x, *weights = split(vector).values()
-        state = [v.value for v in each.layer.non_trainable_variables]
-        return each.layer.stateless_call(weights, state, x, training=True)[0]
+    def gradients(step):
+        moved = {k: v + step * directions[k] for k, v in values.items()}
+        return reference.gradients(slope + reference.forward(moved), moved)
 
     def loss(y):
         return ops.sum(ops.convert_to_tensor(slope) * y + y * y / 2)
 
-    # Second derivatives may be taken in any order.
-    small = 1e-6 * direction.astype("float64")
-    expected = (gradient(vector + small) - gradient(vector - small)) / 2e-6
-    arguments = AsLayer(output), vector.astype("float32"), loss, direction
-    actual = split(second_derivative(*arguments, mode))
-    assert_near(actual, split(expected), bound=2e-5)
+    there, back = gradients(1e-6), gradients(-1e-6)
+    expected = {k: (there[k] - back[k]) / 2e-6 for k in values}
+    directions = [direction.astype("float32") for direction in directions.values()]
+    found = second_derivative(each.layer, x, loss, directions, mode)
+    assert_near(dict(zip(values, found, strict=True)), expected, bound=2e-5)
 
 
 @later_on_jax  # It is of NumPy, but for the layer.
@@ -241,15 +219,10 @@ def test_policies(name, policy):
     assert_near(state, {k: expected.pop(k) for k in state}, min(bound, 1e-5))
     # These are sums, with an error of each term.
     terms = np.abs(slope_of(each) + expected["y"]).sum()
-    for name, factor in (
-        ("beta", 1),
-        ("gamma", np.abs(expected["y"]).max()),
-        ("bias", 1),
-    ):
-        if name in expected:
-            size = factor * terms / expected[name].size
-            error = np.abs(found.pop(name) - expected.pop(name)).max()
-            assert error < bound * size, name
+    for name in {"beta", "gamma", "bias"} & expected.keys():
+        factor = np.abs(expected["y"]).max() if name == "gamma" else 1
+        error = np.abs(found.pop(name) - expected[name]).max()
+        assert error < bound * factor * terms / expected.pop(name).size, name
     assert_near(found, expected, bound)
     y, _ = call(each, x)
     assert_near({"y": y}, {"y": reference.inference(values)}, bound)
@@ -330,7 +303,7 @@ def test_shapes(name):
         unknown = (None,) * len(form.shape)
         assert tuple(each.layer.compute_output_shape(unknown)) == unknown
         sizes = {tuple(weight.shape) for weight in each.layer.weights}
-        assert sizes <= {(each.channels,), ()}
+        assert sizes <= {(each.channels,), ()} and each.layer.supports_masking
     if form.cls not in REFERENCES or each.axis % len(form.shape):
         symbolic = form.make()(keras.Input(form.shape[1:]))
         assert tuple(symbolic.shape) == (None, *expected[1:])

@@ -48,7 +48,7 @@ def test_mapped_over_examples():
 
 
 def results(layer, x, g, mode, **mask):
-    """The second training step of a new layer, and a third one with a mask."""
+    """The second training step of a new layer."""
     weights = ops.convert_to_tensor(g)
 
     def loss(y):
@@ -57,11 +57,11 @@ def results(layer, x, g, mode, **mask):
     layer.build(x.shape)
     if isinstance(layer, CBN):
         layer.set_learning_rate(0.03)
-    step = training_step(layer, loss, mode)
+    step = training_step(layer, loss, mode, **mask)
     step(x[::-1].copy())
-    found = [*step(x), second_derivative(layer, x, loss, g, mode)]
-    found += [numpy(v) for v in layer.non_trainable_variables]
-    return found + list(training_step(layer, loss, mode, **mask)(x) if mask else ())
+    directions = g, *map(numpy, layer.trainable_variables)
+    found = [*step(x), *second_derivative(layer, x, loss, directions, mode, **mask)]
+    return found + [numpy(v) for v in layer.non_trainable_variables]
 
 
 GPU = [("CBN", -1, "graph"), ("LpNorm(1.5)", -1, "eager")]
@@ -117,11 +117,13 @@ def test_kernels_for_the_cpu_stay_out_of_xla():
         applied.append(applies_to(x, vector, axis=-1))
         return x
 
-    inner = tf.function(lambda *arguments: tf.function(trace)(*arguments))
+    def nested(*arguments):
+        return tf.function(trace)(*arguments)
+
     arguments = tf.zeros((64, 8192)), tf.zeros(8192)
-    inner(*arguments)
-    tf.function(trace, jit_compile=True)(*arguments)
-    tf.function(lambda *arguments: inner(*arguments), jit_compile=True)(*arguments)
+    tf.function(trace)(*arguments)
+    for compiled in (trace, nested):
+        tf.function(compiled, jit_compile=True)(*arguments)
     assert applied == [True, False, False]
 
 

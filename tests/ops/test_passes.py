@@ -9,7 +9,6 @@ import pytest
 from keras import ops
 
 from keras_norms.ops import passes
-from keras_norms.ops.shapes import channel_groups
 from tests.support.backend import BACKEND, numpy
 from tests.support.batch_reference import relative_error
 
@@ -66,19 +65,3 @@ def test_values(shape, axis, dtype, wide):
     assert keras.backend.standardize_dtype(sums.dtype) == wide
     expected = np.stack([dg.sum(others), (dg * (dx - a)).sum(others)])
     assert relative_error(sums, expected) < 10 * tolerance
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((64, 5), 1),  # a position to a sample
-        ((64, 32, 32, 64), 64),  # rows of 4096
-        ((64, 32, 32, 63), 64),  # 65 would fit, but divides nothing
-        ((64, 8, 8, 2049), 1),
-        ((64, 67, 3, 64), 3),  # 67 is too many
-        ((None, None, 12, 64), 12),  # whatever the other size is
-        ((4, 0, 3, 8), 3),
-    ],
-)
-def test_channel_groups(shape, expected):
-    assert channel_groups(shape) == expected

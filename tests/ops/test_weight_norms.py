@@ -3,8 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from keras import ops
 
 from keras_norms.ops import weight_norms
@@ -16,7 +14,6 @@ from tests.support.weight_reference import AsLayer, WeightReference
 
 WIDEST = "float32" if BACKEND == "jax" else "float64"
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-examples = settings(max_examples=3 if BACKEND == "jax" else 30, deadline=None)
 
 
 def normal(*shape, seed=0):
@@ -61,32 +58,22 @@ names = pytest.mark.parametrize(
 )
 
 
-@st.composite
-def vectors(draw):
-    """A tensor, its numbers, and axes of it."""
-    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    axes = draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))
-    axes = tuple(axis - len(shape) * draw(st.booleans()) for axis in axes)
-    dtype = draw(st.sampled_from(["int32", "float16", "bfloat16", "float32", WIDEST]))
-    v = ops.cast(normal(*shape, seed=draw(st.integers(0, 2**31))), dtype)
-    return v, numpy(ops.cast(v, WIDEST)).astype("float64"), axes
-
-
-@examples
-@given(case=vectors())
+@pytest.mark.parametrize(
+    ("dtype", "axes"),
+    [("int32", 0), ("float16", -1), ("bfloat16", (0, -2)), (WIDEST, (2, 1, 0))],
+)
 @names
-def test_any_shape_axes_and_dtype(name, case):
+def test_axes_and_dtypes(name, dtype, axes):
     function, reference, of_direction = FUNCTIONS[name]
-    v, exact, axes = case
-    last = axes in ((-1,), (exact.ndim - 1,))  # the default
-    actual = function(v, *(() if last else [axes if len(axes) > 1 else axes[0]]))
-    given_dtype = keras.backend.standardize_dtype(v.dtype)
-    dtype = "float64" if given_dtype == "float64" else "float32"
-    assert keras.backend.standardize_dtype(actual.dtype) == dtype
-    expected = reference(exact, axes)
+    v = ops.cast(3 * normal(3, 4, 2), dtype)
+    exact = numpy(ops.cast(v, WIDEST)).astype("float64")
+    actual = function(v, *([] if axes == -1 else [axes]))  # the default
+    wide = "float64" if dtype == "float64" else "float32"
+    assert keras.backend.standardize_dtype(actual.dtype) == wide
+    expected = reference(exact, axes if isinstance(axes, tuple) else (axes,))
     assert tuple(actual.shape) == expected.shape
     size = np.abs(expected if of_direction else exact).max()
-    assert np.abs(numpy(actual) - expected).max() <= TOLERANCE[dtype] * size
+    assert np.abs(numpy(actual) - expected).max() <= TOLERANCE[wide] * size
 
 
 SIZES = (1e-18, 1e-9, 1e9, 1e18)
@@ -109,15 +96,11 @@ def test_hard_vectors(name, case):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["norm", "unit_norm"])  # of others 0 or constant
-def test_gradients_of_vectors_of_any_size(name, size):
-    function, reference, of_direction = FUNCTIONS[name]
-    step = training_step(AsLayer(lambda v: function(v, 0)), ops.sum)
-    gradient = finite_differences(lambda v: reference(v, (0,)).sum(), normal(20, 3))
-    wanted = gradient / size if of_direction else gradient
-    assert (
-        relative_error(step((size * normal(20, 3)).astype("float32"))[1], wanted) < 1e-5
-    )
+def test_the_gradient_of_a_length_of_any_size(size):
+    v = (size * normal(20, 3)).astype("float32")
+    step = training_step(AsLayer(lambda v: weight_norms.norm(v, 0)), ops.sum)
+    expected = reference_unit_norm(v.astype("float64"), (0,))
+    assert relative_error(step(v)[1], expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -140,15 +123,6 @@ def test_constant_vectors(value, epsilon):
         assert np.all(np.isfinite(training_step(layer, ops.sum)(v)[1]))
 
 
-def test_a_bad_unit_stays_alone():
-    v = normal(5, 3).astype("float32")
-    v[2, 1] = np.nan
-    for function, reference, _ in FUNCTIONS.values():
-        actual, expected = numpy(function(v, 0)), reference(v.astype("float64"), (0,))
-        np.testing.assert_allclose(actual[..., [0, 2]], expected[..., [0, 2]], 1e-4)
-        assert np.all(np.isnan(actual[..., 1]) == np.isnan(expected[..., 1]))
-
-
 def check_derivatives(function, reference, x):
     """Of a random quadratic form of the output."""
     rng = np.random.default_rng(1)
@@ -169,7 +143,7 @@ def check_derivatives(function, reference, x):
 
     _, gradient = training_step(AsLayer(function), loss, MODES[-1])(x32)
     assert relative_error(gradient, finite_differences(of_numpy, x)) < 1e-5
-    second = second_derivative(AsLayer(function), x32, loss, direction, MODES[-1])
+    (second,) = second_derivative(AsLayer(function), x32, loss, [direction], MODES[-1])
     expected = finite_differences(along_direction, x, 1e-4)
     assert relative_error(second, expected) < 1e-5
 

@@ -165,10 +165,8 @@ class LpNormReference(MovingAverages):
         u = np.where(visible, x - mean if self.norm_of == "centered" else x, 0)
         if self.p == np.inf:
             return mean, np.abs(u).max(_axes(u), initial=0), u
-        # In extended precision, where 1e10^50 is still a number.
-        powers = np.abs(u).astype("longdouble") ** self.p
-        norm = (np.sum(powers, _axes(u)) / _count(visible)) ** (1 / self.p)
-        return mean, norm.astype("float64"), u
+        powers = np.sum(np.abs(u) ** self.p, _axes(u))
+        return mean, (powers / _count(visible)) ** (1 / self.p), u
 
     def _norm_gradient(self, u, norm, count):
         """An equal part for each element that attains the maximum."""

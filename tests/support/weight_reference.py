@@ -172,12 +172,7 @@ CASES = {
         "SeparableConv1D", separable_convolution, (3, 6, 2), (ONE, TWO), 3, 3
     ),
     "separable_conv2d": _case(
-        "SeparableConv2D",
-        separable_convolution,
-        (2, 4, 4, 2),
-        (TWO, THREE),
-        *(3, 2),
-        **DOUBLE,
+        "SeparableConv2D", separable_convolution, EVEN, (TWO, THREE), 3, 2, **DOUBLE
     ),
 }
 
