@@ -6,7 +6,6 @@ Every wrong value of every argument: `tests/test_public_arguments.py`.
 import fractions
 import inspect
 import json
-import math
 
 import keras
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from keras import layers, ops
 
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
-from keras_norms._checks import arguments
 from tests.support.arguments.public import ENTRIES
 from tests.support.backend import numpy
 
@@ -69,28 +67,6 @@ def test_a_configuration_has_every_argument(cls, but):
     assert keras.saving.get_registered_name(cls) == f"keras_norms>{cls.__name__}"
 
 
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (CBN, "gamma beta moving_mean moving_square average_weight rho learning_rate"),
-        (NoisyBN, "gamma beta moving_mean moving_variance"),
-        (LpNorm, "gamma beta moving_mean moving_norm"),
-        (lambda: LpNorm(center=False), "gamma moving_mean moving_norm"),
-        (lambda: WS(layers.Dense(3)), "kernel bias"),
-        (lambda: WS(layers.Dense(3), gain=True), "gain kernel bias"),
-        (lambda: CWN(layers.Dense(3), gain=True), "gain kernel bias"),
-        (lambda: WN(layers.Dense(3)), "gain kernel bias"),
-    ],
-)
-def test_weights_by_name(make, names):
-    layer = make()
-    layer.build((None, 4))
-    # Those that are trained come first.
-    assert [v.name for v in layer.weights] == names.split()
-    trained = {"gamma", "beta", "gain", "kernel", "bias"} & set(names.split())
-    assert {v.name for v in layer.trainable_weights} == trained
-
-
 @norms
 def test_initializers_regularizers_and_constraints(cls):
     names = [n for n in inspect.signature(cls).parameters if "_initializer" in n]
@@ -118,71 +94,56 @@ def test_initializers_regularizers_and_constraints(cls):
 def test_numbers_may_be_of_any_kind():
     found = CBN(np.int64(1), rho=2, omega=np.float32(0.5)).get_config()
     found = [found[name] for name in ("axis", "rho", "omega")]
-    found.append(NoisyBN(seed=np.int64(3)).get_config()["seed"])
-    assert found == [1, 2, 0.5, 3] and {*map(type, found)} <= {int, float}
-    numbers = [np.float32(np.inf), "inf", np.int64(3), fractions.Fraction(3, 2)]
-    for value, expected in zip(numbers, [math.inf, math.inf, 3.0, 1.5]):
-        layer = LpNorm(value)
-        assert type(layer.p) is float and layer.p == expected
+    assert found == [1, 2, 0.5] and {*map(type, found)} <= {int, float}
+    for value in (np.float32(np.inf), "inf", np.int64(3), fractions.Fraction(3, 2)):
         # JSON has no infinity.
-        text = json.dumps(layer.get_config(), allow_nan=False)
-        assert LpNorm.from_config(json.loads(text)).p == expected
+        text = json.dumps(LpNorm(value).get_config(), allow_nan=False)
+        p = LpNorm.from_config(json.loads(text)).p
+        assert type(p) is float and p == float(value)
 
 
 # Wrong inputs
 
 
 @norms
-def test_axis_must_be_one_of_the_input(cls):
-    shape = (3, 4, 5)
-    for axis in range(-3, 3):
-        assert arguments.channels(cls(axis=axis), shape) == shape[axis]
-    expected = (
-        r"`axis` must be an axis of the input, -3 to 2. "
-        r"Received: axis=(3|-4) with input_shape=\("
-    )
+def test_inputs_that_do_not_fit(cls):
+    expected = r"`axis` .* -3 to 2. Received: axis=(3|-4) with input_shape=\("
     for axis in (3, -4):
         for use in (cls(axis=axis).build, cls(axis=axis).compute_output_shape):
             with pytest.raises(ValueError, match=expected):
-                use(shape)
-
-
-@norms
-def test_inputs_that_do_not_fit(cls):
+                use((3, 4, 5))
     with pytest.raises(ValueError, match="`axis`.*known.*axis=1.*None, None, 3"):
         cls(axis=1)(keras.Input((None, 3)))
     for shape in ((), (4,)):
-        expected = r"'few'.*rank 2 or more.*Received: input_shape="
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(ValueError, match="'few'.*rank 2.*Received: input_shape="):
             cls(name="few")(np.zeros(shape, "float32"))
     layer = cls()
     layer.build((2, 3))
     with pytest.raises(ValueError, match="expected axis -1 .* value 3.*shape .2, 4"):
         layer(np.zeros((2, 4), "float32"))
-    x, mask = np.ones((4, 6, 3), "float32"), np.ones((4, 5), bool)
-    with pytest.raises(ValueError, match="`mask`.*Received: mask.shape=.4, 5"):
-        cls()(x, training=True, mask=mask)
 
 
 @pytest.mark.parametrize(
-    ("axis", "shapes"),
+    ("axis", "shape", "expected"),
     [
-        (-1, [((2,), (2, 1, 1, 1)), ((2, 3), (2, 3, 1, 1)), ((2, 3, 4), (2, 3, 4, 1))]),
-        (
-            1,
-            [((2, 4), (2, 1, 4, 1)), ((2, 4, 5), (2, 1, 4, 5)), ((2, 3), (2, 3, 1, 1))],
-        ),
-        (-1, [((1, 3, 1, 5),) * 2]),
-        (-1, [((3,), ()), ((2, 6), ()), ((2, 3, 5), ()), ((2, 3, 4, 5, 1), ())]),
+        (-1, (2,), (2, 1, 1, 1)),
+        (-1, (2, 3), (2, 3, 1, 1)),
+        (-1, (2, 3, 4), (2, 3, 4, 1)),
+        (-1, (1, 3, 1, 5), (1, 3, 1, 5)),
+        (1, (2, 4), (2, 1, 4, 1)),
+        (1, (2, 4, 5), (2, 1, 4, 5)),
+        (1, (2, 3), (2, 3, 1, 1)),
+        *[(-1, shape, None) for shape in ((3,), (2, 6), (2, 3, 5), (2, 3, 4, 5, 1))],
     ],
 )
-def test_a_mask_is_of_positions_or_broadcasts(axis, shapes):
-    for mask, expected in shapes:
-        tensors = ops.ones(mask, "int32"), ops.zeros((2, 3, 4, 5))
-        if expected:
-            found = arguments.broadcast_mask(*tensors, axis)
-            assert keras.backend.standardize_dtype(found.dtype) == "bool"
-            assert tuple(found.shape) == expected
-        else:
-            with pytest.raises(ValueError, match="`mask`.*Received: mask.shape="):
-                arguments.broadcast_mask(*tensors, axis)
+def test_a_mask_is_of_positions_or_broadcasts(axis, shape, expected):
+    x, mask = np.random.default_rng(0).normal(size=(2, 3, 4, 5)), np.ones(shape, bool)
+    mask[(0,) * mask.ndim] = False
+    layer = CBN(axis)
+    if expected is None:
+        with pytest.raises(ValueError, match="`mask`.*Received: mask.shape="):
+            layer(x, training=True, mask=mask)
+        return
+    full = np.broadcast_to(mask.reshape(expected), x.shape)
+    y, same = (numpy(layer(x, training=True, mask=m)) for m in (mask, full))
+    np.testing.assert_allclose(y, same, rtol=1e-5, atol=1e-6)

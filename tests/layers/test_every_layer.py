@@ -6,6 +6,8 @@ The forms are those of `tests.support.any_layer`.
 import keras
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from keras import ops
 
 from tests.support.any_layer import (
@@ -14,7 +16,6 @@ from tests.support.any_layer import (
     FUSED,
     GROUPS,
     ONE_EACH,
-    REFERENCES,
     Case,
     call,
     case,
@@ -25,8 +26,9 @@ from tests.support.any_layer import (
 )
 from tests.support.autodiff import FAST, MODES, second_derivative, training_step
 from tests.support.backend import BACKEND, later_on_jax, not_torch, numpy, some
+from tests.support.batch_reference import finite_differences
+from tests.support.layer_reference import REFERENCES
 from tests.support.normalizations import in_modes, linear_loss
-from tests.support.weight_reference import AsLayer
 
 OTHER_MODES = [mode for mode in MODES if mode != FAST]
 
@@ -44,19 +46,26 @@ if BACKEND == "jax":  # Which compiles each of them; the kinds of layers are Ker
     del POLICIES["float64"]  # a switch of the process
 
 
+# Each p and each `norm_of`, CBN with both changes at once, and groups.
+FEW = ["CBN", "CBN(coupled, ratio)", "LpNorm(1)", "LpNorm(2, no beta)", "NoisyBN"]
+FEW += ["LpNorm(2.5, centered)", "LpNorm(inf)", "CBN(groups)", "NoisyBN(groups)"]
+FEW += ["LpNorm(groups)", "LpNorm(1, centered)"]
+MASKED = [name for name in CHANNELS | GROUPS if not FORMS[name].inner]
+
+
 def forms(names, quick=ONE_EACH):
     """Those that are quick; all of them in `make test-all`."""
     return pytest.mark.parametrize("name", some(names, quick))
 
 
-def assert_near(found, expected, bound=1e-5):
-    """Of arrays by name: the error is small next to the largest number."""
+def assert_near(found, expected, bound=1e-5, least=0):
+    """Of arrays by name: the error is small next to the largest number, or `least`."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].shape == np.shape(value), name
         # A mean, of what `example` makes of size 1, may be small.
-        size = max(np.abs(value).max(), name == "moving_mean")
-        assert np.abs(found[name] - value).max() < bound * size, name
+        size = np.abs(value).max(initial=max(least, name == "moving_mean"))
+        assert np.all(np.abs(found[name] - value) < bound * size), name
 
 
 def results(each, x, mode=FAST):
@@ -73,17 +82,22 @@ def expected_results(each, reference, values):
     return {"y": y} | gradients | reference.state() | kept
 
 
+def assert_step(each, seed, rate, mode=FAST, *bounds):
+    """Training from a random state, and inference after it."""
+    x, start = example(each, seed, rate)
+    each.assign(start)
+    reference, values = reference_of(each), each.values(x)
+    expected = expected_results(each, reference, values)
+    assert_near(results(each, x, mode), expected, *bounds)
+    y, state = call(each, x)
+    assert_near({"y": y}, {"y": reference.inference(values)}, *bounds)
+    assert_unchanged(each, state)
+
+
 def assert_steps(each, mode=FAST):
-    """From any state, with the learning rate unknown, known, and large: eta is 0."""
+    """With the learning rate unknown, known, and large: eta is 0."""
     for seed, rate in enumerate((-1.0, 0.03, 0.2)):
-        x, start = example(each, seed, rate)
-        each.assign(start)
-        reference, values = reference_of(each), each.values(x)
-        expected = expected_results(each, reference, values)
-        assert_near(results(each, x, mode), expected)
-        y, state = call(each, x)
-        assert_near({"y": y}, {"y": reference.inference(values)})
-        assert_unchanged(each, state)
+        assert_step(each, seed, rate, mode)
 
 
 def assert_unchanged(each, state):
@@ -109,21 +123,33 @@ def test_on_one_device_synchronized_changes_nothing(name):
     assert_steps(case(name, synchronized=True))
 
 
-def in_one_vector(each, values):
-    """Input and weights in one vector; and what takes it apart again, by name."""
-    names = ["x", *(v.name for v in each.layer.trainable_variables)]
-    shapes = {name: values[name].shape for name in names}
+@pytest.mark.parametrize(("name", "mode"), in_modes(CHANNELS, FEW[:7]))
+@pytest.mark.parametrize("samples", [0, 1])
+def test_small_batches(name, mode, samples):
+    """A batch of one is its mean, exactly, so that many results are 0."""
+    each = case(name, (samples, 3), axis=-1, epsilon=0.5)
+    assert_step(each, 6, 0.03, mode, 1e-5, 0.1)
 
-    def split(vector):
-        parts, start = {}, 0
-        for name, shape in shapes.items():
-            end = start + int(np.prod(shape))
-            part = vector[start:end]
-            reshape = np.reshape if isinstance(part, np.ndarray) else ops.reshape
-            parts[name], start = reshape(part, shape), end
-        return parts
 
-    return np.concatenate([values[name].reshape(-1) for name in names]), split
+SHAPES = st.integers(2, 5).flatmap(lambda rank: st.tuples(*[st.integers(1, 4)] * rank))
+
+
+@later_on_jax  # Each example is compiled.
+@settings(deadline=None, max_examples=settings.default.max_examples // 20)
+@given(
+    name=st.sampled_from(list(CHANNELS)),
+    shape=SHAPES,
+    axis=st.integers(0, 4),
+    p=st.floats(1, 20),
+    seed=st.integers(0, 2**32 - 1),
+    rate=st.sampled_from([-1.0, 0.2]) | st.floats(1e-4, 0.1),
+)
+def test_any_shape_axis_norm_and_state(name, shape, axis, p, seed, rate):
+    """`--hypothesis-profile=many` has twenty times the examples."""
+    norm = {"p": p} if name == "LpNorm(2.5, centered)" else {}
+    # Where a channel is constant, epsilon is all that it is divided by.
+    each = case(name, shape, axis=axis % len(shape), epsilon=0.1, **norm)
+    assert_step(each, seed, rate, FAST, 3e-5, 1)
 
 
 @forms(FORMS, [*ONE_EACH, "CBN(coupled, ratio)", "LpNorm(1.5)", "LpNorm(2, centered)"])
@@ -133,53 +159,40 @@ def test_second_derivatives(name, mode):
     each = case(name)
     x, start = example(each, 2, 0.03)
     each.assign(start)
-    reference, slope = reference_of(each), slope_of(each)
-    vector, split = in_one_vector(each, each.values(x))
-    reference.train(split(vector))
-    direction = np.random.default_rng(1).normal(size=vector.shape).astype("float32")
+    reference, values, slope = reference_of(each), each.values(x), slope_of(each)
+    reference.train(values)
+    rng = np.random.default_rng(1)
+    directions = {k: rng.normal(size=v.shape) for k, v in values.items()}
 
-    def gradient(vector):
-        values = split(vector)
-        found = reference.gradients(slope + reference.forward(values), values)
-        return np.concatenate([found[name].reshape(-1) for name in values])
-
-    def output(vector):
-        x, *weights = split(vector).values()
-        state = [v.value for v in each.layer.non_trainable_variables]
-        return each.layer.stateless_call(weights, state, x, training=True)[0]
+    def gradients(step):
+        moved = {k: v + step * directions[k] for k, v in values.items()}
+        return reference.gradients(slope + reference.forward(moved), moved)
 
     def loss(y):
         return ops.sum(ops.convert_to_tensor(slope) * y + y * y / 2)
 
-    # Second derivatives may be taken in any order.
-    small = 1e-6 * direction.astype("float64")
-    expected = (gradient(vector + small) - gradient(vector - small)) / 2e-6
-    arguments = AsLayer(output), vector.astype("float32"), loss, direction
-    actual = split(second_derivative(*arguments, mode))
-    assert_near(actual, split(expected), bound=2e-5)
+    there, back = gradients(1e-6), gradients(-1e-6)
+    expected = {k: (there[k] - back[k]) / 2e-6 for k in values}
+    directions = [direction.astype("float32") for direction in directions.values()]
+    found = second_derivative(each.layer, x, loss, directions, mode)
+    assert_near(dict(zip(values, found, strict=True)), expected, bound=2e-5)
 
 
 @later_on_jax  # It is of NumPy, but for the layer.
-@forms(FORMS, FORMS)
+@forms(MASKED, MASKED)
 def test_reference_gradients_are_finite_differences(name):
     each = case(name)
     x, start = example(each, 3, 0.03)
     each.assign(start)
-    reference, rng = reference_of(each), np.random.default_rng(1)
-    vector, split = in_one_vector(each, each.values(x))
-    g = slope_of(each) + reference.train(split(vector))
-    gradients = reference.gradients(g, split(vector))
-    for name, gradient in gradients.items():
-        for _ in range(3):
-            values = split(vector)
-            small = 1e-6 * rng.normal(size=gradient.shape)
-            there, back = (
-                np.sum(g * reference.forward({**values, name: values[name] + step}))
-                for step in (small, -small)
-            )
-            expected = np.sum(gradient * small)
-            size = np.sum(np.abs(gradient * small))
-            assert abs((there - back) / 2 - expected) < 1e-6 * size, name
+    reference, values = reference_of(each), each.values(x)
+    g = slope_of(each) + reference.train(values)
+    for name, gradient in reference.gradients(g, values).items():
+
+        def total(value, name=name):
+            return np.sum(g * reference.forward({**values, name: value}))
+
+        expected = finite_differences(total, values[name])
+        assert_near({name: gradient}, {name: expected}, 1e-6)
 
 
 # Precision
@@ -206,28 +219,16 @@ def test_policies(name, policy):
     assert_near(state, {k: expected.pop(k) for k in state}, min(bound, 1e-5))
     # These are sums, with an error of each term.
     terms = np.abs(slope_of(each) + expected["y"]).sum()
-    for name, factor in (
-        ("beta", 1),
-        ("gamma", np.abs(expected["y"]).max()),
-        ("bias", 1),
-    ):
-        if name in expected:
-            size = factor * terms / expected[name].size
-            error = np.abs(found.pop(name) - expected.pop(name)).max()
-            assert error < bound * size, name
+    for name in {"beta", "gamma", "bias"} & expected.keys():
+        factor = np.abs(expected["y"]).max() if name == "gamma" else 1
+        error = np.abs(found.pop(name) - expected[name]).max()
+        assert error < bound * factor * terms / expected.pop(name).size, name
     assert_near(found, expected, bound)
     y, _ = call(each, x)
     assert_near({"y": y}, {"y": reference.inference(values)}, bound)
 
 
 # Masks, and layers that do not train
-
-
-# Each p and each `norm_of`, CBN with both changes at once, and groups.
-FEW = ["CBN", "CBN(coupled, ratio)", "LpNorm(1)", "LpNorm(2, no beta)", "NoisyBN"]
-FEW += ["LpNorm(2.5, centered)", "LpNorm(inf)", "CBN(groups)", "NoisyBN(groups)"]
-FEW += ["LpNorm(groups)", "LpNorm(1, centered)"]
-MASKED = [name for name in CHANNELS | GROUPS if not FORMS[name].inner]
 
 
 def of_channels(each, values, channels):
@@ -273,19 +274,6 @@ def test_what_a_mask_hides_is_not_there(name, mode):
         np.testing.assert_array_equal(value, state[name])
 
 
-@pytest.mark.parametrize(("name", "mode"), in_modes(CHANNELS, FEW[:7]))
-@pytest.mark.parametrize("samples", [0, 1])
-def test_small_batches(name, mode, samples):
-    each = case(name, (samples, 3), axis=-1, epsilon=0.5)
-    x, start = example(each, 6, 0.03)
-    each.assign(start)
-    reference, values = reference_of(each), each.values(x)
-    expected = expected_results(each, reference, values)
-    for name, value in results(each, x, mode).items():
-        # A batch of one is its mean, exactly, so that many results are 0.
-        np.testing.assert_allclose(value, expected[name], 1e-5, 1e-6, err_msg=name)
-
-
 @forms(FORMS)
 def test_frozen_is_inference(name):
     each = case(name, name="frozen")
@@ -315,7 +303,7 @@ def test_shapes(name):
         unknown = (None,) * len(form.shape)
         assert tuple(each.layer.compute_output_shape(unknown)) == unknown
         sizes = {tuple(weight.shape) for weight in each.layer.weights}
-        assert sizes <= {(each.channels,), ()}
+        assert sizes <= {(each.channels,), ()} and each.layer.supports_masking
     if form.cls not in REFERENCES or each.axis % len(form.shape):
         symbolic = form.make()(keras.Input(form.shape[1:]))
         assert tuple(symbolic.shape) == (None, *expected[1:])

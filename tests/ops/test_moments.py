@@ -16,21 +16,13 @@ def exact_moments(x):
     return x.mean(axes, dtype="float64"), x.var(axes, dtype="float64")
 
 
-def outliers(rng, shape, mean=3.0):
-    """The first and the last element of each channel are far from all others."""
-    x = rng.normal(mean, 1, shape)
-    x[(0,) * (len(shape) - 1)] = x[(-1,) * (len(shape) - 1)] = 1e5
-    return x.astype("float32")
-
-
 def test_the_moving_mean_takes_the_place_of_an_element():
     """From an outlier on, sums would be 20,000 times as large as what is left."""
-    rng = np.random.default_rng(1)
-    shape = (40_000, 3)
+    batches = np.random.default_rng(1).normal(3, 1, (2, 40_000, 3)).astype("float32")
+    batches[1, [0, -1]] = 1e5
     layer, reference = CBN(), CBNReference(3, rate=0.05)
-    layer.build(shape)
     layer.set_learning_rate(0.05)
-    for x in (rng.normal(3, 1, shape).astype("float32"), outliers(rng, shape)):
+    for x in batches:
         y = layer(x, training=True)
         expected = reference.train(x, np.ones(3), np.zeros(3))
         assert relative_error(y, expected) < 1e-4
@@ -56,7 +48,6 @@ def test_without_a_prior_an_element_takes_its_place(outlier, axis):
 @pytest.mark.parametrize(
     ("shape", "mean", "error"),  # the latter of the mean and of the variance
     [
-        ((50_000, 4), 1e3, (2e-7, 5e-5)),
         ((70, 1, 1, 4096), 1e3, (2e-7, 5e-5)),
         ((64, 128, 128, 4), 1e3, (1e-6, 4e-6)),
         ((64, 128, 128, 4), 3, (1e-6, 4e-6)),

@@ -17,15 +17,16 @@ hashed = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has its generato
 FOUR_SIGMA = 2 * scipy.stats.norm.sf(4)
 
 
-def draw(shape, seed=0, calls=1, axis=-1, dtype="float32", **ranges):
+def draw(shape, seed=0, calls=1, axis=-1, **ranges):
     """Scales and shifts of the last of some calls, in the given ranges."""
-    generator, x = keras.random.SeedGenerator(seed), ops.zeros(shape, dtype)
+    generator, x, ranges = (
+        keras.random.SeedGenerator(seed),
+        ops.zeros(shape),
+        QUIET | ranges,
+    )
     for _ in range(calls):
-        pair = noise.scale_and_shift(x, generator, dtype, axis=axis, **QUIET | ranges)
-    for value in pair:
-        assert keras.backend.standardize_dtype(value.dtype) == dtype
-    values = (ops.cast(ops.broadcast_to(v, shape), "float32") for v in pair)
-    return [numpy(v).astype("float64") for v in values]
+        pair = noise.scale_and_shift(x, generator, "float32", axis=axis, **ranges)
+    return [numpy(ops.broadcast_to(v, shape)).astype("float64") for v in pair]
 
 
 def elements(shape, seed=0, calls=1):
@@ -34,14 +35,9 @@ def elements(shape, seed=0, calls=1):
     return {"normal": scale - 1, "uniform": shift}
 
 
-def assert_mean(values, mean, variance):
-    """The average is within four standard errors of the mean."""
-    assert abs(values.mean() - mean) < 4 * np.sqrt(variance / values.size)
-
-
 def assert_uncorrelated(a, b):
-    """For variables of mean 0 and variance 1."""
-    assert_mean(a * b, 0, 1)
+    """Of mean 0 and variance 1: that of their product is within four deviations."""
+    assert abs(np.mean(a * b)) < 4 / np.sqrt(a.size)
 
 
 DISTRIBUTIONS = {"normal": scipy.stats.norm(), "uniform": scipy.stats.uniform(-1, 2)}
@@ -53,17 +49,9 @@ def million():
 
 
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
-def test_moments_and_distribution(million, kind):
-    values, exact = million[kind].ravel(), DISTRIBUTIONS[kind]
-    for order in (1, 2, 3, 4):
-        mean, square = exact.moment(order), exact.moment(2 * order)
-        assert_mean(values**order, mean, square - mean**2)
-    assert scipy.stats.kstest(values, exact.cdf).pvalue > FOUR_SIGMA
-
-
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
-def test_what_repeats_and_what_is_independent(million, kind):
+def test_distribution_and_what_is_independent(million, kind):
     exact, shape = DISTRIBUTIONS[kind], million[kind].shape
+    assert scipy.stats.kstest(million[kind].ravel(), exact.cdf).pvalue > FOUR_SIGMA
     np.testing.assert_array_equal(elements(shape)[kind], million[kind])
 
     def standardised(values):
@@ -93,13 +81,12 @@ WIDE = {"mean_range": 0.5, "scale_range": 1.25}
 
 
 def test_a_channel_draws_its_means():
-    scale, shift = draw((3, 100_000), **WIDE)
+    scale, shift = (values[0] for values in draw((3, 100_000), **WIDE))
     for values, low, high in ((scale, 1, 1.25), (shift, -0.5, 0.5)):
-        assert np.ptp(values, 0).max() == 0  # the same for the whole channel
         exact = scipy.stats.uniform(low, high - low)
-        assert scipy.stats.kstest(values[0], exact.cdf).pvalue > FOUR_SIGMA
-    again = draw((3, 100_000), calls=2, **WIDE)[1]
-    scale, shift, again = ((v[0] - v.mean()) / v.std() for v in (scale, shift, again))
+        assert scipy.stats.kstest(values, exact.cdf).pvalue > FOUR_SIGMA
+    again = draw((3, 100_000), calls=2, **WIDE)[1][0]
+    scale, shift, again = ((v - v.mean()) / v.std() for v in (scale, shift, again))
     assert_uncorrelated(scale, shift)
     assert_uncorrelated(shift, again)
 

@@ -9,7 +9,6 @@ import pytest
 from keras import ops
 
 from keras_norms.ops import passes
-from keras_norms.ops.shapes import channel_groups
 from tests.support.backend import BACKEND, numpy
 from tests.support.batch_reference import relative_error
 
@@ -24,8 +23,6 @@ SHAPES = [
     ((6, 16, 33, 24), -2),
     ((5, 3), 0),
 ]
-
-
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float64"}
 ROUNDING = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24}
 CASES = [(*case, "float32", "float32") for case in SHAPES]
@@ -68,44 +65,3 @@ def test_values(shape, axis, dtype, wide):
     assert keras.backend.standardize_dtype(sums.dtype) == wide
     expected = np.stack([dg.sum(others), (dg * (dx - a)).sum(others)])
     assert relative_error(sums, expected) < 10 * tolerance
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((64, 5), 1),  # a position to a sample
-        ((64, 32, 32, 64), 64),  # rows of 4096
-        ((64, 32, 32, 63), 64),  # 65 would fit, but divides nothing
-        ((64, 37, 3, 64), 37),
-        ((64, 8, 8, 2048), 2),
-        ((64, 8, 8, 2049), 1),
-        ((64, 67, 3, 64), 3),  # 67 is too many
-        ((None, 32, 32, 64), 64),
-        ((None, None, 12, 64), 12),  # whatever the other size is
-        ((None, None, 3, 4, 64), 4),
-        ((None, 12, None, 10, 64), 10),
-        ((4, 0, 3, 8), 3),
-    ],
-)
-def test_channel_groups(shape, expected):
-    assert channel_groups(shape) == expected
-
-
-@pytest.mark.skipif(BACKEND == "jax", reason="XLA fuses the passes themselves")
-def test_where_the_kernels_for_a_cpu_apply():
-    (_, applies_to), *_ = passes.affine.kernels
-    with keras.device("cpu:0"):
-        x = ops.zeros((64, 8, 16, 90))
-
-    def applies(x, dtype="float32", axis=-1):
-        vector, true = ops.zeros(x.shape[axis], dtype), ops.convert_to_tensor(True)
-        return applies_to(x, vector, vector, true, axis=axis)
-
-    assert applies(x) and applies(x, axis=3)
-    for axis in (0, 1, 2, -2):
-        assert not applies(x, axis=axis)
-    assert not applies(x, "float64")
-    assert not applies(ops.cast(x, "float16"))
-    assert not applies(ops.cast(x, "float16"), "float16")
-    # A loop of double precision, which TensorFlow's operations do not have.
-    assert applies(ops.cast(x, "float64"), "float64") == (BACKEND == "torch")

@@ -21,18 +21,8 @@ if BACKEND != "torch":  # `keras.ops.max` of nothing has one channel there.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    ("p", "centered", "masked"),
-    [
-        (1, False, True),
-        (1.5, True, True),
-        (2, False, False),
-        (2, True, True),
-        (3, False, False),
-        (np.inf, False, False),
-        (np.inf, True, True),
-    ],
-)
+@pytest.mark.parametrize("p", [1, 1.5, 2, np.inf])
+@pytest.mark.parametrize(("centered", "masked"), [(False, False), (True, True)])
 def test_statistics_are_those_of_all(p, centered, masked, dtype, monkeypatch):
     """The moments, and the norm; where p is 2 and it is centered, a deviation."""
     rng = np.random.default_rng(1)
@@ -43,15 +33,9 @@ def test_statistics_are_those_of_all(p, centered, masked, dtype, monkeypatch):
 
     def function(i):
         mask = ops.convert_to_tensor(masks[i]) if masked else None
-        return lp_norm.lp_statistics(
-            ops.convert_to_tensor(parts[i]),
-            dtype,
-            p=p,
-            centered=centered,
-            axis=-1,
-            mask=mask,
-            synchronized=True,
-        )
+        options = {"p": p, "centered": centered, "axis": -1, "mask": mask}
+        x = ops.convert_to_tensor(parts[i])
+        return lp_norm.lp_statistics(x, dtype, **options, synchronized=True)
 
     whole = np.concatenate(parts).astype("float64")
     x = np.ma.array(whole, mask=~np.concatenate(masks))

@@ -27,15 +27,11 @@ def compiled(function, mode):
 
 
 def training_step(layer, loss, mode="eager", **call_arguments):
-    """Return a function of x: a training call of a built layer, which keeps its state.
+    """A function of x: a training call of a built layer, which keeps its state.
 
-    Args:
-        loss: Function of the output tensor that returns a scalar tensor.
-
-    Returns:
-        A function that returns the output, and the gradients of the loss with respect
-        to x and to each trainable variable, as NumPy arrays. It takes more tensors for
-        the call, such as a mask, by name.
+    It returns the output, and the gradients of the loss, a scalar that `loss` makes of
+    the output, with respect to x and to each trainable variable, as arrays. It takes
+    more tensors for the call, such as a mask, by name.
     """
 
     def step(x, parameters, state, tensors):
@@ -61,24 +57,31 @@ def training_step(layer, loss, mode="eager", **call_arguments):
     return run
 
 
-def second_derivative(layer, x, loss, direction, mode="eager"):
-    """d/dx of sum(direction * d loss/dx), reverse over reverse, state unchanged."""
+def second_derivative(layer, x, loss, directions, mode="eager", **call_arguments):
+    """The gradients, as of `training_step`, of their sum times the directions.
+
+    Reverse over reverse, in the state that the layer is in.
+    """
     parameters = [v.value for v in layer.trainable_variables]
     state = [v.value for v in layer.non_trainable_variables]
-    direction = _tensor(direction)
+    directions = [_tensor(direction) for direction in directions]
 
-    def step(x):
-        def scalar(x, _):
-            def inner(x, _):
-                y, _ = layer.stateless_call(parameters, state, x, training=True)
+    def step(x, parameters):
+        def scalar(x, parameters):
+            def inner(x, parameters):
+                y, _ = layer.stateless_call(
+                    parameters, state, x, training=True, **call_arguments
+                )
                 return loss(y), ()
 
-            _, (dx, _) = _gradient(inner, x, [], keep=True)
-            return keras.ops.sum(direction * dx), ()
+            _, (dx, dparameters) = _gradient(inner, x, parameters, keep=True)
+            products = zip(directions, [dx, *dparameters])
+            return sum(keras.ops.sum(a * b) for a, b in products), ()
 
-        return _gradient(scalar, x, [])[1][0]
+        return _gradient(scalar, x, parameters)[1]
 
-    return numpy(compiled(step, mode)(_tensor(x)))
+    dx, dparameters = compiled(step, mode)(_tensor(x), parameters)
+    return [numpy(v) for v in (dx, *dparameters)]
 
 
 def _gradient(scalar, x, parameters, keep=False):
@@ -101,8 +104,8 @@ def _gradient(scalar, x, parameters, keep=False):
         return aux, (dx, rest)
     import torch
 
-    x = x if keep else x.detach().requires_grad_()
-    parameters = [p.detach().requires_grad_() for p in parameters]
+    if not keep:
+        x, *parameters = (v.detach().requires_grad_() for v in (x, *parameters))
     with torch.enable_grad():
         value, aux = scalar(x, parameters)
         dx, *rest = torch.autograd.grad(value, [x, *parameters], create_graph=keep)

@@ -27,13 +27,11 @@ class CBNReference(MovingAverages):
     decouple: bool = True
     mean_gradient: str = "shift"
     rate: float = -1.0
-    weight = 0.0
+    weight, uses_averages = 0.0, True
 
     def inference(self, x, gamma, beta):
         scale = gamma / (self.rho * np.sqrt(self.moving_statistic + self.epsilon))
-        if self.decouple:
-            return scale * (x - self.moving_mean + beta)
-        return scale * (x - self.moving_mean) + beta
+        return self._affine(scale, x - self.moving_mean, beta)
 
     def train(self, x, gamma, beta, mask=None):
         """Normalise one batch and update the state.
@@ -44,14 +42,16 @@ class CBNReference(MovingAverages):
         `ratio` times that of the batch.
         """
         x = np.asarray(x, "float64")
-        seen, known = _mask(x, mask).any(_axes(x)), self.rate >= 0
+        seen = _mask(x, mask).any(_axes(x))
+        known = self.uses_averages and self.rate >= 0
         eta = max(1 - self.omega * self.rate, 0.0) if known else self.momentum
         weight = eta * self.weight + (1 - eta)
 
         def stored_and_used(old, new):
             average = (eta * self.weight * old + (1 - eta) * new) / weight
             stored = np.where(seen, average, old)
-            return stored, stored if known else np.where(seen, new, old)
+            used = stored if known else np.where(seen, new, old)
+            return stored, used if self.uses_averages else new
 
         mean = _mean(x, mask)
         stored_mean, used_mean = stored_and_used(self.moving_mean, mean)
@@ -77,15 +77,15 @@ class CBNReference(MovingAverages):
         mean = self.mean_weight * _mean(x, mask) + self.mean_offset
         root = np.sqrt(self._square(x, mean, beta, mask) + self.epsilon)
         scale = gamma / (self.rho * self.ratio * root)
-        if self.decouple:
-            return scale * (x - mean + beta)
-        return scale * (x - mean) + beta
+        return self._affine(scale, x - mean, beta)
+
+    def _affine(self, scale, c, beta):
+        return scale * (c + beta) if self.decouple else scale * c + beta
 
     def gradients(self, g, x, gamma, beta, mask=None):
         """dx, dgamma, dbeta of sum(g * y): the chain rule through every statistic."""
-        x, g = np.asarray(x, "float64"), np.asarray(g, "float64")
-        visible = _mask(x, mask)
-        axes, m = _axes(x), _count(visible)
+        visible, axes = _mask(x, mask), _axes(x)
+        m = _count(visible)
         mean = self.mean_weight * _mean(x, mask) + self.mean_offset
         square = self._square(x, mean, beta, mask) + self.epsilon
         scale = 1 / (self.rho * self.ratio * np.sqrt(square))
@@ -103,78 +103,21 @@ class CBNReference(MovingAverages):
         return dx, dgamma, -dmean if self.decouple else np.sum(g, axes)
 
 
-class BatchReference(MovingAverages):
-    """(x - mean) / divisor with the two statistics of a batch and their averages."""
-
-    centered = True  # whether the second statistic is that of x - mean
-
-    def inference(self, x, gamma, beta):
-        divisor, _ = self._divisor(self.moving_statistic)
-        return gamma * (x - self.moving_mean) / divisor + beta
-
-    def train(self, x, gamma, beta, mask=None):
-        """Normalise one batch and move the averages on where it has an element."""
-        mean, statistic = self.statistics(x, mask)
-        seen = _mask(x, mask).any(_axes(x))
-
-        def moved(old, new):
-            return np.where(seen, self.momentum * old + (1 - self.momentum) * new, old)
-
-        self.moving_mean = moved(self.moving_mean, mean)
-        self.moving_statistic = moved(self.moving_statistic, statistic)
-        return self.forward(x, gamma, beta, mask)
-
-    def statistics(self, x, mask=None):
-        mean, mask = _mean(x, mask), _mask(x, mask)
-        u = np.where(mask, x - mean if self.centered else x, 0)
-        return mean, self._statistic(u, _count(mask))
-
-    def forward(self, x, gamma, beta, mask=None):
-        x = np.asarray(x, "float64")
-        mean, statistic = self.statistics(x, mask)
-        return gamma * (x - mean) / self._divisor(statistic)[0] + beta
-
-    def gradients(self, g, x, gamma, beta, mask=None):
-        """dx, dgamma, dbeta of sum(g * y): the chain rule through both statistics."""
-        x, g = np.asarray(x, "float64"), np.asarray(g, "float64")
-        mean, statistic = self.statistics(x, mask)
-        mask = _mask(x, mask)
-        divisor, slope = self._divisor(statistic)
-        c = x - mean
-        u = np.where(mask, c if self.centered else x, 0)
-        dc = g * gamma / divisor
-        dstatistic = -np.sum(g * gamma * c, _axes(x)) / divisor**2 * slope
-        du = mask * dstatistic * self._statistic_gradient(u, statistic, _count(mask))
-        dmean = -np.sum(dc, _axes(x))
-        if self.centered:
-            dmean = dmean - np.sum(du, _axes(x))
-        dx = dc + du + mask * dmean / _count(mask)
-        return dx, np.sum(g * c, _axes(x)) / divisor, np.sum(g, _axes(x))
-
-
 @dataclasses.dataclass
-class BatchNormReference(BatchReference):
-    """Batch normalization; the second statistic is the variance."""
+class BatchNormReference(CBNReference):
+    """Batch normalization: coupled, with full averages that no step uses."""
 
-    channels: int
-    momentum: float = 0.99
     epsilon: float = 1e-3
-
-    def _statistic(self, u, count):
-        return np.sum(u**2, _axes(u)) / count
-
-    def _statistic_gradient(self, u, variance, count):
-        return 2 * u / count
-
-    def _divisor(self, variance):
-        """The divisor, and its derivative with respect to the statistic."""
-        root = np.sqrt(variance + self.epsilon)
-        return root, 0.5 / root
+    decouple: bool = False
+    weight, uses_averages = 1.0, False
 
 
 @dataclasses.dataclass
-class LpNormReference(BatchReference):
-    """l_p normalization; the second statistic is (mean |u|^p)^(1/p)."""
+class LpNormReference(MovingAverages):
+    """l_p normalization: (x - mean) / (norm + epsilon), and the averages of both.
+
+    The norm is (mean |u|^p)^(1/p), where u is x or x - mean.
+    """
 
     channels: int
     p: float = 2
@@ -182,28 +125,56 @@ class LpNormReference(BatchReference):
     momentum: float = 0.99
     epsilon: float = 1e-5
 
-    @property
-    def centered(self):
-        return self.norm_of == "centered"
+    def inference(self, x, gamma, beta):
+        divisor = self.moving_statistic + self.epsilon
+        return gamma * (x - self.moving_mean) / divisor + beta
 
-    def _statistic(self, u, count):
-        largest = np.abs(u).max(_axes(u), initial=0)
+    def train(self, x, gamma, beta, mask=None):
+        """Normalise one batch and move the averages on where it has an element."""
+        mean, norm, _ = self._statistics(x, mask)
+        seen = _mask(x, mask).any(_axes(x))
+
+        def moved(old, new):
+            return np.where(seen, self.momentum * old + (1 - self.momentum) * new, old)
+
+        self.moving_mean = moved(self.moving_mean, mean)
+        self.moving_statistic = moved(self.moving_statistic, norm)
+        return self.forward(x, gamma, beta, mask)
+
+    def forward(self, x, gamma, beta, mask=None):
+        mean, norm, _ = self._statistics(x, mask)
+        return gamma * (x - mean) / (norm + self.epsilon) + beta
+
+    def gradients(self, g, x, gamma, beta, mask=None):
+        """dx, dgamma, dbeta of sum(g * y): the chain rule through both statistics."""
+        mean, norm, u = self._statistics(x, mask)
+        visible, axes = _mask(x, mask), _axes(x)
+        divisor, c = norm + self.epsilon, x - mean
+        dc = g * gamma / divisor
+        dnorm = -np.sum(g * gamma * c, axes) / divisor**2
+        du = visible * dnorm * self._norm_gradient(u, norm, _count(visible))
+        dmean = -np.sum(dc, axes)
+        if self.norm_of == "centered":
+            dmean = dmean - np.sum(du, axes)
+        dx = dc + du + visible * dmean / _count(visible)
+        return dx, np.sum(g * c, axes) / divisor, np.sum(g, axes)
+
+    def _statistics(self, x, mask):
+        """Mean, norm and u."""
+        mean, visible = _mean(x, mask), _mask(x, mask)
+        u = np.where(visible, x - mean if self.norm_of == "centered" else x, 0)
         if self.p == np.inf:
-            return largest
-        # In extended precision, where 1e10^50 is still a number.
-        powers = np.abs(u).astype("longdouble") ** self.p
-        return ((np.sum(powers, _axes(u)) / count) ** (1 / self.p)).astype("float64")
+            return mean, np.abs(u).max(_axes(u), initial=0), u
+        powers = np.sum(np.abs(u) ** self.p, _axes(u))
+        return mean, (powers / _count(visible)) ** (1 / self.p), u
 
-    def _statistic_gradient(self, u, norm, count):
-        """ds/du; an equal part for each element that attains the maximum."""
+    def _norm_gradient(self, u, norm, count):
+        """An equal part for each element that attains the maximum."""
         if self.p == np.inf:
             attained = np.abs(u) == norm
             return np.sign(u) * attained / attained.sum(_axes(u))
         norm = np.where(norm > 0, norm, 1)
         return np.sign(u) * (np.abs(u) / norm) ** (self.p - 1) / count
-
-    def _divisor(self, norm):
-        return norm + self.epsilon, 1.0
 
 
 def _axes(x):

@@ -25,10 +25,11 @@ NAMES = {"moving_mean": "moving_mean", "average_weight": "weight"}
 
 
 class OfChannels:
-    """CBN, NoisyBN or LpNorm, and its statistics."""
+    """CBN, NoisyBN or LpNorm. Groups of samples are batches from the same averages."""
 
     def __init__(self, each):
         self.axis, self.names = each.axis, {}
+        self.group_size = each.form.arguments.get("group_size")
         make = REFERENCES[type(each.norm)]
         self.reference = make(each.channels, **known_to(make, each.form.arguments))
         for name, value in each.state().items():
@@ -42,83 +43,79 @@ class OfChannels:
         return {k: getattr(self.reference, name) for k, name in self.names.items()}
 
     def train(self, values):
-        """The output of a step, which moves the statistics on."""
-        return self._back(self.reference.train(*self._of(values)))
+        """The output of a step, which moves the statistics on.
+
+        They become the mean over groups of what each makes of them. A group that hides
+        a channel, and leaves its average as it is, does not count.
+        """
+        parts = self._parts(values)
+        self.groups = [copy.copy(self.reference) for _ in parts]
+        y = [group.train(*part) for group, part in zip(self.groups, parts)]
+        for name in self.names.values():
+            found = np.array([getattr(group, name) for group in self.groups])
+            moved = found != getattr(self.reference, name)
+            new = np.mean(found, 0, where=moved | ~moved.any(0))
+            setattr(self.reference, name, new)
+        return self._joined(y)
 
     def forward(self, values):
         """The output as a function of `values` alone, with the constants of a step."""
-        return self._back(self.reference.forward(*self._of(values)))
+        parts = zip(self.groups, self._parts(values))
+        return self._joined([group.forward(*part) for group, part in parts])
 
     def gradients(self, g, values):
         """Of sum(g * forward), by name."""
-        dx, *affine = self.reference.gradients(self._last(g), *self._of(values))
-        found = {"x": self._back(dx), **dict(zip(("gamma", "beta"), affine))}
+        parts = zip(self.groups, self._cut(g), self._parts(values))
+        dx, *affine = zip(
+            *(each.gradients(slope, *part) for each, slope, part in parts)
+        )
+        found = {
+            "x": self._joined(dx),
+            **dict(zip(("gamma", "beta"), map(sum, affine))),
+        }
         return {name: value for name, value in found.items() if name in values}
 
     def inference(self, values):
-        return self._back(self.reference.inference(*self._of(values)[:3]))
-
-    def _of(self, values):
-        x = self._last(values["x"]).astype("float64")
-        ones = np.ones(self.reference.channels)
-        mask = self._last(values["mask"]) if "mask" in values else None
-        return x, values.get("gamma", ones), values.get("beta", 0 * ones), mask
-
-    def _last(self, x):
-        return np.moveaxis(x, self.axis, -1)
-
-    def _back(self, x):
-        return np.moveaxis(x, -1, self.axis)
-
-
-class OfGroups:
-    """Each group of samples as a batch of its own, from the same averages."""
-
-    def __init__(self, norm, size):
-        self.norm, self.size = norm, size
-        self.inference, self.state = norm.inference, norm.state
-
-    def train(self, values):
-        """The averages become the mean over groups of what each makes of them.
-
-        A group that hides a channel, and leaves its average as it is, does not count.
-        """
         parts = self._parts(values)
-        self.groups = [copy.deepcopy(self.norm) for _ in parts]
-        y = [group.train(part) for group, part in zip(self.groups, parts)]
-        for name in self.norm.names.values():
-            found = np.array([getattr(group.reference, name) for group in self.groups])
-            moved = found != getattr(self.norm.reference, name)
-            new = np.mean(found, 0, where=moved | ~moved.any(0))
-            setattr(self.norm.reference, name, new)
-        return np.concatenate(y)
-
-    def forward(self, values):
-        parts = zip(self.groups, self._parts(values))
-        return np.concatenate([group.forward(part) for group, part in parts])
-
-    def gradients(self, g, values):
-        parts = zip(self.groups, self._cut(g), self._parts(values))
-        found = [group.gradients(slope, part) for group, slope, part in parts]
-        return {
-            name: (np.concatenate if name == "x" else sum)([f[name] for f in found])
-            for name in found[0]
-        }
-
-    def _cut(self, x):
-        return np.split(x, len(x) // self.size)
+        return self._joined([self.reference.inference(*part[:3]) for part in parts])
 
     def _parts(self, values):
-        cut = {k: self._cut(values[k]) for k in ("x", "mask") if k in values}
-        return [{**values, **dict(zip(cut, part))} for part in zip(*cut.values())]
+        """Of each group x, gamma, beta and the mask."""
+        ones = np.ones(self.reference.channels)
+        affine = values.get("gamma", ones), values.get("beta", 0 * ones)
+        x = self._cut(values["x"])
+        masks = self._cut(values["mask"]) if "mask" in values else [None] * len(x)
+        return [(part, *affine, mask) for part, mask in zip(x, masks)]
+
+    def _cut(self, x):
+        """Groups with the channels in the last axis."""
+        groups = len(x) // self.group_size if self.group_size else 1
+        return np.split(np.moveaxis(x, self.axis, -1), groups)
+
+    def _joined(self, groups):
+        return np.moveaxis(np.concatenate(groups), -1, self.axis)
+
+
+def by_complex_steps(self, g, values, step=1e-30):
+    """The gradients of a reference whose `forward` is analytic, to the last digit."""
+    found = {name: np.zeros(value.shape) for name, value in values.items()}
+    for name, value in values.items():
+        for index in np.ndindex(value.shape):
+            moved = value.astype("complex")
+            moved[index] += 1j * step
+            y = self.forward({**values, name: moved})
+            found[name][index] = np.sum(g * y).imag / step
+    return found
 
 
 class Fused(NamedTuple):
     """CBN, a linear layer, and its activation."""
 
     linear: Linear
-    norm: OfChannels | OfGroups
+    norm: OfChannels
     arguments: dict
+
+    gradients = by_complex_steps
 
     def state(self):
         return self.norm.state()
@@ -136,13 +133,6 @@ class Fused(NamedTuple):
         y = self.linear.output(x, values)
         return np.tanh(y) if "activation" in self.arguments else y
 
-    def gradients(self, g, values):
-        x = self.norm.forward(values)
-        if "activation" in self.arguments:
-            g = g * (1 - np.tanh(self.linear.output(x, values)) ** 2)
-        found = self.linear.gradients(g, x, values)
-        return {**found, **self.norm.gradients(found["x"], values)}
-
 
 class Wrapped(NamedTuple):
     """A layer that is called with normalised kernels. It has no state."""
@@ -150,40 +140,24 @@ class Wrapped(NamedTuple):
     linear: Linear
     norm: WeightReference
 
+    gradients = by_complex_steps
+
     def state(self):
         return {}
 
     def kernels(self, values):
-        return {
-            name: self.norm.forward(values[name], _gain(values, name, axes), axes)
-            for name, axes in self.linear.fan_in.items()
-        }
+        found = {}
+        for name, axes in self.linear.fan_in.items():
+            kernel = values[name]
+            ones = np.ones([n for i, n in enumerate(kernel.shape) if i not in axes])
+            gain = values.get(name.replace("kernel", "gain"), ones)
+            found[name] = self.norm.forward(kernel, gain, axes)
+        return found
 
     def forward(self, values):
         return self.linear.output(values["x"], {**values, **self.kernels(values)})
 
     train = inference = forward
-
-    def gradients(self, g, values):
-        kernels = {**values, **self.kernels(values)}
-        found = self.linear.gradients(g, values["x"], kernels)
-        for name, axes in self.linear.fan_in.items():
-            gain = _gain(values, name, axes)
-            found[name], dgain = self.norm.gradients(
-                found[name], values[name], gain, axes
-            )
-            if gain_name(name) in values:
-                found[gain_name(name)] = dgain
-        return found
-
-
-def gain_name(kernel_name):
-    return kernel_name.replace("kernel", "gain")
-
-
-def _gain(values, name, axes):
-    shape = [n for i, n in enumerate(values[name].shape) if i not in axes]
-    return values.get(gain_name(name), np.ones(shape))
 
 
 def known_to(reference, arguments):

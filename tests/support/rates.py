@@ -46,21 +46,15 @@ class OneHot(keras.utils.PyDataset):
         return x, np.zeros((2, 1), "float32")
 
 
-class Epoch(keras.callbacks.Callback):
-    """Tells the data the epoch, also when a backup decides where to start."""
-
-    def __init__(self, data):
-        super().__init__()
-        self.data = data
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.data.epoch = epoch
-
-
 def fit(model, *callbacks, first=0, epochs=2, **kwargs):
     """Train for `epochs` epochs, from number `first` on."""
     data = OneHot()
-    callbacks = [*callbacks, Epoch(data)]
+
+    def tell_the_epoch(epoch, logs):  # also where a backup decides where to start
+        data.epoch = epoch
+
+    told_last = keras.callbacks.LambdaCallback(on_epoch_begin=tell_the_epoch)
+    callbacks = [*callbacks, told_last]
     kwargs |= {"initial_epoch": first, "epochs": first + epochs, "shuffle": False}
     model.fit(data, callbacks=callbacks, verbose=0, **kwargs)
     return model

@@ -38,7 +38,6 @@ class WeightReference:
 
     def _parts(self, w, axes):
         """WS as sqrt(n) * c / sqrt(|c|^2 + n * epsilon): sqrt(n), c and the root."""
-        w = np.asarray(w, "float64")
         c = w if self.kind == "wn" else w - w.mean(axes, keepdims=True)
         n = np.prod([w.shape[i] for i in axes]) if self.kind == "ws" else 1
         root = np.sqrt(np.sum(c**2, axes, keepdims=True) + n * self.epsilon)
@@ -72,7 +71,8 @@ def separable_convolution(x, depthwise_kernel, pointwise_kernel, depth_multiplie
 
 def transposed_convolution(x, kernel, strides=1):
     sizes = [(n - 1) * strides + k for n, k in zip(x.shape[1:-1], kernel.shape)]
-    y = np.zeros((x.shape[0], *sizes, kernel.shape[-2]))
+    dtype = np.result_type(x, kernel)
+    y = np.zeros((x.shape[0], *sizes, kernel.shape[-2]), dtype)
     for at, part in _windows(y, kernel.shape, strides):
         part += x @ kernel[at].T
     return y
@@ -115,27 +115,6 @@ class Linear:
     def output(self, x, weights):
         kernels = (weights[name] for name in self.fan_in)
         return self.linear(x, *kernels) + weights.get("bias", 0)
-
-    def gradients(self, g, x, weights):
-        """Of sum(g * output), a dict by name: of x, of the kernels and of the bias."""
-        given = {**weights, "x": x}
-        found = {}
-        for name in ("x", *self.fan_in):
-            # A linear function of each, element by element.
-            rows = np.eye(given[name].size).reshape(-1, *given[name].shape)
-            values = ({**given, "bias": 0, name: row} for row in rows)
-            slopes = [np.sum(g * self.output(each["x"], each)) for each in values]
-            found[name] = np.reshape(slopes, given[name].shape)
-        if "bias" in weights:
-            found["bias"] = _sum_to(g, weights["bias"].shape)
-        return found
-
-
-def _sum_to(array, shape):
-    """Sum over the axes along which an array of `shape` is broadcast."""
-    array = array.sum(tuple(range(array.ndim - len(shape))))
-    repeated = tuple(i for i, n in enumerate(shape) if n == 1)
-    return array.sum(repeated, keepdims=True)
 
 
 BOTH = ("depthwise_kernel", "pointwise_kernel")
@@ -193,12 +172,7 @@ CASES = {
         "SeparableConv1D", separable_convolution, (3, 6, 2), (ONE, TWO), 3, 3
     ),
     "separable_conv2d": _case(
-        "SeparableConv2D",
-        separable_convolution,
-        (2, 4, 4, 2),
-        (TWO, THREE),
-        *(3, 2),
-        **DOUBLE,
+        "SeparableConv2D", separable_convolution, EVEN, (TWO, THREE), 3, 2, **DOUBLE
     ),
 }
 

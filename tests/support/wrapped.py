@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.support.backend import BACKEND, numpy
+from tests.support.backend import numpy
 
 
 def data(*shape, seed=0):
@@ -36,7 +36,6 @@ class Noisy(layers.Dense):
     def __init__(self, units, **kwargs):
         super().__init__(units, **kwargs)
         self.seed_generator = keras.random.SeedGenerator(3)
-        self.metric = keras.metrics.Sum()
 
     def build(self, input_shape):
         self.calls = self.add_weight(
@@ -51,8 +50,6 @@ class Noisy(layers.Dense):
         if not training:
             return outputs
         self.calls.assign_add(1.0)
-        if BACKEND != "jax":  # Its trainer has no metrics inside of layers.
-            self.metric.update_state(ops.sum(inputs))
         self.add_loss(ops.mean(outputs))
         noise = keras.random.normal(ops.shape(outputs), seed=self.seed_generator)
         return outputs + ops.cast(noise, outputs.dtype)
