@@ -14,6 +14,7 @@ from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
 from tests.support.backend import BACKEND, later_on_jax, precision, some
 from tests.support.diagnostics_networks import float64
+from tests.support.diagnostics_reference import at_input, normalized
 
 FEATURES = 4
 LABELS = np.array([0, 1, 2, 1, 1, 0, 2, 1])
@@ -36,17 +37,6 @@ lengths = functools.partial(np.linalg.norm, axis=(1, 2))
 def softmax(z):
     e = np.exp(z - z.max(1, keepdims=True))
     return e / e.sum(1, keepdims=True)
-
-
-def normalised(x, beta=0.0, epsilon=1e-20):
-    """BN without affine weights; with a beta, CBN with statistics of the batch."""
-    y = x - np.mean(x, 0) + beta
-    return y / np.sqrt(np.mean(y**2, 0) + epsilon)
-
-
-def at_input(slope, x, **kind):
-    """What arrives there of the slope of a loss at the norm's output."""
-    return reference.gradient(lambda x: np.sum(slope * normalised(x, **kind)), x)
 
 
 def term_slopes(outputs):
@@ -94,7 +84,7 @@ def test_changes_and_shares_are_those_of_the_formulas(kind, dtype):
     kernel, bias = map(float64, model.layers[-1].weights)
     for batch, chosen in enumerate([slice(None), LABELS == 1]):
         part = x[chosen].astype("float64")
-        outputs = normalised(part, **kind)
+        outputs = normalized(part, **kind)
         # The gradient of the mean cross-entropy with respect to the norm's output.
         g = softmax(outputs @ kernel + bias) - np.eye(3)[LABELS[chosen]]
         g = g @ kernel.T / len(part)
@@ -175,7 +165,7 @@ def test_second_order_against_the_formulas(dtype):
     np.testing.assert_allclose(found.hessian, hessian, rtol=tolerance, atol=tolerance)
 
     wide = x.astype("float64")
-    y = normalised(wide)  # without affine weights, as in the paper
+    y = normalized(wide)  # without affine weights, as in the paper
     H = hessian * np.outer(gamma, gamma)
     size = functools.partial(np.linalg.norm, axis=0)  # of each feature
     o = y / size(y)

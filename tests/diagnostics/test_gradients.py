@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from keras.losses import mean_squared_error as mse
 
 from keras_norms import diagnostics
 from tests.support import diagnostics_networks as networks
@@ -150,16 +149,6 @@ def test_points_and_objectives_share_one_compiled_function():
             objective.value_and_grad(objective.start * scale)
             counts.add(len(traced))
     assert len(counts) == 1
-
-
-def test_many_losses_of_one_model():
-    """Functions are kept for some of them, and made again for others."""
-    model = networks.sequential(layers.Dense(2), loss="mse")
-    losses = [lambda y, p, i=i: i * mse(y, p) for i in range(10)]
-    order = np.array([1, 4, 7, *range(10)] * 2)
-    batch = networks.regression_batch()
-    found = [diagnostics.value_and_grad(model, *batch, losses[i]).loss for i in order]
-    np.testing.assert_allclose(found, found[0] * order, rtol=1e-6)
 
 
 def test_what_compile_and_trainable_change_is_seen():

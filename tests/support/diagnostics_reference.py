@@ -13,14 +13,24 @@ EPSILON = 1e-3
 L2 = 1 / 128  # exact in float32 too
 
 
+def normalized(x, epsilon=0.0, beta=0.0):
+    """BN without affine weights; with a beta, CBN with statistics of the batch."""
+    y = x - np.mean(x, 0) + beta
+    return y / np.sqrt(np.mean(y**2, 0) + epsilon)
+
+
+def at_input(slope, x, **kind):
+    """What arrives at x of the slope of a loss at what is `normalized`."""
+    return gradient(lambda x: np.sum(slope * normalized(x, **kind)), x)
+
+
 def hidden(weights, x):
     return np.tanh(x @ weights[0] + weights[1])
 
 
 def loss_of_hidden(weights, h, y):
     _, _, gamma, beta, kernel, bias = weights
-    centred = h - np.mean(h, 0)
-    z = gamma * centred / np.sqrt(np.mean(centred**2, 0) + EPSILON) + beta
+    z = gamma * normalized(h, EPSILON) + beta
     return np.mean((z @ kernel + bias - y) ** 2) + L2 * np.sum(weights[0] ** 2)
 
 
