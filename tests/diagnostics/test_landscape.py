@@ -1,9 +1,10 @@
-"""Landscapes with known shapes, and points where there is none."""
+"""Landscapes and gradient noise of known losses, and points where there is none."""
 
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from keras.losses import mean_squared_error as mse
 
 from keras_norms import diagnostics
 from tests.support import diagnostics_networks as networks
@@ -39,7 +40,8 @@ def test_a_random_direction_is_as_long_as_the_gradient(linear):
     )
     assert_same(first.betas, again.betas)
     assert not np.allclose(first.betas, other.betas)
-    eigenvalues = np.linalg.eigvalsh(linear.x.T @ linear.x / len(linear.x))
+    x = linear[1]
+    eigenvalues = np.linalg.eigvalsh(x.T @ x / len(x))
     assert eigenvalues[0] < first.effective_beta < eigenvalues[-1]
     lengths = 0.1 * first.gradient_norm * np.array([0.5, 2.25, 4])
     np.testing.assert_allclose(first.distances / first.betas, lengths, rtol=1e-4)
@@ -87,3 +89,41 @@ def test_points_without_a_loss_are_named_and_the_others_kept():
     found = diagnostics.landscape(model, x, y, points=2)
     assert found.gradient_norm == 0 and found.gradient_distance == (0, 0)
     assert np.isnan(found.effective_beta)
+
+
+BATCHES = [networks.regression_batch(seed=seed) for seed in range(6)]
+
+
+def test_moments_are_those_of_the_batch_gradients(linear):
+    model, *_, (w,) = linear
+    gradients = np.stack([(x.T @ (x @ w - y)).ravel() / len(x) for x, y in BATCHES])
+    mean = gradients.mean(0)
+    variance = np.trace(np.cov(gradients.T))
+    squared = mean @ mean - variance / 6
+    found = diagnostics.gradient_noise(model, BATCHES)
+    assert found.variance == pytest.approx(variance, rel=1e-4)
+    assert found.squared_norm == pytest.approx(squared, rel=1e-4)
+    assert found.signal_to_noise == pytest.approx(squared / variance, rel=1e-4)
+    losses = [np.mean((x @ w - y) ** 2) for x, y in BATCHES]
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert (found.batches, found.not_finite) == (6, ())
+
+    half = diagnostics.gradient_noise(model, BATCHES, lambda *a: mse(*a) / 2)
+    assert half.variance == pytest.approx(variance / 4, rel=1e-4)
+
+
+def test_batches_without_a_finite_gradient_are_named(linear):
+    model, (first, *others) = linear[0], BATCHES[:4]
+    bad = (np.full_like(first[0], np.nan), first[1])
+    found = diagnostics.gradient_noise(model, [first, bad, *others])
+    assert found.not_finite == (1,)
+    assert found.batches == 5
+    expected = diagnostics.gradient_noise(model, BATCHES[:4])
+    assert found[:4] == pytest.approx(expected[:4])
+    found = diagnostics.gradient_noise(model, [bad, first, bad])
+    assert np.isnan(found.variance) and found.not_finite == (0, 2)
+    with pytest.raises(ValueError, match="at least two batches. Received: 1 batches"):
+        diagnostics.gradient_noise(model, [first])
+    with pytest.raises(ValueError, match="at least one sample"):
+        nothing = [part[:0] for part in first]
+        diagnostics.gradient_noise(model, iter([first, nothing]))

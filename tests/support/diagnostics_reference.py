@@ -36,23 +36,20 @@ def loss_of_hidden(weights, h, y):
 
 def of_weights(weights, x, y):
     """The loss as a function of the weights in one vector, and that vector."""
-    return _of_vector(lambda w: loss_of_hidden(w, hidden(w, x), y), weights)
+    ends = np.cumsum([w.size for w in weights])[:-1]
+
+    def loss(vector):
+        parts = np.split(vector, ends)
+        new = [part.reshape(w.shape) for part, w in zip(parts, weights)]
+        return loss_of_hidden(new, hidden(new, x), y)
+
+    return loss, np.concatenate([np.ravel(w) for w in weights])
 
 
 def of_activations(weights, x, y):
     """The loss as a function of `h` in one vector, and that vector."""
     h = hidden(weights, x)
-    return _of_vector(lambda values: loss_of_hidden(weights, values[0], y), [h])
-
-
-def _of_vector(function, arrays):
-    ends = np.cumsum([a.size for a in arrays])[:-1]
-
-    def of_vector(vector):
-        parts = np.split(vector, ends)
-        return function([p.reshape(a.shape) for p, a in zip(parts, arrays)])
-
-    return of_vector, np.concatenate([np.ravel(a) for a in arrays])
+    return lambda v: loss_of_hidden(weights, v.reshape(h.shape), y), h.ravel()
 
 
 def gradient(function, point):
