@@ -24,8 +24,6 @@ def test_candidates_take_turns():
     times = compare.take_turns(timers, rounds=3)
     assert "".join(calls) == "ababab"
     assert times == {"a": [1, 3, 5], "b": [2, 4, 6]}
-    assert compare.timer(lambda: calls.append("once"))() >= 0
-    assert calls[6:] == ["once"]
 
 
 def test_what_is_short_is_repeated(monkeypatch):
@@ -33,21 +31,17 @@ def test_what_is_short_is_repeated(monkeypatch):
     calls = []
     timed = compare.timer(lambda: calls.append("once"), at_least=3)
     assert len(calls) == 1 and timed() == 1 / 3 and len(calls) == 4
+    assert compare.timer(lambda: calls.append("once"))() == 1 and len(calls) == 5
 
 
-@pytest.mark.parametrize(
-    "times, yardstick, ratio, quartiles",
-    [
-        # Every round is slower than the one before, for both.
-        ([2, 20, 200, 2000, 20000], [1, 10, 100, 1000, 10000], 2, [2, 2]),
-        ([1, 2, 3, 4, 5, 6, 7], [1] * 7, 4, [2, 6]),
-    ],
-)
-def test_ratio_compares_within_a_round(times, yardstick, ratio, quartiles):
-    found = compare.ratio(times, yardstick)
-    assert found == {"ratio": ratio, "ratio_quartiles": quartiles}
+def test_ratio_compares_within_a_round():
+    # Every round is slower than the one before, for both.
+    found = compare.ratio([2, 20, 200, 2000, 20000], [1, 10, 100, 1000, 10000])
+    assert found == {"ratio": 2, "ratio_quartiles": [2, 2]}
+    found = compare.ratio([1, 2, 3, 4, 5, 6, 7], [1] * 7)
+    assert found == {"ratio": 4, "ratio_quartiles": [2, 6]}
     with pytest.raises(ValueError):
-        compare.ratio(times, yardstick[1:])
+        compare.ratio([1, 2], [1])
 
 
 def test_table():
@@ -69,10 +63,7 @@ def test_long_steps_go_on(tmp_path):
     found = rows("a", "b")
     assert taken == ["a", "b"] and [row["name"] for row in found] == taken
     report = json.loads(output.read_text())
-    assert report["rows"] == found and (report["benchmark"], report["rounds"]) == (
-        "any",
-        3,
-    )
+    assert report["rows"] == found and report["rounds"] == 3
     assert report["versions"]["keras"] and report["cores"] >= 1
     rows("a", rounds=4)  # which is another report
     assert taken == ["a", "b", "a"]

@@ -1,28 +1,26 @@
-"""Timed training, and the benchmarks of training, on a small network."""
+"""Timed training on a small network, and the networks that benchmarks train."""
 
+import functools
 import mmap
+from unittest import mock
 
 import keras
 import pytest
 
 from benchmarks import amat, memory, network, networks, tables, training
-from tests.support.backend import BACKEND, thorough_on
+from keras_norms import CBN, FusedCBN, LpNorm
+from tests.support import small
+from tests.support.backend import BACKEND, later, numpy, thorough_on
 
 pytestmark = thorough_on("jax")
 
 
-def small(size):
-    layers = [keras.Input((size, size, 3))]
-    for _ in range(2):
-        layers.append(keras.layers.Conv2D(4, 3, use_bias=False))
-        layers += [keras.layers.BatchNormalization(), keras.layers.ReLU()]
-    layers += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(2)]
-    return keras.Sequential(layers)
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_network(monkeypatch):
-    monkeypatch.setitem(networks.NETWORKS, "small", (8, small))
+    def make(size):
+        return small.convolutions("", (size, size, 3), 2, "bn", "relu")
+
+    monkeypatch.setitem(networks.NETWORKS, "small", (8, make))
 
 
 class Slow(keras.callbacks.Callback):
@@ -39,7 +37,7 @@ class Slow(keras.callbacks.Callback):
 
 
 def test_seconds_of_a_step_hold_its_callbacks_and_no_start(monkeypatch):
-    model = training.compile_model(small(8))
+    model = training.compile_model(networks.build("small", "bn"))
     data = training.endless_batch(model, 2)
     slow = Slow()
     monkeypatch.setattr(training, "time", slow)
@@ -47,15 +45,14 @@ def test_seconds_of_a_step_hold_its_callbacks_and_no_start(monkeypatch):
     assert slow.steps == 5
 
 
-def test_amat_where_there_is_cbn(small_network):
-    assert training.callbacks_for(networks.build("small", "bn")) == []
-    assert len(training.callbacks_for(networks.build("small", "fused_cbn"))) == 1
+def test_amat_where_there_is_cbn():
+    for norm, count in (("bn", 0), ("fused_cbn", 1)):
+        assert len(training.callbacks_for(networks.build("small", norm))) == count
 
 
-def test_network(small_network):
+def test_network():
     rows = network.measure("small", 8, 2, ["none", "bn"], steps=1, rounds=2)
-    assert [row["norm"] for row in rows] == ["none", "bn"]
-    assert rows[1]["ratio"] == 1
+    assert [row["norm"] for row in rows] == ["none", "bn"] and rows[1]["ratio"] == 1
     for row in rows:
         assert row["images_per_second"] == pytest.approx(2 / row["seconds_per_step"])
         assert (row["bytes_of_passes"] == 0) == (row["norm"] == "none")
@@ -63,7 +60,7 @@ def test_network(small_network):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("rate", amat.RATES)
-def test_amat(small_network, rate):
+def test_amat(rate):
     row = amat.measure(rate, "small", 8, 2, steps=2, rounds=2)
     assert 0 < row["direct_share"] < 1
     low, high = row["ratio_interval"]
@@ -71,16 +68,7 @@ def test_amat(small_network, rate):
     assert rate in tables.of({"benchmark": "amat", "rows": [row]})
 
 
-class Meter:
-    """What a process has; the peak is that since the last reset."""
-
-    now = staticmethod(lambda: 100)
-
-    def reset(self):
-        self.peak = lambda: 150
-
-
-def test_memory(small_network, monkeypatch):
+def test_memory(monkeypatch):
     if BACKEND == "jax":
         few, more = (
             memory.by_the_compiler(f"small:32:{batch}", "bn", "float32")["peak_bytes"]
@@ -90,9 +78,11 @@ def test_memory(small_network, monkeypatch):
         assert more - few > 8 * 32 * 32 * 3 * 4
     else:
         # Not this process' own, of which earlier tests may give memory back.
-        monkeypatch.setattr(memory, "_meter", Meter)
+        meter = mock.Mock(**{"now.return_value": 100, "peak.return_value": 150})
+        monkeypatch.setattr(memory, "_meter", lambda: meter)
         found = memory.of_this_process("small:32:8", "bn", "float32")
         assert found == {"peak_bytes": 50}
+        assert [name for name, *_ in meter.method_calls] == ["now", "reset", "peak"]
 
 
 def test_peak_of_this_process():
@@ -102,3 +92,51 @@ def test_peak_of_this_process():
     with mmap.mmap(-1, 2**24) as block:
         block.write(bytes(2**24))
     assert meter.peak() - before > 0.9 * 2**24
+
+
+@pytest.mark.parametrize("norm", ["bn", "none", *later("cbn", "fused_cbn")])
+def test_resnet20_has_the_norm(norm):
+    model = networks.build("resnet20", norm, learning_rate=0.25)
+    layers = model._flatten_layers()
+    kinds = [type(layer) for layer in layers]
+    cbns = 19 * (norm in ("cbn", "fused_cbn"))
+    assert kinds.count(keras.layers.BatchNormalization) == 21 * (norm == "bn")
+    assert kinds.count(CBN) == cbns
+    assert kinds.count(FusedCBN) == cbns * (norm == "fused_cbn")
+    rates = [float(numpy(x.learning_rate)) for x in layers if isinstance(x, CBN)]
+    assert rates == [0.25] * cbns
+    assert (network.bytes_of_passes(model, 2, 0) == 0) == (norm == "none")
+
+
+def test_build():
+    for norm, p in (("lp_norm", 2), ("lp_norm:1", 1)):
+        layers = networks.build("resnet20", norm)._flatten_layers()
+        assert [each.p for each in layers if isinstance(each, LpNorm)] == [p] * 21
+    assert networks.build("vgg16", "bn", 16).input_shape == (None, 16, 16, 3)
+    assert networks.build("vgg16", "bn").input_shape == (None, 32, 32, 3)
+    with pytest.raises(ValueError, match="norm=layer"):
+        networks.build("resnet20", "layer")
+
+
+@pytest.mark.parametrize(
+    "dtype, cache, expected",
+    [
+        ("float32", 0, 8 * 4 * (96 + 160)),
+        ("mixed_bfloat16", 0, 8 * 2 * (96 + 160)),
+        # 3 * 4 * 96 and 3 * 4 * 160 bytes: inside of the cache each moves once.
+        ("float32", 2000, 5 * 4 * (96 + 160)),
+        ("float32", 1500, 4 * (5 * 96 + 8 * 160)),
+    ],
+)
+def test_bytes_of_passes(dtype, cache, expected):
+    bn = functools.partial(keras.layers.BatchNormalization, dtype=dtype)
+    conv = keras.layers.Conv2D(5, 1, dtype=dtype)
+    model = keras.Sequential([keras.Input((4, 4, 3)), bn(), conv, bn()])
+    assert network.bytes_of_passes(model, 2, cache) == expected
+
+
+def test_parse():
+    assert networks.parse("resnet20:32:128") == ("resnet20", 32, 128)
+    for text in ("resnet20", "resnet20:32", "other:1:2", "vgg16:a:1"):
+        with pytest.raises(ValueError, match=f"Received: {text}"):
+            networks.parse(text)

@@ -1,9 +1,6 @@
 """Networks that are built and compiled once, and only read by tests."""
 
-from typing import NamedTuple
-
 import keras
-import numpy as np
 import pytest
 from keras import layers
 
@@ -18,20 +15,12 @@ def seeded():
     keras.utils.set_random_seed(0)
 
 
-class Case(NamedTuple):
+def case(*stack):
     """A network, a batch, and its weights in float64."""
-
-    model: keras.Model
-    x: np.ndarray
-    y: np.ndarray
-    weights: list
-
-    @classmethod
-    def of(cls, *stack):
-        loss = keras.losses.MeanSquaredError()
-        model = networks.sequential(*stack, loss=loss, run_eagerly=False)
-        networks.randomize(model)
-        return cls(model, *networks.regression_batch(), networks.weights_of(model))
+    loss = keras.losses.MeanSquaredError()
+    model = networks.sequential(*stack, loss=loss, run_eagerly=False)
+    networks.randomize(model)
+    return model, *networks.regression_batch(), networks.weights_of(model)
 
 
 @pytest.fixture(scope="session", params=networks.PRECISIONS)
@@ -39,7 +28,7 @@ def nonlinear(request):
     """The network of `reference`."""
     with precision(request.param):
         l2 = keras.regularizers.L2(reference.L2)
-        return Case.of(
+        return case(
             layers.Dense(4, "tanh", kernel_regularizer=l2, name="hidden"),
             layers.BatchNormalization(epsilon=reference.EPSILON, name="norm"),
             layers.Dense(2, name="outputs"),
@@ -50,4 +39,4 @@ def nonlinear(request):
 def linear(request):
     """`L = mean((x W - y)^2)`: a quadratic function of the weights."""
     with precision(request.param):
-        return Case.of(layers.Dense(2, use_bias=False))
+        return case(layers.Dense(2, use_bias=False))

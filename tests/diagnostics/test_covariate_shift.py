@@ -25,8 +25,7 @@ def expected_shift(weights, updated, x, y, name):
     partly = [*updated[: place.start], *weights[place.start :]]
     g, after = (flat(gradients(at, x, y)[place]) for at in (weights, partly))
     norm = np.linalg.norm(g)
-    cosine = g @ after / norm / np.linalg.norm(after)
-    return np.linalg.norm(g - after), cosine, norm
+    return np.linalg.norm(g - after), g @ after / norm / np.linalg.norm(after), norm
 
 
 def test_shifts_are_those_of_the_reference(nonlinear):
@@ -62,18 +61,13 @@ def test_a_layer_of_layers_is_one_layer():
     block = keras.Sequential([layers.Dense(4), layers.Dense(4)], name="block")
     model = networks.sequential(layers.Dense(5), block, loss="mse")
     x, y = networks.batch()[0], np.ones((8, 4))
-    chosen = {"layers": ["block"], "learning_rate": 0.1}
-    found = diagnostics.covariate_shift(model, x, y, **chosen)
-    _, gradient = diagnostics.value_and_grad(model, x, y)
-    for variable, slope in zip(model.layers[0].trainable_variables, gradient):
-        variable.assign_sub(0.1 * slope)
-    _, shifted = diagnostics.value_and_grad(model, x, y)
-    distance = np.linalg.norm(flat(gradient[2:]) - flat(shifted[2:]))
-    assert found.distances[0] == pytest.approx(distance, rel=1e-4)
+    found = diagnostics.covariate_shift(model, x, y, layers=["block"])
+    gradient = diagnostics.value_and_grad(model, x, y).gradient
+    assert found.norms == pytest.approx(np.linalg.norm(flat(gradient[2:])), rel=1e-5)
 
     block.trainable = False
     with pytest.raises(ValueError, match="layers with trainable weights.*'block'"):
-        diagnostics.covariate_shift(model, x, y, **chosen)
+        diagnostics.covariate_shift(model, x, y, layers=["block"])
     model = networks.sequential(layers.BatchNormalization(), loss="mse")
     with pytest.raises(ValueError, match="`model` must have a layer with a trainable"):
         diagnostics.covariate_shift(model, *networks.regression_batch())

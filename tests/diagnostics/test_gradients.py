@@ -67,7 +67,6 @@ def test_eigenvalues_and_trace_are_those_of_the_dense_hessian(nonlinear):
     off_diagonal = hessian - np.diag(np.diag(hessian))
     expected = np.sqrt(2 * np.sum(off_diagonal**2) / 100)
     assert found.standard_error == pytest.approx(expected, rel=0.3)
-    assert found.trace == pytest.approx(np.mean(found.samples))
 
 
 def test_mixed_precision():
@@ -86,20 +85,17 @@ def test_mixed_precision():
 def test_float16_gradients_are_scaled_as_in_training():
     with precision("mixed_float16"):
         model = networks.build("BatchNormalization")
-    x, y = networks.batch()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss, found = model.loss, []
 
     def small(y, logits):
         return 1e-7 * loss(y, logits)
 
-    model.compile("sgd", run_eagerly=True, auto_scale_loss=False)
-    _, unscaled = diagnostics.value_and_grad(model, x, y, small)
-    assert not np.any(unscaled[0])
-    _, expected = diagnostics.value_and_grad(model, x, y, loss)
-    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    model.compile(scaling, small, run_eagerly=True)
-    _, scaled = diagnostics.value_and_grad(model, x, y)
-    assert relative_error(1e7 * flat(scaled), flat(expected)) < 0.01
+    for settings in ({}, {"loss": small}, {"loss": small, "auto_scale_loss": False}):
+        networks.compiled(model, **settings)
+        found.append(diagnostics.value_and_grad(model, *networks.batch()).gradient)
+    expected, scaled, unscaled = map(flat, found)
+    assert relative_error(1e7 * scaled, expected) < 0.01
+    assert relative_error(1e7 * unscaled, expected) > 0.5
 
 
 def test_several_inputs_and_outputs_with_their_losses_and_weights():
@@ -118,15 +114,11 @@ def test_several_inputs_and_outputs_with_their_losses_and_weights():
     assert loss == pytest.approx(expected, rel=1e-5)
     two = diagnostics.value_and_grad(model, x, list(y.values()), ["mse", "mse"]).loss
     assert two == pytest.approx(np.mean(above**2) + np.mean(below**2), rel=1e-5)
-    assert model.train_on_batch(x, y)[0] == pytest.approx(loss, rel=1e-6)
 
     short = {"left": left, "right": left[:, :3]}
     for wrong in (short, [left], [left, left[:5]], {"left": left[0]}):
         with pytest.raises(ValueError, match="`x` must .*Received: x"):
             diagnostics.value_and_grad(model, wrong, y)
-    y["below"] = target[:3]
-    with pytest.raises(ValueError, match="`y` must hold a target for each of the 8"):
-        diagnostics.value_and_grad(model, x, y)
 
 
 def test_an_objective_keeps_its_weights_and_no_model_is_kept():
@@ -146,39 +138,17 @@ def test_an_objective_keeps_its_weights_and_no_model_is_kept():
     assert reference_to_model() is None
 
 
-class CountsCalls(layers.Layer):
-    calls = 0
-
-    def call(self, inputs):
-        self.calls += 1
-        return inputs
-
-
 @not_torch
 def test_points_and_objectives_share_one_compiled_function():
-    counter = CountsCalls()
-    model = networks.sequential(layers.Dense(3), counter, run_eagerly=False)
-    calls = []
+    traced, counts = [], set()
+    layer = layers.Lambda(lambda x: traced.append(1) or x)
+    model = networks.sequential(layers.Dense(3), layer, run_eagerly=False)
     for seed in range(3):
         objective = diagnostics.Objective(model, *networks.batch(seed=seed))
         for scale in (0.9, 1.1):
             objective.value_and_grad(objective.start * scale)
-            calls.append(counter.calls)
-    assert len(set(calls)) == 1
-
-
-def test_many_losses_of_one_model():
-    """Functions are kept for some of them, and made again for others."""
-    model = networks.sequential(layers.Dense(2), loss="mse")
-
-    def scaled(factor):
-        return lambda y, p: factor * keras.ops.mean(keras.ops.square(y - p), -1)
-
-    losses = {factor: scaled(float(factor)) for factor in range(1, 11)}
-    order = np.array([1, 4, 7, 10, *losses] * 2)
-    batch = networks.regression_batch()
-    found = [diagnostics.value_and_grad(model, *batch, losses[i]).loss for i in order]
-    np.testing.assert_allclose(found, found[0] * order, rtol=1e-6)
+            counts.add(len(traced))
+    assert len(counts) == 1
 
 
 def test_what_compile_and_trainable_change_is_seen():
@@ -207,14 +177,11 @@ def test_what_has_no_gradient():
         of(y)
     networks.compiled(model, "mse")
     objective = diagnostics.Objective(model, x, y, layer="total")
-    targets = "`y` must hold the targets.*: y=None"
     for call, message in (
         (lambda: of(y, layer="twice"), "called once by the model, not 2 times"),
         (lambda: of(y, layer="total", side="input"), "a single tensor as its input"),
         (lambda: objective.of_batch(x, y), "has one batch"),
-        (lambda: of(None), targets),
-        (lambda: of(None, "mae"), targets),
-        (lambda: diagnostics.gradient_noise(model, [(x, y), (x, None)]), targets),
+        (lambda: of(None), "`y` must hold the targets.*: y=None"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -1,9 +1,10 @@
-"""Landscapes with known shapes, and points where there is none."""
+"""Landscapes and gradient noise of known losses, and points where there is none."""
 
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from keras.losses import mean_squared_error as mse
 
 from keras_norms import diagnostics
 from tests.support import diagnostics_networks as networks
@@ -11,10 +12,9 @@ from tests.support.diagnostics_networks import assert_same
 
 
 def test_a_quadratic_loss_has_its_exact_beta(linear):
-    found = diagnostics.landscape(
-        *linear[:3], learning_rate=0.2, step_range=(0.5, 3), points=6
-    )
     model, x, y, (w,) = linear
+    line = {"learning_rate": 0.2, "step_range": (0.5, 3), "points": 6}
+    found = diagnostics.landscape(model, x, y, **line)
     tolerance = 1e-11 if w.dtype == model.compute_dtype else 1e-4
     g = x.T @ (x @ w - y) / len(x)  # of the mean over two outputs
     steps = 0.2 * np.linspace(0.5, 3, 6)
@@ -25,23 +25,23 @@ def test_a_quadratic_loss_has_its_exact_beta(linear):
     np.testing.assert_allclose(found.losses, losses, rtol=tolerance)
     np.testing.assert_allclose(found.distances, steps * bent, rtol=tolerance)
     np.testing.assert_allclose(found.betas, beta, rtol=tolerance)
-    assert found.effective_beta == pytest.approx(beta, rel=tolerance)
-    assert found.loss_range == pytest.approx((losses.min(), losses.max()), tolerance)
-    bounds = pytest.approx((steps[0] * bent, steps[-1] * bent), tolerance)
-    assert found.gradient_distance == bounds
+    assert found.effective_beta == max(found.betas)
+    assert found.loss_range == (min(found.losses), max(found.losses))
+    assert found.gradient_distance == (min(found.distances), max(found.distances))
     assert found.loss == pytest.approx(np.mean((x @ w - y) ** 2), tolerance)
     assert found.gradient_norm == pytest.approx(np.linalg.norm(g), tolerance)
     assert found.not_finite == () and found.gradient_evaluations == 6 + 1
 
 
 def test_a_random_direction_is_as_long_as_the_gradient(linear):
-    settings = {"direction": "random", "points": 3}
-    first = diagnostics.landscape(*linear[:3], **settings)
-    again = diagnostics.landscape(*linear[:3], **settings)
-    other = diagnostics.landscape(*linear[:3], seed=1, **settings)
+    first, again, other = (
+        diagnostics.landscape(*linear[:3], direction="random", points=3, seed=seed)
+        for seed in (0, 0, 1)
+    )
     assert_same(first.betas, again.betas)
     assert not np.allclose(first.betas, other.betas)
-    eigenvalues = np.linalg.eigvalsh(linear.x.T @ linear.x / len(linear.x))
+    x = linear[1]
+    eigenvalues = np.linalg.eigvalsh(x.T @ x / len(x))
     assert eigenvalues[0] < first.effective_beta < eigenvalues[-1]
     lengths = 0.1 * first.gradient_norm * np.array([0.5, 2.25, 4])
     np.testing.assert_allclose(first.distances / first.betas, lengths, rtol=1e-4)
@@ -62,8 +62,9 @@ def test_the_step_lengths_follow_the_rate_of_the_optimizer():
         model.optimizer.iterations.assign(iterations)
         found = diagnostics.landscape(model, x, y, step_range=(0.1, 0.2), points=2)
         np.testing.assert_allclose(found.steps, [0.1 * rate, 0.2 * rate], rtol=1e-6)
+    without = keras.Model(model.inputs, model.outputs)
     with pytest.raises(ValueError, match="`learning_rate` must be given"):
-        diagnostics.landscape(keras.Model(model.inputs, model.outputs), x, y, "mse")
+        diagnostics.landscape(without, x, y, "mse")
 
 
 def test_points_without_a_loss_are_named_and_the_others_kept():
@@ -79,14 +80,50 @@ def test_points_without_a_loss_are_named_and_the_others_kept():
 
     model.trainable_variables[0].assign([[np.nan]])
     found = diagnostics.landscape(model, x, y, points=3)
-    assert len(found.not_finite) == 3
-    assert np.isnan(found.loss) and np.isnan(found.effective_beta)
+    assert len(found.not_finite) == 3 and found.gradient_evaluations == 1
     assert np.all(np.isnan([found.loss_range, found.gradient_distance]))
-    assert found.gradient_evaluations == 1
-
-
-def test_where_the_gradient_is_zero_there_is_no_beta(linear):
-    x = np.zeros_like(linear.x)
-    found = diagnostics.landscape(linear.model, x, linear.y, points=2)
+    assert np.isnan(found.loss) and np.isnan(found.effective_beta)
+    # Where the gradient is zero there is no beta.
+    model.compile("sgd", "mse")
+    model.trainable_variables[0].assign([[0.0]])
+    found = diagnostics.landscape(model, x, y, points=2)
     assert found.gradient_norm == 0 and found.gradient_distance == (0, 0)
     assert np.isnan(found.effective_beta)
+
+
+BATCHES = [networks.regression_batch(seed=seed) for seed in range(6)]
+
+
+def test_moments_are_those_of_the_batch_gradients(linear):
+    model, *_, (w,) = linear
+    gradients = np.stack([(x.T @ (x @ w - y)).ravel() / len(x) for x, y in BATCHES])
+    mean = gradients.mean(0)
+    variance = np.trace(np.cov(gradients.T))
+    squared = mean @ mean - variance / 6
+    found = diagnostics.gradient_noise(model, BATCHES)
+    assert found.variance == pytest.approx(variance, rel=1e-4)
+    assert found.squared_norm == pytest.approx(squared, rel=1e-4)
+    assert found.signal_to_noise == pytest.approx(squared / variance, rel=1e-4)
+    losses = [np.mean((x @ w - y) ** 2) for x, y in BATCHES]
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert (found.batches, found.not_finite) == (6, ())
+
+    half = diagnostics.gradient_noise(model, BATCHES, lambda *a: mse(*a) / 2)
+    assert half.variance == pytest.approx(variance / 4, rel=1e-4)
+
+
+def test_batches_without_a_finite_gradient_are_named(linear):
+    model, (first, *others) = linear[0], BATCHES[:4]
+    bad = (np.full_like(first[0], np.nan), first[1])
+    found = diagnostics.gradient_noise(model, [first, bad, *others])
+    assert found.not_finite == (1,)
+    assert found.batches == 5
+    expected = diagnostics.gradient_noise(model, BATCHES[:4])
+    assert found[:4] == pytest.approx(expected[:4])
+    found = diagnostics.gradient_noise(model, [bad, first, bad])
+    assert np.isnan(found.variance) and found.not_finite == (0, 2)
+    with pytest.raises(ValueError, match="at least two batches. Received: 1 batches"):
+        diagnostics.gradient_noise(model, [first])
+    with pytest.raises(ValueError, match="at least one sample"):
+        nothing = [part[:0] for part in first]
+        diagnostics.gradient_noise(model, iter([first, nothing]))

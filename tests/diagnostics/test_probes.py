@@ -22,9 +22,9 @@ def network(*norms, **settings):
         *norms[1:],
         layers.Dense(networks.CLASSES, name="third"),
     ]
+    settings = {"run_eagerly": networks.EAGER, **settings}
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-    given = {"optimizer": optimizer, "run_eagerly": networks.EAGER}
-    return networks.sequential(*stack, **{**given, **settings})
+    return networks.sequential(*stack, optimizer=optimizer, **settings)
 
 
 def test_training_is_bitwise_the_same_and_numbers_are_in_its_logs(tmp_path):
@@ -37,9 +37,9 @@ def test_training_is_bitwise_the_same_and_numbers_are_in_its_logs(tmp_path):
         norm = layers.BatchNormalization()
         return network(CBN(), norm, NoisyBN(), layers.Dropout(0.3))
 
-    logged = {"log_dir": tmp_path, **LANDSCAPE}
     landscape = diagnostics.LandscapeProbe(
-        lambda step: asked.append(step) or networks.batch(seed=step), every=2, **logged
+        lambda step: asked.append(step) or networks.batch(seed=step),
+        **{"every": 2, "log_dir": tmp_path, **LANDSCAPE},
     )
     batches = [networks.batch(seed=seed) for seed in (1, 2)]
     probes = [
@@ -71,13 +71,13 @@ def test_training_is_bitwise_the_same_and_numbers_are_in_its_logs(tmp_path):
     assert logs["landscape_loss"] == losses[1:]
     assert logs["landscape_effective_beta"] == betas[1:]
     (file,) = tmp_path.iterdir()
-    written = [
-        (event.step, value.tensor.float_val[0])
+    written = {
+        (value.tag, event.step): value.tensor.float_val[0]
         for event in event_file_loader.EventFileLoader(str(file)).Load()
         for value in event.summary.value
-        if value.tag == "landscape_effective_beta"
-    ]
-    assert written == [(2 * i, pytest.approx(beta)) for i, beta in enumerate(betas)]
+    }
+    for step, beta in zip(asked, betas):
+        assert written["landscape_effective_beta", step] == pytest.approx(beta)
 
 
 def test_a_probe_measures_the_weights_that_a_step_starts_from():
@@ -93,8 +93,8 @@ def test_a_probe_measures_the_weights_that_a_step_starts_from():
     assert history["step"] == [0, 3, 6] and second.history["step"] == [3, 6]
     keys = "loss", "gradient_norm", "loss_min", "loss_max", "effective_beta"
     measured = found.loss, found.gradient_norm, *found.loss_range, found.effective_beta
-    assert [history[key][1] for key in keys] == pytest.approx(measured, rel=1e-3)
-    assert history["not_finite"] == [0, 0, 0]
+    for key, value in zip((*keys, "not_finite"), (*measured, 0), strict=True):
+        assert history[key][1] == pytest.approx(value, rel=1e-3)
 
 
 def test_shift_is_that_of_the_step_that_was_taken():

@@ -10,37 +10,11 @@ from keras_norms import diagnostics
 from keras_norms.diagnostics import theorems
 from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
-from tests.support.backend import thorough_on
+from tests.support.backend import numpy, thorough_on
 from tests.support.diagnostics_networks import float64
+from tests.support.diagnostics_reference import normalized
 
 pytestmark = thorough_on("jax")
-
-
-def normalized(y, gamma=1.0, beta=0.0):
-    centred = y - np.mean(y)
-    return gamma * centred / np.sqrt(np.mean(centred**2)) + beta
-
-
-class Setting:
-    """One channel of activations, an affine map, and a smooth loss after it."""
-
-    def __init__(self, seed, m=7):
-        self.rng = rng = np.random.default_rng(seed)
-        self.y = rng.normal(rng.normal(), rng.uniform(0.5, 3), m)
-        self.gamma, self.beta = rng.uniform(0.3, 2), rng.normal()
-        self.target, self.mixing = rng.normal(size=m), rng.normal(size=(m, m))
-        self.z = self.normalized(self.y)
-        self.g = reference.gradient(self.loss, self.z)
-        self.gradient = reference.gradient(self.loss_of_y, self.y)
-
-    def loss(self, z):
-        return np.sum((np.tanh(self.mixing @ z) - self.target) ** 2)
-
-    def normalized(self, y):
-        return normalized(y, self.gamma, self.beta)
-
-    def loss_of_y(self, y):
-        return self.loss(self.normalized(y))
 
 
 seeds = st.integers(0, 2**32 - 1)
@@ -54,27 +28,36 @@ def close(actual, expected, tolerance=1e-9):
 @every_setting
 @given(seeds)
 def test_facts_c1_and_c2_and_theorems_4_1_4_2_and_4_4(seed):
-    """The theorems are equalities."""
-    case = Setting(seed)
-    g, G = case.g, case.gradient
-    channel = case.y, case.gamma
-    close(theorems.gradient(g, *channel), G)
-    close(theorems.squared_gradient(g, *channel), G @ G)
-    rows = [
-        reference.gradient(lambda y, b=b: case.normalized(y)[b], case.y)
-        for b in range(case.y.size)
-    ]
-    close(theorems.jacobian(*channel), np.stack(rows))
-    after = reference.hessian(case.loss, case.z)
-    before = reference.hessian(case.loss_of_y, case.y)
+    """Equalities, for a channel of activations, an affine map and a smooth loss."""
+    rng, m = np.random.default_rng(seed), 7
+    y = rng.normal(rng.normal(), rng.uniform(0.5, 3), m)
+    gamma, beta, target = rng.uniform(0.3, 2), rng.normal(), rng.normal(size=m)
+    mixing = rng.normal(size=(m, m))
+
+    def loss(z):
+        return np.sum((np.tanh(mixing @ z) - target) ** 2)
+
+    def affine(y):
+        return gamma * normalized(y) + beta
+
+    def loss_of_y(y):
+        return loss(affine(y))
+
+    z = affine(y)
+    g, G = reference.gradient(loss, z), reference.gradient(loss_of_y, y)
+    close(theorems.gradient(g, y, gamma), G)
+    close(theorems.squared_gradient(g, y, gamma), G @ G)
+    rows = [reference.gradient(lambda y, b=b: affine(y)[b], y) for b in range(m)]
+    close(theorems.jacobian(y, gamma), rows)
+    after, before = reference.hessian(loss, z), reference.hessian(loss_of_y, y)
     rounding = 1e-5 * np.linalg.norm(before)  # of central differences
-    assert np.linalg.norm(theorems.hessian(g, after, *channel) - before) < rounding
-    form = theorems.curvature(g, after, *channel)
+    assert np.linalg.norm(theorems.hessian(g, after, y, gamma) - before) < rounding
+    form = theorems.curvature(g, after, y, gamma)
     assert abs(form - G @ before @ G) < rounding * (G @ G)
     # Theorem 4.4 bounds dL/dw = X^T dL/dy; it is reached at multiples of rotations X.
-    largest = case.rng.uniform(0.5, 3)
-    bounds = theorems.weight_gradient_bound(g, case.y, largest, case.gamma)
-    X = largest * np.linalg.qr(case.mixing)[0]
+    largest = rng.uniform(0.5, 3)
+    bounds = theorems.weight_gradient_bound(g, y, largest, gamma)
+    X = largest * np.linalg.qr(mixing)[0]
     for gradient, bound in zip((g, G), bounds):
         close(np.sum((X.T @ gradient) ** 2), bound)
 
@@ -115,18 +98,13 @@ def test_a_layer_takes_away_what_the_theorem_says(settings):
     rest = terms.gradient - terms.mean - terms.correlation
     np.testing.assert_allclose(terms.bound, terms.scale * rest)
     g = diagnostics.value_and_grad(model, x, y, layer=norm).gradient
-    u = float64(stack[0](x.astype("float32")))
-    channels = norm.moving_mean.shape[0]
-    u, g = (
-        np.moveaxis(v.astype("float64"), norm.axis, -1).reshape(-1, channels)
-        for v in (u, g)
-    )
-    sigma = np.sqrt(u.var(0) + norm.epsilon)
-    u_hat = (u - u.mean(0)) / sigma
+    u = numpy(stack[0](x.astype("float32")))
+    u, g = (np.moveaxis(v, norm.axis, -1).astype("float64") for v in (u, g))
+    u, g = (v.reshape(-1, v.shape[-1]) for v in (u, g))
     gamma = float64(norm.gamma) if norm.scale else 1.0
-    at_input = gamma / sigma * (g - g.mean(0) - u_hat * np.mean(g * u_hat, 0))
+    arrived = reference.at_input(gamma * g, u, epsilon=norm.epsilon)
     for found in (terms.measured, terms.bound):
-        np.testing.assert_allclose(found, (at_input**2).sum(0), rtol=1e-3)
+        np.testing.assert_allclose(found, (arrived**2).sum(0), rtol=1e-3)
     np.testing.assert_allclose(terms.gradient, (g**2).sum(0), rtol=1e-5)
     np.testing.assert_allclose(terms.mean, len(u) * g.mean(0) ** 2, rtol=1e-3)
 

@@ -52,11 +52,11 @@ def flat(arrays):
     return np.concatenate([np.ravel(a) for a in arrays])
 
 
-def compiled(model, loss=None, optimizer=None, **settings):
+def compiled(model, loss=None, **settings):
     """Eager where nothing is said: to compile takes longer than a few gradients."""
     loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer = optimizer or keras.optimizers.SGD(0.1)
-    model.compile(optimizer, loss, **{"run_eagerly": True, **settings})
+    usual = {"optimizer": keras.optimizers.SGD(0.1), "run_eagerly": True}
+    model.compile(loss=loss, **usual | settings)
     return model
 
 
@@ -98,7 +98,7 @@ NETWORKS = {
 
 
 class Subclassed(keras.Model):
-    """A model that calls its layers itself, and adds a loss."""
+    """Calls its layers itself, and adds a loss."""
 
     def __init__(self, stack):
         super().__init__()

@@ -13,36 +13,43 @@ EPSILON = 1e-3
 L2 = 1 / 128  # exact in float32 too
 
 
+def normalized(x, epsilon=0.0, beta=0.0):
+    """BN without affine weights; with a beta, CBN with statistics of the batch."""
+    y = x - np.mean(x, 0) + beta
+    return y / np.sqrt(np.mean(y**2, 0) + epsilon)
+
+
+def at_input(slope, x, **kind):
+    """What arrives at x of the slope of a loss at what is `normalized`."""
+    return gradient(lambda x: np.sum(slope * normalized(x, **kind)), x)
+
+
 def hidden(weights, x):
     return np.tanh(x @ weights[0] + weights[1])
 
 
 def loss_of_hidden(weights, h, y):
     _, _, gamma, beta, kernel, bias = weights
-    centred = h - np.mean(h, 0)
-    z = gamma * centred / np.sqrt(np.mean(centred**2, 0) + EPSILON) + beta
+    z = gamma * normalized(h, EPSILON) + beta
     return np.mean((z @ kernel + bias - y) ** 2) + L2 * np.sum(weights[0] ** 2)
 
 
 def of_weights(weights, x, y):
     """The loss as a function of the weights in one vector, and that vector."""
-    return _of_vector(lambda w: loss_of_hidden(w, hidden(w, x), y), weights)
+    ends = np.cumsum([w.size for w in weights])[:-1]
+
+    def loss(vector):
+        parts = np.split(vector, ends)
+        new = [part.reshape(w.shape) for part, w in zip(parts, weights)]
+        return loss_of_hidden(new, hidden(new, x), y)
+
+    return loss, np.concatenate([np.ravel(w) for w in weights])
 
 
 def of_activations(weights, x, y):
     """The loss as a function of `h` in one vector, and that vector."""
     h = hidden(weights, x)
-    return _of_vector(lambda values: loss_of_hidden(weights, values[0], y), [h])
-
-
-def _of_vector(function, arrays):
-    ends = np.cumsum([a.size for a in arrays])[:-1]
-
-    def of_vector(vector):
-        parts = np.split(vector, ends)
-        return function([p.reshape(a.shape) for p, a in zip(parts, arrays)])
-
-    return of_vector, np.concatenate([np.ravel(a) for a in arrays])
+    return lambda v: loss_of_hidden(weights, v.reshape(h.shape), y), h.ravel()
 
 
 def gradient(function, point):

@@ -1,5 +1,6 @@
 """The deep linear network in NumPy, without norms: x -> W_k ... W_1 x, float64."""
 
+import itertools
 import json
 
 import keras
@@ -26,9 +27,7 @@ def run(recipe, runs_dir, config=SETTINGS, **changes):
 
 def loss_and_gradients(kernels, x, y):
     """|x W_1 ... W_k - y|^2 over the batch, and its gradient in each W_i."""
-    inputs = [x]
-    for kernel in kernels:
-        inputs.append(inputs[-1] @ kernel)
+    inputs = list(itertools.accumulate(kernels, np.matmul, initial=x))
     error = inputs.pop() - y
     upstream, gradients = 2 * error, []
     for kernel, value in zip(reversed(kernels), reversed(inputs)):

@@ -1,6 +1,7 @@
 """Searches of a function in the place of trainings."""
 
 import contextlib
+import itertools
 import math
 
 import keras_tuner
@@ -23,13 +24,12 @@ class Killed(BaseException):
 
 
 @contextlib.contextmanager
-def ends_at_write(fatal, error, forever=False):
-    """What runs in this context must end with `error`, at the `fatal`-th write."""
-    write, written = files.write, []
+def ends_at_write(fatal, error):
+    """What runs in this context must end with `error`, from the `fatal`-th write on."""
+    write, number = files.write, itertools.count(1)
 
     def count_down(path, save):
-        written.append(path)
-        if len(written) == fatal or forever and len(written) > fatal:
+        if next(number) >= fatal:
             raise error
         write(path, save)
 
@@ -39,11 +39,7 @@ def ends_at_write(fatal, error, forever=False):
 
 
 class Tuner(trials.Tuner):
-    """Calls `accuracy`; `fails(values)` says which trials diverge.
-
-    Attributes:
-        ran: List with the id of each trial that ran.
-    """
+    """Calls `accuracy`; `fails(values)` says which trials diverge, `ran` which ran."""
 
     def __init__(self, oracle, directory, fails=lambda values: False):
         super().__init__(oracle, directory, SETTINGS, seeds=2)
@@ -55,12 +51,9 @@ class Tuner(trials.Tuner):
         values = trial.hyperparameters.values
         if self.fails(values):
             raise keras_tuner.errors.FailedTrialError("diverged")
-        score = accuracy(values)
         epochs = values.get("tuner/epochs", SETTINGS.epochs)
-        outcomes = [
-            {"test_accuracy": score + sign * 0.01, "epochs": epochs} for sign in (-1, 1)
-        ]
-        return trials.metrics(outcomes)
+        scores = [accuracy(values) + difference for difference in (-0.01, 0.01)]
+        return trials.metrics([{"test_accuracy": a, "epochs": epochs} for a in scores])
 
 
 def oracle(algorithm, count=8, tune="rho,omega", seed=1):

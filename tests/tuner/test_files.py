@@ -1,6 +1,7 @@
 """A search whose files are damaged, or that two processes want."""
 
 import shutil
+from unittest import mock
 
 import pytest
 
@@ -70,15 +71,9 @@ def test_one_search_in_a_directory(tmp_path, monkeypatch):
 
 
 def test_a_worker_waits_for_a_run_that_another_one_trains(tmp_path, monkeypatch):
-    answers = [run.InUse, run.InUse, {"test_accuracy": 0.5, "epochs": 9}]
-
-    def train(settings, *_, **__):
-        answer = answers.pop(0)
-        if answer is run.InUse:
-            raise answer
-        return Outcome(settings, answer | {"diverged": False}, [])
-
-    monkeypatch.setattr(trials.train, "train", train)
+    results = {"test_accuracy": 0.5, "epochs": 9, "diverged": False}
+    answers = [run.InUse, run.InUse, Outcome(None, results, [])]
+    monkeypatch.setattr(trials.train, "train", mock.Mock(side_effect=answers))
     monkeypatch.setattr(trials, "IN_USE_SECONDS", 0)
     oracle = synthetic.oracle("random", 1)
     trials.Tuner(oracle, tmp_path / "a", synthetic.SETTINGS, seeds=1).search()

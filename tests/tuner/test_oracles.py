@@ -1,6 +1,5 @@
 import collections
 
-import numpy as np
 import pytest
 
 from tests.support import synthetic_search as synthetic
@@ -34,7 +33,7 @@ def test_a_search_that_ended_at_a_write_goes_on(algorithm, moments, tmp_path):
     for fatal in moments[algorithm]:
         error = synthetic.Killed() if fatal % 2 else OSError(28, "No space left")
         directory = tmp_path / str(fatal)
-        with synthetic.ends_at_write(fatal, error, forever=True):
+        with synthetic.ends_at_write(fatal, error):
             run(directory, algorithm)
         before = synthetic.oracle(algorithm)
         before._set_project_dir(str(tmp_path), str(fatal))
@@ -56,21 +55,12 @@ def test_a_complete_search_goes_on_with_more_trials(algorithm, tmp_path):
     more = run(tmp_path / "a", algorithm, count=6)
     assert len(first.ran) == len(more.ran) == 3
     assert values(more.oracle)[:3] == values(first.oracle)
-    if algorithm == "grid":  # every combination once
-        found = values(run(tmp_path / "b", "grid", count=None).oracle)
-        assert len(found) == len({tuple(v.values()) for v in found}) == 7 * 6
-        assert found[0] == {"rho": 1.0, "omega": 10.0}
 
 
-@pytest.mark.thorough
-def test_bayesian_finds_the_maximum_with_values_of_four_digits(tmp_path):
-    oracle = run(tmp_path / "a", "bayesian", count=13).oracle
-    best = oracle.get_best_trials()[0]
-    assert best.score > 0.898
-    assert abs(np.log2(best.hyperparameters.values["rho"]) + 1) < 0.5
-    for found in values(oracle):
-        assert all(value == float(f"{value:.4g}") for value in found.values())
-        assert 1 / 8 <= found["rho"] <= 8 and 0 <= found["omega"] <= 100
+def test_a_grid_has_every_combination_once(tmp_path):
+    found = values(run(tmp_path / "a", "grid", count=None).oracle)
+    assert len(found) == len({tuple(v.values()) for v in found}) == 7 * 6
+    assert found[0] == {"rho": 1.0, "omega": 10.0}
 
 
 def test_bayesian_learns_from_failed_trials(tmp_path):
@@ -81,15 +71,16 @@ def test_bayesian_learns_from_failed_trials(tmp_path):
 
     found = run(tmp_path / "a", "bayesian", count=12, fails=fails).oracle
     failed = [t for t in found.trials.values() if t.status == "FAILED"]
-    tried = [t.hyperparameters.values["rho"] for t in failed]
-    assert failed and len(set(tried)) == len(tried)
+    assert len({t.hyperparameters.values["rho"] for t in failed}) == len(failed) > 0
     x, y = found._vectorize_trials()
     assert len(x) == len(y) == 12
     # Scores are minimised here: a failed trial is the worst one.
-    scores = [-t.score for t in found.trials.values() if t.score is not None]
-    assert sorted(y)[-len(failed) :] == [max(scores)] * len(failed)
+    worst = max(-t.score for t in found.trials.values() if t.score is not None)
+    assert sorted(y)[-len(failed) :] == [worst] * len(failed)
     last = [found.trials[key].status for key in found.start_order[-5:]]
     assert last.count("FAILED") < 5
+    for value in (v for each in values(found) for v in each.values()):
+        assert value == float(f"{value:.4g}")
 
 
 def test_a_search_goes_on_though_trials_fail(tmp_path):
@@ -101,8 +92,6 @@ def test_a_search_goes_on_though_trials_fail(tmp_path):
     found = run(tmp_path / "a", "hyperband", count=None, fails=fails).oracle
     whole = run(tmp_path / "b", "hyperband", count=None).oracle
     assert len(found.end_order) == len(whole.end_order)
-    rounds = {(v["tuner/bracket"], v["tuner/round"]) for v in values(found)}
-    assert len(rounds) > 2
     ended = [t for t in found.trials.values() if t.status == "COMPLETED"]
     assert 9 in [t.hyperparameters.values["tuner/epochs"] for t in ended]
     lost = run(tmp_path / "c", "random", fails=lambda values: True).oracle
@@ -149,7 +138,5 @@ def test_a_trial_whose_worker_is_gone_is_taken_over_at_the_end(tmp_path):
     chief, (lost, mine) = resumed(tmp_path, "gone", "worker0", count=3)
     order = end_all(chief, "worker0")
     assert order[0] == mine.trial_id and order[-1] == lost.trial_id
-    assert len(set(order)) == 3
-    ended = list(chief.end_order)
     end(chief, lost)  # from the worker that was thought to be gone
-    assert chief.end_order == ended
+    assert chief.end_order == order and len(set(order)) == 3

@@ -15,20 +15,14 @@ import jax, numpy as np
 from benchmarks.tpu import compiler
 from benchmarks.compiled import COLLECTIVES
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from recipes.engine import classifier, data, population, joint_training
+from recipes.engine import classifier, population, joint_training
 
 chips = compiler.chips("v5e:2x2")
-rng = np.random.default_rng(0)
-x = rng.normal(size=(256, 8, 8, 1)).astype("float32")
-y = np.arange(256, dtype="int32") % 10
-images = data.ImageData(x, y, x, y, 10)
+usual = {"model": "resnet8", "train_size": 256}
 runs = [
-    classifier.Training(model="resnet8", rho=0.5 + k, omega=5.0 * k, seed=k)
-    for k in range(4)
+    classifier.Training(**usual, rho=0.5 + k, omega=5.0 * k, seed=k) for k in range(4)
 ]
-data.images = lambda settings: images
 trials = joint_training.of(runs)
-
 mesh = Mesh(chips.by_batch.mesh.devices, ("trial",))
 
 def of(tree, *axes):
