@@ -11,10 +11,9 @@ def test_gradient_norm_and_steps_of_a_linear_model():
     """Against NumPy: the squared norm is summed, and the steps are those of SGD."""
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=(12, n)).astype("float32") for n in (3, 2))
-    w = rng.normal(size=(3, 2)).astype("float32")
     dense = keras.layers.Dense(2, use_bias=False)
     model = keras.Sequential([keras.layers.Input((3,)), dense])
-    dense.set_weights([w])
+    (w,) = model.get_weights()
     model.compile(max_lr.MeasuringSGD(0.1, 0.9, 0.01), "mse")
     model.fit(x, y, batch_size=6, shuffle=False, epochs=1, verbose=0)
 
@@ -29,11 +28,11 @@ def test_gradient_norm_and_steps_of_a_linear_model():
     values = max_lr.measure(model, problem, None)
     assert values["guessing"] == 1 / 2
     assert values["gradient_norm"] == pytest.approx(np.sqrt(np.mean(squares)), rel=1e-5)
+    # The next epoch starts anew.
+    assert max_lr.measure(model, problem, None)["gradient_norm"] == 0
     copy = max_lr.MeasuringSGD.from_config(model.optimizer.get_config())
     assert copy.get_config() == model.optimizer.get_config()
     assert copy.weight_decay is None  # which would be decoupled
-    # The next epoch starts anew.
-    assert max_lr.measure(model, problem, None)["gradient_norm"] == 0
 
 
 def test_run(tmp_path, small_network):
@@ -42,8 +41,7 @@ def test_run(tmp_path, small_network):
     results, table = small.run(max_lr, tmp_path, "accuracy", "gradient_norm", **own)
     _, lost = results["rows"]
     assert lost["learning_rate"] == 1e30 and lost["runs"][0]["diverged"]
-    assert not lost["trains"] and results["max_learning_rate"].keys() == {"relu"}
-    assert table.count("| relu ") == 1 and "diverged ✗" in table
+    assert not lost["trains"] and "diverged ✗" in table
 
 
 def test_which_rate_is_the_largest_that_trains():
@@ -52,8 +50,7 @@ def test_which_rate_is_the_largest_that_trains():
     assert max_lr.trains([curve, good]) and not max_lr.trains([good, curve])
     assert not max_lr.trains([good, good | {"train_loss": None}])
 
-    trains = {("none", 0.1): False, ("cbn", 0.01): True, ("cbn", 0.1): True}
-    trains |= {("none", 1.0): False, ("cbn", 1.0): False}
+    trains = {("none", 0.1): False, ("cbn", 0.1): True, ("cbn", 1.0): False}
     rows = [
         {"activation": "relu", "norm": norm, "learning_rate": rate, "trains": found}
         for (norm, rate), found in trains.items()
