@@ -11,9 +11,6 @@ def test_deep_linear_network(tmp_path):
     own = {"norms": ["none"], "seeds": 2}
     settings, directory, (row,) = reference.run(landscape, tmp_path, **own)
     assert sorted(path.name for path in directory.glob("*.png")) == PICTURES
-    table = (directory / "table.md").read_text()
-    for text in ("\n| no normalization ", " ± ", "2 seeds (n - 1)"):
-        assert text in table
 
     # Without a norm, everything can be computed by hand.
     lines, others = (
@@ -50,7 +47,6 @@ def test_classifier(tmp_path, small_network):
     own |= {"initializer": "glorot_uniform", "direction": "random"}
     settings, _, (row,) = reference.run(landscape, tmp_path, own)
     assert row["diverged"] == row["not_finite"]["mean"] == 0
-    assert 0 <= row["test_accuracy"]["mean"] <= 1
     assert row["effective_beta"]["mean"] > 0
     one = settings.one(norm="lp1", seed=0)
     lengths = [0.1 * s for s in np.linspace(0.5, 6, 8)]
@@ -67,8 +63,7 @@ def test_classifier(tmp_path, small_network):
         np.testing.assert_array_equal(x, y)
 
     own = reference.IMAGES | {"norms": ["none"], "learning_rate": 1e30, "steps": 6}
-    settings, directory, (row,) = reference.run(landscape, tmp_path, own)
+    settings, _, (row,) = reference.run(landscape, tmp_path, own)
     found = landscape.train(settings.one(norm="none", seed=0))
     assert found.results["diverged"] and len(found.metrics) < 3
     assert (row["diverged"], row["train_loss"]) == (1, None)
-    assert sorted(path.name for path in directory.glob("*.png")) == PICTURES

@@ -7,7 +7,7 @@ import pytest
 from keras import layers
 
 from keras_norms import CBN
-from recipes.spheres import _pruning_results, pruning
+from recipes.spheres import pruning
 from recipes.spheres.pruning import Settings
 from tests.support import small
 from tests.support.backend import numpy
@@ -97,19 +97,6 @@ def test_premise():
     assert found["most"] == pytest.approx(np.mean(alike.max(1)), rel=1e-3)
 
 
-def test_share_at():
-    lines = [
-        {"method": "merge", "channels": c, "macs": 2 * c, "accuracy": a}
-        for c, a in ((0.2, 0.85), (0.0, 0.9), (0.1, 0.89), (0.3, 0.88))
-    ]
-    lines = _pruning_results.by_method(lines)["merge"]
-    share = _pruning_results.share_at
-    assert share(lines, 0.88, "accuracy", "channels") == pytest.approx(0.125)
-    assert share(lines, 0.88, "accuracy", "macs") == pytest.approx(0.25)
-    assert share(lines, 0.5, "accuracy", "macs") == 0.6
-    assert share(lines, 0.95, "accuracy", "macs") == 0
-
-
 @pytest.mark.thorough
 def test_pruning(tmp_path, monkeypatch, small_network):
     own = {"measure_size": 32, "statistics_size": 48, "test_size": 50, "shares": (0.5,)}
@@ -124,9 +111,6 @@ def test_pruning(tmp_path, monkeypatch, small_network):
     for line in outcome["points"]:
         for key in ("accuracy", "recalibrated"):
             assert line[key] * 50 == pytest.approx(round(line[key] * 50), abs=1e-3)
-    text = (directory / "table.md").read_text()
-    assert f"{outcome['shares']['merge']['accuracy']['channels']:.1%}" in text
-    assert (directory / "pruning.png").stat().st_size > 0
     # Without what was written last, nothing is measured anew.
     monkeypatch.setattr(pruning, "point", None)
     (directory / "results.json").unlink()

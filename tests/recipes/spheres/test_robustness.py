@@ -1,6 +1,5 @@
 import keras
 import numpy as np
-import pytest
 
 from keras_norms import diagnostics
 from recipes.engine import data
@@ -17,8 +16,7 @@ def test_robustness(tmp_path, small_network):
     own = ATTACK | {"norms": ("bn",), "weight_decays": (0, 0.05), "workers": 1}
     found, table = small.run(robustness, tmp_path, "epsilon", **own, **small.SETTINGS)
     rows = found["rows"]
-    for row, decay in zip(rows, (0, 0.05), strict=True):
-        assert (row["norm"], row["weight_decay"], row["diverged"]) == ("bn", decay, 0)
+    for row in rows:
         (found,) = row["runs"]
         assert [m["samples"] for m in found["inf"]] == [40] * 3
         assert len({m["clean"] for m in [*found["inf"], found["2"]]}) == 1
@@ -29,27 +27,10 @@ def test_robustness(tmp_path, small_network):
     # The paper's: 0.3375 - 0.4307 in Table 1, 0.5005 - 0.5478 in Table 2.
     here = f"{100 * (lost[1] - lost[0]):+.1f}"
     assert changed[2:] == [here, "+0.0", "-9.3", "-6.7", "-4.7"]
-
-
-def test_summary_and_table():
-    def found(attacked):
-        numbers = {"clean": 0.9, "noise": 0.8, "attacked": attacked}
-        numbers |= {"noise_difference": 0.1, "attack_difference": 0.9 - attacked}
-        others = {**numbers, "attacked": 0}
-        return {"inf": [others, numbers, others], "2": others, "weight_norm": 3.0}
-
-    row = robustness.summary([found(0.5), found(0.7)])
-    expected = pytest.approx({"mean": 0.6, "std": 0.02**0.5})
-    assert row["inf"]["attacked"] == expected
-    assert row["2"]["attacked"] == {"mean": 0, "std": 0}
-    row |= {"norm": "bn", "weight_decay": 0.1, "diverged": 1}
-    none = {"norm": "none", "weight_decay": 0.0, "diverged": 2}
-    none |= robustness.summary([])
-    _, _, bn, lost, *_ = small.cells(robustness.table([row, none], Settings(seeds=2)))
-    assert bn[:3] == ["BN (1 diverged)", "0.1", "0.900 ± 0.000"]
-    # The paper's are those with decay.
-    assert bn[5:10] == ["0.600 ± 0.141", "0.300 ± 0.141", "0.9375", "0.7812", "0.6"]
-    assert lost[0].endswith("(2 diverged)") and lost[2:] == ["–"] * 10
+    lost = {"norm": "none", "weight_decay": 0.0, "diverged": 2}
+    lost |= robustness.summary([])
+    _, _, line, *_ = small.cells(robustness.table([lost], Settings()))
+    assert line[0].endswith("(2 diverged)") and line[2:] == ["–"] * 10
 
 
 def test_network_of_pixels():

@@ -1,10 +1,7 @@
-import re
-
 import numpy as np
 import pytest
 
 from recipes.engine import training
-from recipes.engine.classifier import Training
 from recipes.spheres import weight_growth
 from recipes.spheres.weight_growth import Settings
 from tests.support import small
@@ -28,19 +25,13 @@ def test_weight_growth(tmp_path, monkeypatch, small_network):
     own = {"norms": ("bn",), "weight_decays": (0, 0.05), "workers": 1}
     own |= small.SETTINGS | {"sphere": True}
     pictures = "growth", "mean", "variance", "ellipsoid"
-    results, text = small.run(weight_growth, tmp_path, *pictures, **own)
+    results, _ = small.run(weight_growth, tmp_path, *pictures, **own)
     plain, decayed, projected = results["rows"]
-    assert (plain["weight_decay"], decayed["weight_decay"]) == (0, 0.05)
     # Lemma 3, on every convolution; the epsilon of BN is what is left.
     assert plain["lowest"] > 0.99 and plain["highest"] < 1.01
     assert plain["end"]["mean"] > plain["start"]["mean"]
     assert decayed["end"]["mean"] < decayed["start"]["mean"]
-    assert f" {plain['lowest']:.4f} to {plain['highest']:.4f} |" in text
     assert projected["end"]["mean"] == pytest.approx(projected["start"]["mean"])
-    assert [row["sphere"] for row in results["rows"]] == [False, False, True]
-    labels = ["no decay", "decay 0.05", "on the sphere"]
-    assert [row["decay"] for row in results["distances"]] == labels * 2
-    assert [row["decay"] for row in results["changes"]] == labels * 3
 
     # The lines of the first training, whose two epochs `measure` saw first.
     asked = Settings(**own, runs_dir=str(tmp_path)).runs()[0]
@@ -58,8 +49,6 @@ def test_weight_growth(tmp_path, monkeypatch, small_network):
     assert lemma["norm"] == pytest.approx(norms[-1], rel=1e-5)
     assert last["gain"] == pytest.approx(norms[-1] - start, rel=1e-5)
     assert last["gain"] == pytest.approx(lemma["gain"], rel=1e-2)
-    ((label, lines),) = weight_growth.drawn(curve, "conv", 0.1).items()
-    assert label == "decay 0.1" and "gain" not in lines[-1]
     for line in curve:
         assert len(line["variance_distance"]) == len(line["mean_distance"]) == 4
     # A unit lies on its ellipsoid, but for the epsilon of BN.
@@ -72,19 +61,3 @@ def test_weight_growth(tmp_path, monkeypatch, small_network):
         old, new = maps[0][key], maps[1][key]
         change = np.linalg.norm(new - old) / np.linalg.norm(old)
         assert curve[1][f"{key}_change"] == pytest.approx(change)
-    lowest = min(line["test_accuracy"] for line in curve[1:])
-    assert plain["lowest_accuracy"]["mean"] == pytest.approx(lowest)
-
-
-def test_what_diverged():
-    metrics = [{"test_accuracy": 0.1, "variance_distance": [None]}]
-    diverged = small.outcome(Training(), *metrics, diverged=True)
-    row = {"norm": "bn", "weight_decay": 0.0, "sphere": False}
-    row |= weight_growth.summary([diverged], "conv")
-    results = {"layer": "conv", "rows": [row], "distances": []}
-    (line,) = re.findall(r"\| (BN.*?) \|\n", weight_growth.table(results, 1))
-    expected = ["BN", "0", "– (1 diverged)", *["–"] * 5]
-    assert [cell.strip() for cell in line.split("|")] == expected
-    drawn = weight_growth.drawn(metrics, "conv", 0)
-    assert drawn == {"no decay": [], "Lemma 3": []}
-    assert weight_growth.pooled([metrics], "variance_distance") == []
