@@ -25,10 +25,4 @@ def test_some_of_which_there_is_nothing_to_draw(tmp_path, runs):
     figures.against(tmp_path / "2.png", outcomes, "x", "y", "title", base=2)
     panels = {"relu": {"layer 1": [[0.1, 0.5], [1.0]], "layer 2": []}}
     figures.distributions(tmp_path / "3.png", panels, (0, 1), "v", "title", (-1, 2))
-    ours = [{"mean": 1.0, "std": 0.1}, None]
-    values = {"ours": ours, "theirs": [None, {"mean": 2.0, "std": None}]}
-    figures.steps(tmp_path / "4.png", {"relu": values}, ["1", "2"], "title")
-    rates = {0.1: {"relu": {"bn": [[{"gradient_norm": 1.0}]]}}, 1.0: {"relu": {}}}
-    figures.gradient_norms(tmp_path / "5.png", rates, "title")
-    for path in [tmp_path / f"{number}.png" for number in range(1, 6)]:
-        assert path.read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 3

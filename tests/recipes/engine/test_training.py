@@ -7,7 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from recipes.engine import classifier, optimizers, results, training, workers
+from recipes.cbn import max_lr
+from recipes.engine import classifier, results, training, workers
 from tests.support import small
 from tests.support.backend import later, later_on_jax
 
@@ -74,8 +75,7 @@ def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
     for mine, other in zip(model.variables, again.variables, strict=True):
         np.testing.assert_array_equal(*map(training.numpy_copy, (mine, other)))
     # With another optimizer it is another network.
-    other = type("Other", (optimizers.SGD,), {})
-    problem = classifier.problem(second, optimizer=other)
+    problem = classifier.problem(second, optimizer=max_lr.MeasuringSGD)
     assert training.compiled(second, problem)[0] is not again
 
 
@@ -123,11 +123,8 @@ def test_many_of_which_one_diverges(tmp_path):
     assert bad.results["diverged"] and bad.metrics[-1]["train_loss"] is None
     assert "images" not in bad.metrics[-1]
     assert other is outcomes[good] and not other.results["diverged"]
-    assert results.percent([bad]) == "diverged"
     accuracy = f"{100 * other.results['test_accuracy']:.2f}"
     assert results.percent([other, bad]) == f"{accuracy} (1 of 2 diverged)"
-    assert results.percent([other, other]) == f"{accuracy} ± 0.00"
-    assert "of 3 seeds" in results.note(3)
 
 
 class Pool(contextlib.nullcontext):
@@ -140,10 +137,7 @@ class Pool(contextlib.nullcontext):
     def submit(self, function, job):
         self.jobs.append(job)
         future = concurrent.futures.Future()
-        try:
-            future.set_result(function(job))
-        except ValueError as error:
-            future.set_exception(error)
+        future.set_result(function(job))
         return future
 
     def shutdown(self, **_):
