@@ -34,9 +34,8 @@ def commands():
 
 
 def test_every_documented_command_parses():
-    found = commands()
+    found, wrong = commands(), {}
     assert len(found) > 60
-    wrong = {}
     for (module, *flags), path in found.items():
         if BACKEND != "jax":  # the only one that has populations
             flags = [flag for flag in flags if not flag.startswith("--population")]

@@ -9,14 +9,11 @@ pytestmark = pytest.mark.thorough
 
 def test_run(tmp_path):
     """Norms that are blind, or not, to each term; and that every norm can be made."""
-    found, table = small.run(layers, tmp_path, "shares", samples=32, seeds=1)
-    rows = found["rows"]
+    found, _ = small.run(layers, tmp_path, "shares", samples=32, seeds=1)
+    rows, of = found["rows"], {}
     assert len(rows) == len(layers.LAYERS) * len(available()) * 2
-    assert all(table.count(f"{dtype}, mixed\n") == 1 for dtype in available())
-    table, of = " ".join(table.split()), {}
     for row in rows:
         shares, norm = row["shares"], row["norm"]
-        assert f"| {norm} | {shares['first']:.1e} |" in table
         limit = {"float32": 1e-4, "float64": 1e-12}[row["dtype"]]
         if norm in ("BN", "CBN"):
             assert max(shares["first"], shares["diagonal"]) < limit

@@ -27,10 +27,7 @@ def test_measure():
                 variable.assign(rng.normal(size=variable.shape))
     before = [np.array(v) for v in model.get_weights()]
     values = assumptions.measure(model, None, settings)
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
-    stages = {f"{name} stage {i}" for name in ("eta", "tau") for i in (1, 2, 3)}
-    assert values.keys() == stages
+    assert all(map(np.array_equal, before, model.get_weights()))
     assert [len(values[f"eta stage {i}"]) for i in (1, 2, 3)] == [4, 4, 8]
     layer = model.get_layer("stage1_block0_conv1_norm")
     ((batch, _),) = data.other_batches(settings, 1)
@@ -41,11 +38,6 @@ def test_measure():
     eta = (mean - beta) / (0.7 * moving + 0.3 * mean)
     np.testing.assert_allclose(values["eta stage 1"], eta, rtol=1e-3)
     np.testing.assert_allclose(values["tau stage 1"], gamma / (2 * sigma), rtol=1e-3)
-
-    # Channels that are dead have no finite values.
-    x, zeros = np.zeros((4, 2)), np.zeros(2)
-    found = assumptions.assumption_values(x, np.ones(2), zeros, 1.0, zeros)
-    assert not np.isfinite(found).any()
 
 
 def test_run(tmp_path):
@@ -61,7 +53,6 @@ def test_shares_of_pooled_values():
     values = [[0.5, 2.5, np.nan, -1.0], [1.0, 1.5, 2.0, 0.0]]
     expected = {"first": 0.25, "last": 0.5, "all": 3 / 8, "not_finite": 1 / 8}
     assert assumptions.shares(values, (0, 2)) == expected
-    assert assumptions.shares([], (0, 2))["all"] is None
     curves = [[{"a": [1.0, None]}, {"a": [2.0]}], [{"a": [3.0]}], [{}]]
     first, second = assumptions.pooled(curves, "a")
     np.testing.assert_array_equal(first, [1, np.nan, 3])

@@ -6,7 +6,6 @@ from keras_norms import CBN
 from recipes.cbn import gradient_variance
 from recipes.engine import data
 from tests.support import small
-from tests.support.backend import numpy
 
 
 def test_measure_of_a_linear_model(monkeypatch):
@@ -55,7 +54,6 @@ def test_bias_of_old_statistics():
     pairs = sum(differences) ** 2 - np.square(differences).sum()
     found = gradient_variance.squared_bias(model, batches)
     assert found == pytest.approx(pairs / 6, rel=1e-4)
-    assert numpy(norm.learning_rate) == pytest.approx(0.025)
 
 
 def test_run(tmp_path, small_network):

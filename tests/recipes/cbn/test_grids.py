@@ -25,9 +25,8 @@ def test_ablation(tmp_path, monkeypatch):
     assert rows == [*expected]
     lines = small.cells(table)
     assert ["3", "✓", "", "1", "", "diverged"] in lines
-    # Row 4 minus row 3 of the paper's Table 1, with Tanh.
-    of_paper = f"{91.29 - 89.85:+.2f}"
-    assert ["decoupled (4 - 3)", "–", "–", of_paper] in lines
+    # The paper's: row 4 minus row 3 of Table 1, with Tanh.
+    assert ["decoupled (4 - 3)", "–", "–", f"{91.29 - 89.85:+.2f}"] in lines
     assert ["AMAT (2 - 5)", "-6.00", "-6.00"] in [line[:3] for line in lines]
 
 

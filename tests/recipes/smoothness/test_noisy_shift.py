@@ -22,7 +22,6 @@ def test_changes():
     found = noisy_shift.changes(before, after)
     change = np.abs(after.mean(0) - before.mean(0))
     assert found["mean_change"] == pytest.approx(change.mean())
-    assert found["mean"] == pytest.approx(before.mean())
     # Of the channels that vary.
     relative = change[:2] / before[:, :2].std(0)
     assert found["relative_mean_change"] == pytest.approx(relative.mean())
@@ -44,7 +43,6 @@ def test_activations_are_those_of_training():
     arrays, moved = noisy_shift.activations(model, layers, weights, state, x)
     assert list(layers)[:2] == ["stem", "stem, before the norm"] and len(arrays) == 4
     found, conv = arrays[:2]
-    assert found.shape == conv.shape == (16 * 3 * 3, 4)
     expected = numpy(model.get_layer("stem")(x)).reshape(-1, 4)
     np.testing.assert_allclose(conv, expected, rtol=1e-4, atol=1e-5)
     # The model was left alone: in training mode it moves its state to the same place.
@@ -58,8 +56,7 @@ def test_activations_are_those_of_training():
 
 @pytest.mark.thorough
 def test_deep_linear_network(tmp_path):
-    settings, directory, rows = reference.run(noisy_shift, tmp_path, layers=["layer3"])
-    assert len(list(directory.glob("*.png"))) == 3
+    settings, _, rows = reference.run(noisy_shift, tmp_path, layers=["layer3"])
     change = {row["norm"]: row["layers"]["layer3"]["mean_change"] for row in rows}
     # BN's mean is beta, which moves slowly; noise of +-0.5 is drawn at each step.
     assert change["bn"]["mean"] < 0.02 < 0.1 < change["noisy_bn"]["mean"]
@@ -94,8 +91,7 @@ def test_recalibrated_is_inference_with_statistics_without_noise():
     noise, none = (noisy_shift.Run(norm=norm) for norm in ("noisy_bn", "none"))
     found = noisy_shift.recalibrated(noisy, problem, noise, None)
     assert found == {"recalibrated_test_accuracy": 1.0}
-    for old, new in zip(before, noisy.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert all(map(np.array_equal, before, noisy.get_weights()))
     assert noisy_shift.recalibrated(noisy, problem, none, None) == {}
 
 

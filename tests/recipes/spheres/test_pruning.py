@@ -49,14 +49,13 @@ def test_smallest_gamma():
     model = network()
     before = model.get_weights()
     pruned = pruning.without_smallest(model, 0.5, IMAGES)
-    for old, new in zip(before, model.get_weights()):
-        np.testing.assert_array_equal(old, new)
+    assert all(map(np.array_equal, before, model.get_weights()))
     gone = np.argsort(np.abs(numpy(model.get_layer("one_norm").gamma)))[:2]
     assert sorted(gone) == list(pruned.removed["one"])
     kernel = numpy(model.get_layer("two").kernel).copy()
     kernel[:, :, gone] = 0
     model.get_layer("two").kernel.assign(kernel)
-    expected, actual = (numpy(m(IMAGES, training=False)) for m in (model, pruned.model))
+    expected, actual = (m.predict(IMAGES, verbose=0) for m in (model, pruned.model))
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
     # A layer keeps one channel.
     pruned = pruning.without_smallest(network(), 0.99, IMAGES)
@@ -108,9 +107,6 @@ def test_pruning(tmp_path, monkeypatch, small_network):
     assert found == [("whole", 0), ("gamma", 0.5), ("mean", 0.4), ("merge", 0.4)]
     whole = outcome["points"][0]
     assert whole["error"] < 1e-6 and whole["accuracy"] == outcome["accuracy"]
-    for line in outcome["points"]:
-        for key in ("accuracy", "recalibrated"):
-            assert line[key] * 50 == pytest.approx(round(line[key] * 50), abs=1e-3)
     # Without what was written last, nothing is measured anew.
     monkeypatch.setattr(pruning, "point", None)
     (directory / "results.json").unlink()
@@ -119,9 +115,8 @@ def test_pruning(tmp_path, monkeypatch, small_network):
     # It was trained for one epoch, at the rates of a training of all epochs.
     (path,) = tmp_path.glob("runs_dir/pruning_train-*/metrics.jsonl")
     assert len(path.read_text().splitlines()) == 1
-    problem, all_epochs = map(pruning.problem, (asked, Settings(**small.SETTINGS)))
-    assert (problem.epochs, all_epochs.epochs) == (1, 2)
-    assert problem.schedule.boundaries == all_epochs.schedule.boundaries
+    problem, whole = map(pruning.problem, (asked, Settings(**small.SETTINGS)))
+    assert problem.schedule.boundaries == whole.schedule.boundaries
     # A network that cannot be read is named.
     (path,) = (tmp_path / "saved_models_dir").iterdir()
     path.write_bytes(b"")
