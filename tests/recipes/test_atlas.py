@@ -14,9 +14,7 @@ OWN |= {"norms": ("none", "cbn"), "learning_rates": (0.01, 0.1, 1.0)}
     "accuracies, rate, at_end",
     [
         ((0.1, 0.3, 0.2), 0.1, False),
-        ((0.1, 0.3, 0.4), 1.0, True),
         ((0.3, 0.3, 0.2), 0.01, True),
-        ((0.0, 0.0, None), 0.01, True),
         ((None, None, 0.1), 1.0, True),
         ((None, None, None), 0.01, True),
     ],

@@ -65,19 +65,12 @@ def test_bits_of_a_uniform_density(pair):
 
 
 @pytest.mark.thorough
-def test_run(tmp_path, monkeypatch):
-    measured, measure = [], flow.measure
-
-    def recorded(model, problem, settings, run):
-        found = measure(model, problem, settings, run)
-        measured.append((found, run.metrics))
-        return found
-
-    monkeypatch.setattr(flow, "measure", recorded)
+def test_run(tmp_path):
     own = {"norms": ("bn",), "classes": ("3+8",), "architectures": ("narrow",)}
     own |= {"epochs": 3, "learning_rate": 1e-2, "seeds": 1, "pairs": 10, "workers": 1}
     small.run(flow, tmp_path, "interpolation", "training", **TINY, **own)
-    ((found, lines),) = measured
+    (asked,) = flow.Settings(**TINY, **own, runs_dir=str(tmp_path)).runs()
+    _, found, lines = flow.train(asked)
     parts = "train_log_likelihood", "test_log_likelihood"
     train, test = ([line[key] for line in lines] for key in parts)
     assert len(lines) == 3 and train[-1] > train[0] and test[-1] > test[0]

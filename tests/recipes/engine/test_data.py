@@ -22,8 +22,6 @@ def test_digits():
     images = data.load("digits")
     assert images.x_train.shape == (1437, 8, 8, 1)
     assert images.x_train.dtype == np.float32 and images.y_train.dtype == np.int32
-    np.testing.assert_allclose(images.x_train.mean(), 0, atol=1e-5)
-    np.testing.assert_allclose(images.x_train.std(), 1, atol=1e-5)
     counts = np.bincount(images.y_test)
     assert counts.min() >= 34 and counts.max() <= 38
     assert len(counts) == images.num_classes == 10 and len(images.x_test) == 360
@@ -117,7 +115,6 @@ def test_batches_are_a_function_of_seed_and_number(augment):
     # With replacement, each image is any of all, in every place.
     drawn = made(3, replacement=True)
     found = np.concatenate([drawn[i][1] for i in range(4 * 250)])
-    assert len(set(found[:20])) < 20
     counts, expected = np.bincount(found, minlength=23), len(found) / 23
     # Pearson's statistic is above 60 with a probability of 2e-5.
     assert np.square(counts - expected).sum() / expected < 60

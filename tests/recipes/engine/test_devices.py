@@ -1,11 +1,9 @@
 import numpy as np
 import pytest
 
-from recipes.engine import classifier, data, devices, joint_training, population
+from recipes.engine import classifier, data, devices, joint_training
 from recipes.models import norms
-from tests.recipes.engine.test_imagenet import TEST, read, stream
-from tests.recipes.engine.test_imagenet import data_dir as data_dir  # a fixture
-from tests.support.backend import BACKEND, later_on_jax, tensorflow_only
+from tests.support.backend import BACKEND, tensorflow_only
 
 SETTINGS = classifier.Training(train_size=40, batch_size=12, augment=True)
 
@@ -16,15 +14,12 @@ def test_what_a_backend_does_not_have_is_refused():
         if devices.BACKENDS.get(name) != BACKEND:
             with pytest.raises(ValueError, match=f"of none.* the backend {BACKEND}"):
                 devices.get(name)
-    for name in (None, "none", "mirrored", "tpu"):
+    for name in ("none", "mirrored"):
         with pytest.raises(ValueError, match="many machines there only. Received: job"):
             devices.get(name, "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
-    for make in (
-        lambda: population.Population(None, [{}], None, epochs=1, batch_size=1),
-        lambda: joint_training.train([classifier.Saved()]),
-    ) * (BACKEND != "jax"):
+    if BACKEND != "jax":
         with pytest.raises(ValueError, match="KERAS_BACKEND=jax.*Received: backend"):
-            make()
+            joint_training.train([classifier.Saved()])
 
 
 def test_test_batches():
@@ -55,25 +50,6 @@ def test_processes_share_each_batch():
     np.testing.assert_array_equal(images[:360], whole.test[0])
     with pytest.raises(ValueError, match="multiple of the number of devices, 8. Rec"):
         devices._Parts(data.source(SETTINGS), 12, 8)
-
-
-@later_on_jax
-def test_processes_share_imagenet(data_dir):
-    whole = stream(data_dir)
-    parts = [devices._Parts(stream(data_dir), 4, 4, process, 2) for process in range(2)]
-    batches = [read(part.batches(1)) for part in parts]
-    for (x, y), *mine in zip(read(whole.batches(1)), *batches, strict=True):
-        # The same crops of the same images, in another order.
-        together = {label: image for part in mine for image, label in zip(*part)}
-        assert together.keys() == set(y) and len(y) == 4
-        for image, label in zip(x, y):
-            np.testing.assert_allclose(together[label], image, atol=1e-5)
-    ((first,), (second,)) = (list(part.test.as_numpy_iterator()) for part in parts)
-    images, labels, weights = map(np.concatenate, zip(first, second))
-    np.testing.assert_array_equal(weights, [1] * TEST + [0])
-    expected = np.concatenate([y for _, y in read(whole.test)])
-    np.testing.assert_array_equal(labels[:TEST], expected)
-    assert len(images) == TEST + 1
 
 
 @tensorflow_only

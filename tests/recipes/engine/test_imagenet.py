@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from recipes import train
-from recipes.engine import classifier, data, imagenet
+from recipes.engine import classifier, data, devices, imagenet
 from tests.support import images, small
 from tests.support.backend import thorough_on
 
@@ -40,17 +40,11 @@ def data_dir(tmp_path_factory):
     """ImageNet in the files of tensorflow_datasets, with few images."""
     root = tmp_path_factory.mktemp("tfds")
     rng = np.random.default_rng(0)
-    splits = {
-        split: [
-            {
-                "image": io.BytesIO(jpeg(*kind, rng)),
-                "label": i,
-                "file_name": f"{i}.JPEG",
-            }
-            for i, kind in zip(range(count), itertools.cycle(KINDS))
-        ]
-        for split, count in (("train", TRAIN), ("validation", TEST))
-    }
+    examples = [
+        {"image": io.BytesIO(jpeg(*kind, rng)), "label": i, "file_name": f"{i}.JPEG"}
+        for i, kind in zip(range(TRAIN), itertools.cycle(KINDS))
+    ]
+    splits = {"train": examples, "validation": examples[:TEST]}
     images.write_tfds(root, imagenet.NAME, splits, per_shard=7)
     return str(root)
 
@@ -151,6 +145,23 @@ def test_every_kind_of_image_is_decoded_as_pil_does(kind):
     for number in range(5):
         part = imagenet.random_crop(tf.constant(content), SIZE, (0, number)).numpy()
         assert part.shape == (SIZE, SIZE, 3) and np.ptp([part.min(), part.max()]) < 256
+
+
+def test_processes_share_the_images(data_dir):
+    whole = stream(data_dir)
+    parts = [devices._Parts(stream(data_dir), 4, 4, process, 2) for process in range(2)]
+    batches = [read(part.batches(1)) for part in parts]
+    for (x, y), *mine in zip(read(whole.batches(1)), *batches, strict=True):
+        # The same crops of the same images, in another order.
+        together = {label: image for part in mine for image, label in zip(*part)}
+        assert together.keys() == set(y) and len(y) == 4
+        for image, label in zip(x, y):
+            np.testing.assert_allclose(together[label], image, atol=1e-5)
+    ((first,), (second,)) = (list(part.test.as_numpy_iterator()) for part in parts)
+    _, labels, weights = map(np.concatenate, zip(first, second))
+    np.testing.assert_array_equal(weights, [1] * TEST + [0])
+    expected = np.concatenate([y for _, y in read(whole.test)])
+    np.testing.assert_array_equal(labels[:TEST], expected)
 
 
 def test_train(data_dir, tmp_path, monkeypatch):
