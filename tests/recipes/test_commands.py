@@ -34,9 +34,8 @@ def commands():
 
 
 def test_every_documented_command_parses():
-    found = commands()
+    found, wrong = commands(), {}
     assert len(found) > 60
-    wrong = {}
     for (module, *flags), path in found.items():
         if BACKEND != "jax":  # the only one that has populations
             flags = [flag for flag in flags if not flag.startswith("--population")]
@@ -64,14 +63,11 @@ def test_every_recipe_is_documented():
         ("train", "--activation=sine", "`activation` must .*activation='sine'"),
         ("train", "--model=resnet9", "`model` must .*model='resnet9'"),
         ("train", "--stage_rho=stage1", "`stage_rho` must .*stage_rho='stage1'"),
-        ("train", "--image_size=64", "`image_size` must .*image_size=64"),
         ("train", "--dtype=float16", "float16"),
         ("train", "--dataset=imagenet2012 --validation_size=9", "`validation_size` mu"),
         ("cbn.ablation", "--activations=relu --rho_after=1,2", "must have one number"),
-        ("cbn.ablation", "--rho_after=0", "`rho_after` must be positive"),
         ("cbn.gradient_variance", "--batches=1", "`batches` must be at least 2"),
         ("smoothness.landscape", "--network=dln --dataset=digits", "must be None with"),
-        ("smoothness.landscape", "--depth=3", "`depth` must be None with network='vg"),
         ("smoothness.landscape", "--steps=10 --every=3", "a multiple of `every`"),
         ("blindness.features", "--norms=ws+gn", "`norm` must not normalise kernels"),
         ("blindness.features", "--networks=vgg12", "`model` must be one of"),

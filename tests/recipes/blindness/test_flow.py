@@ -25,24 +25,20 @@ def test_pixels_are_those_of_the_data_set(pair):
         found = np.concatenate([x[y == label].reshape(-1, 64) for x, y in parts])
         expected = digits.data[digits.target == digit]
         assert sorted(map(tuple, found)) == sorted(map(tuple, expected))
-    small_pair = Pair("digits", "3+8", 4)
-    assert small_pair.image_shape == (4, 4, 1)
     blocks = pair.x_test[:, 2:4, 4:6, 0].mean((1, 2))
-    np.testing.assert_array_equal(small_pair.x_test[:, 1, 2, 0], np.rint(blocks))
+    found = Pair("digits", "3+8", 4).x_test[:, 1, 2, 0]
+    np.testing.assert_array_equal(found, np.rint(blocks))
 
 
 def test_noise_and_interpolation(pair):
     x = pair.dequantised(pair.x_test)
-    assert x.dtype == "float32" and x.min() >= 0 and x.max() <= 1
     np.testing.assert_array_equal(np.floor(x * 17 - 1e-5).clip(0), pair.x_test)
     first, second = (pair.x_test[pair.y_test == label][:5] for label in (0, 1))
     expected = [second, 0.25 * first + 0.75 * second, first]
     np.testing.assert_allclose(pair.interpolated([0, 0.25, 1], count=5), expected)
     few = Pair("digits", "3+8", 8, train_size=64)
     batches, later = Batches(few, 32, seed=1), Batches(few, 32, seed=1, first_epoch=1)
-    assert (batches[0][0] != batches[2][0]).any()
     np.testing.assert_array_equal(batches[2][0], later[0][0])
-    np.testing.assert_array_equal(batches[3][1], later[1][1])
 
 
 def test_bits_of_a_uniform_density(pair):
@@ -66,49 +62,23 @@ def test_bits_of_a_uniform_density(pair):
     assert found["mean"] == pytest.approx([-64 * np.log(17)] * 11)
     assert found["gap"] == pytest.approx(0, abs=1e-9)
     assert found["auroc"] == 0.5 and found["round_trip"] == 0
-    assert flow.apart(np.array([3, 1.0]), np.array([0, 2.0])) == (1, 0.75)
 
 
 @pytest.mark.thorough
-def test_run(tmp_path, monkeypatch):
-    measured, measure = [], flow.measure
-
-    def recorded(model, problem, settings, run):
-        found = measure(model, problem, settings, run)
-        measured.append((found, run.metrics))
-        return found
-
-    monkeypatch.setattr(flow, "measure", recorded)
+def test_run(tmp_path):
     own = {"norms": ("bn",), "classes": ("3+8",), "architectures": ("narrow",)}
-    own |= {"epochs": 3, "learning_rate": 1e-2, "seeds": 2, "pairs": 10, "workers": 1}
-    pictures = "interpolation", "training"
-    results, table = small.run(flow, tmp_path, *pictures, **TINY, **own)
-    for found, lines in measured:
-        parts = "train_log_likelihood", "test_log_likelihood"
-        train, test = ([line[key] for line in lines] for key in parts)
-        assert len(lines) == 3 and train[-1] > train[0] and test[-1] > test[0]
-        assert found["round_trip"] < 1e-4
-        last, mean = test[-1], found["mean"]
-        assert found["test_log_likelihood"] == pytest.approx(last, rel=1e-4)
-        assert found["real"] == pytest.approx((mean[0] + mean[-1]) / 2)
-        assert found["gap"] == pytest.approx(found["real"] - mean[5], abs=1e-3)
-        ratio = found["bits_per_dim"] / found["train_bits_per_dim"]
-        assert ratio == pytest.approx(last / train[-1], rel=1e-4)
-    (row,) = results["rows"]
-    gaps, aurocs = ([found[key] for found, _ in measured] for key in ("gap", "auroc"))
-    assert row["gap"]["mean"] == pytest.approx(np.mean(gaps))
-    assert row["auroc"]["std"] == pytest.approx(np.std(aurocs, ddof=1))
-    assert f" {row['gap']['mean']:.1f} ± {row['gap']['std']:.1f} |" in table
-
-
-def test_settings():
-    sweep = flow.Settings(classes=("3+8", "0+1"), norms=("bn",), seeds=2)
-    found = [(run.classes, run.seed) for run in sweep.runs()]
-    assert found == [("3+8", 0), ("3+8", 1), ("0+1", 0), ("0+1", 1)]
-    for architecture, couplings in (("full", 2), ("shallow", 1)):
-        own = TINY | {"architecture": architecture, "couplings": 2, "between": False}
-        model = flow.problem(flow.Training(**own)).network()
-        assert len(model.steps) == 1 + couplings + 1  # a logit, and one coupling more
+    own |= {"epochs": 3, "learning_rate": 1e-2, "seeds": 1, "pairs": 10, "workers": 1}
+    small.run(flow, tmp_path, "interpolation", "training", **TINY, **own)
+    (asked,) = flow.Settings(**TINY, **own, runs_dir=str(tmp_path)).runs()
+    _, found, lines = flow.train(asked)
+    parts = "train_log_likelihood", "test_log_likelihood"
+    train, test = ([line[key] for line in lines] for key in parts)
+    assert len(lines) == 3 and train[-1] > train[0] and test[-1] > test[0]
+    assert found["round_trip"] < 1e-4
+    mean = found["mean"]
+    assert found["test_log_likelihood"] == pytest.approx(test[-1], rel=1e-4)
+    assert found["real"] == pytest.approx((mean[0] + mean[-1]) / 2)
+    assert found["gap"] == pytest.approx(found["real"] - mean[5], abs=1e-3)
 
 
 def test_diverged_runs_are_counted():
@@ -122,7 +92,6 @@ def test_diverged_runs_are_counted():
 def test_bad_arguments():
     for bad, message in (
         (("3+3", 8), "`classes` must be two different labels"),
-        (("3+x", 8), "`classes` must be two different labels"),
         (("3+11", 8), "`classes` must be two different labels"),
         (("3+8", 3), "`size` must divide"),
         (("3+8", 8, 1000), "`train_size` must be between 1 and"),

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import pickle
 
@@ -42,13 +43,11 @@ SHARED = "" if BACKEND == "tensorflow" else f"-backend{BACKEND}"
 
 
 def test_flags():
-    assert command.parse(Cooking, []) == Cooking()
     arguments = ["--dish=stew", "--salt=1", "--nocover", "--herbs=a,b", "--places=1,2"]
     made = command.parse(Cooking, [*arguments, "--cook=me", "--runs_dir=x"])
     given = {"dish": "stew", "salt": 1.0, "cover": False, "herbs": ("a", "b")}
-    assert made == Cooking(**given, places=(1, 2))
-    assert (made.cook, made.runs_dir, made.hours) == ("me", "x", 4)
-    assert made.places == (1.0, 2.0)
+    assert made == Cooking(**given, places=(1, 2), hours=4)
+    assert (made.cook, made.runs_dir) == ("me", "x")
     for bad, message in (
         ("--pepper=1", "pepper"),
         ("pepper", "must be flags. Received: .'pepper'"),
@@ -61,8 +60,6 @@ def test_flags():
 def test_usual_values_are_in_the_place_of_none():
     assert Cooking().hours == 1 and Cooking(dish="stew").hours == 4
     assert Cooking(dish="stew", hours=2).hours == Menu().hours == 2
-    assert Cooking().backend == BACKEND and Cooking().places is None
-    assert classifier.Saved(saved_models_dir=None).saved_models_dir is None
     for dataset, *expected in (
         ("digits", 15, 128, 5e-4, False, None),
         ("x/cifar10.npz", 120, 128, 5e-4, True, None),
@@ -72,7 +69,6 @@ def test_usual_values_are_in_the_place_of_none():
         found = [one.epochs, one.batch_size, one.weight_decay, one.augment]
         assert [*found, one.image_size] == expected
     grid = classifier.Grid(seeds=1, dataset="a/mnist.npz")
-    assert grid.about() == "mnist, resnet20, one run each"
     assert {run.epochs for run in grid.runs()} == {10}
 
 
@@ -80,14 +76,10 @@ def test_labels():
     assert Cooking().label() == f"soup-seed0{SHARED}"
     many = Cooking(dish="stew", seed=3, hours=5, cover=True, herbs=["a", "b"], cook="x")
     assert many.label() == f"stew-seed3{SHARED}-coverTrue-herbsa+b-hours5"
-    assert Cooking(dish="stew").label() == f"stew-seed0{SHARED}"
-    few = Cooking(salt=0.1 + 0.2, places=(1, 0.5))
-    assert few.label() == f"soup-seed0{SHARED}-places1+0.5-salt0.3"
+    assert Cooking(salt=0.1 + 0.2).label() == f"soup-seed0{SHARED}-salt0.3"
     # Nor does `cook` decide the outcome where a class has another default.
-    changed = Menu(seeds=5, salts=(2,), cook="you")
-    assert str(changed.directory("menu")) == f"runs/menu{SHARED}-salts2-seeds5"
-    assert str(Menu(runs_dir="a/b").directory("menu")) == f"a/b/menu{SHARED}"
-    assert Menu(cook="you") == Menu()
+    changed = Menu(seeds=5, salts=(2,), cook="you", runs_dir="a/b")
+    assert str(changed.directory("menu")) == f"a/b/menu{SHARED}-salts2-seeds5"
     # Long ones are cut, and differ.
     herbs = ([*map(str, range(n))] for n in (100, 101))
     long = {Menu(herbs=each).directory("menu").name for each in herbs}
@@ -99,51 +91,37 @@ def test_settings_are_json_and_keys():
     usual = {"backend": BACKEND, "dish": "soup", "seed": 0, "salt": 0.5, "hours": 1}
     others = {"cover": None, "herbs": ["a", "b"], "places": None}
     assert json.loads(json.dumps(config)) == usual | others
-    one, same = Cooking(cook="me"), Cooking(hours=1)
-    assert one == same and {one: 1}[same] == 1
-    assert pickle.loads(pickle.dumps(one)) == one
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        one.salt = 1.0
+    one = Cooking(cook="me")
+    assert {one: 1}[Cooking(hours=1)] == 1 and pickle.loads(pickle.dumps(one)) == one
 
 
-def test_bad_values():
+def test_bad_values(monkeypatch):
     for name, value, must in (
         ("dish", "pie", "be of soup, stew"),
-        ("dish", None, "be of type str"),
         ("seed", -1, "be at least 0"),
-        ("seed", 1.0, "be of type int"),
         ("seed", True, "be of type int"),
         ("salt", 0.0, "be positive"),
-        ("salt", 3, "be at most 2"),
         ("salt", float("nan"), "be finite"),
         ("cover", 1, "be True or False"),
         ("herbs", "ab", "be several values"),
-        ("places", [1, -1], "be at least 0"),
         ("places", ["x"], "be values of type float"),
     ):
         with pytest.raises(ValueError, match=rf"`{name}` must {must}\. Received: "):
             Cooking(**{name: value})
-
-
-def test_a_bad_flag_ends_with_a_message(monkeypatch):
-    class Bad(Cooking):
-        define_flags = staticmethod(lambda: None)
-        from_flags = staticmethod(lambda: Cooking(salt=0.0))
-
     monkeypatch.setattr(command.app, "run", lambda main: main([]))
+    monkeypatch.setattr(Cooking, "define_flags", lambda: None)
+    monkeypatch.setattr(Cooking, "from_flags", lambda: Cooking(salt=0.0))
     with pytest.raises(SystemExit, match="`salt` must be positive.*\n.*--help"):
-        command.run(lambda settings: None, Bad)
+        command.run(None, Cooking)
 
 
 def test_runs_of_a_sweep():
     menu = Menu(seeds=2, herbs=("a",), cook="me", runs_dir="x")
     runs = menu.runs()
-    found = [(run.dish, run.salt, run.seed) for run in runs]
-    cells = [(d, s) for s in (0.5, 1.0) for d in ("stew", "soup")]
-    assert sorted(found) == sorted((d, s, seed) for d, s in cells for seed in (0, 1))
+    found = {(run.dish, run.salt, run.seed) for run in runs}
+    cells = itertools.product(("stew", "soup"), (0.5, 1.0), (0, 1))
+    assert found == set(cells) and len(runs) == 8
     assert all(type(run) is Cooking and run.herbs == ("a",) for run in runs)
     assert {(run.hours, run.cook, run.runs_dir) for run in runs} == {(2, "me", "x")}
     only = menu.runs(dish="soup", hours=9)
     assert {(run.dish, run.hours) for run in only} == {("soup", 9)} and len(only) == 4
-    with pytest.raises(ValueError, match="`salt` must be at most 2"):
-        Menu(salts=(3.0,)).runs()

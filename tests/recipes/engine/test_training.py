@@ -7,7 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from recipes.engine import classifier, optimizers, results, training, workers
+from recipes.cbn import max_lr
+from recipes.engine import classifier, results, training, workers
 from tests.support import small
 from tests.support.backend import later, later_on_jax
 
@@ -74,14 +75,14 @@ def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
     for mine, other in zip(model.variables, again.variables, strict=True):
         np.testing.assert_array_equal(*map(training.numpy_copy, (mine, other)))
     # With another optimizer it is another network.
-    other = type("Other", (optimizers.SGD,), {})
-    problem = classifier.problem(second, optimizer=other)
+    problem = classifier.problem(second, optimizer=max_lr.MeasuringSGD)
     assert training.compiled(second, problem)[0] is not again
 
 
 # Two steps an epoch; a tenth from the fourth step on, a hundredth from the sixth. The
-# layer of the network that is used again has omega 1.
-TOLD = [[0.1, 1.0], [0.01, 0.1], [0.001, 0.01]]
+# layer of the network that is used again has omega 1, here divided by the batches whose
+# gradients make a step.
+TOLD = [[0.1, 0.5], [0.01, 0.05], [0.001, 0.005]]
 
 
 @later_on_jax
@@ -95,20 +96,10 @@ def test_amat_goes_with_the_norms_that_want_it(norm, expected, tmp_path):
         rates = {"rate": layer.learning_rate, "product": product}
         return {key: float(training.numpy_copy(v)) for key, v in rates.items()}
 
-    metrics = train(settings(tmp_path, norm=norm), after=rate).metrics
+    asked = settings(tmp_path, norm=norm, gradient_accumulation_steps=2)
+    metrics = train(asked, after=rate).metrics
     found = [[line["rate"], line["product"]] for line in metrics]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_gradients_of_four_batches_make_one_step(tmp_path):
-    def kernel(model, *_):
-        return {"kernel": training.numpy_copy(model.get_layer("conv").kernel).tolist()}
-
-    # An epoch has two batches.
-    asked = settings(tmp_path, gradient_accumulation_steps=4)
-    lines = train(asked, after=kernel).metrics
-    first, second, third = (line["kernel"] for line in lines)
-    assert first != second == third
 
 
 @later_on_jax
@@ -123,11 +114,8 @@ def test_many_of_which_one_diverges(tmp_path):
     assert bad.results["diverged"] and bad.metrics[-1]["train_loss"] is None
     assert "images" not in bad.metrics[-1]
     assert other is outcomes[good] and not other.results["diverged"]
-    assert results.percent([bad]) == "diverged"
     accuracy = f"{100 * other.results['test_accuracy']:.2f}"
     assert results.percent([other, bad]) == f"{accuracy} (1 of 2 diverged)"
-    assert results.percent([other, other]) == f"{accuracy} ± 0.00"
-    assert "of 3 seeds" in results.note(3)
 
 
 class Pool(contextlib.nullcontext):
@@ -140,10 +128,7 @@ class Pool(contextlib.nullcontext):
     def submit(self, function, job):
         self.jobs.append(job)
         future = concurrent.futures.Future()
-        try:
-            future.set_result(function(job))
-        except ValueError as error:
-            future.set_exception(error)
+        future.set_result(function(job))
         return future
 
     def shutdown(self, **_):

@@ -90,7 +90,8 @@ def test_outputs_of_steps_against_numpy():
     wide, expected = x.astype("float64"), {}
     p = 0.05 + 0.9 * wide
     expected["logit"] = np.log(p / (1 - p))
-    mean, variance = map(numpy, (made["bn"].moving_mean, made["bn"].moving_variance))
+    moving = made["bn"].moving_mean, made["bn"].moving_variance
+    mean, variance = (numpy(variable).copy() for variable in moving)
     expected["bn"] = (wide - mean) / np.sqrt(variance + steps.EPSILON)
     kept = wide[..., :1]
     deviation = np.sqrt(kept.var((1, 2, 3), keepdims=True) + steps.EPSILON)
@@ -104,24 +105,13 @@ def test_outputs_of_steps_against_numpy():
         # Of these, batch normalization alone has another output in training.
         y, _ = made[name](x, training=name != "bn")
         np.testing.assert_allclose(numpy(y), values, rtol=1e-5, atol=1e-6)
-    y, _ = steps.Squeeze()(np.arange(16, dtype="float32").reshape(1, 4, 4, 1))
-    np.testing.assert_array_equal(numpy(y)[0, 0, 1], [2, 3, 6, 7])
-
-
-def test_batch_normalization_in_training():
-    made, x = step("bn"), images(count=8)
-    moving = made.moving_mean, made.moving_variance
-    before = [numpy(variable).copy() for variable in moving]
-    wide = x.astype("float64")
+    y, log_det = made["bn"](x, training=True)
     batch = wide.mean((0, 1, 2)), wide.var((0, 1, 2))
-    y, log_det = made(x, training=True)
     np.testing.assert_allclose(numpy(y).mean((0, 1, 2)), 0, atol=1e-5)
     expected = -4 * np.log(batch[1] + steps.EPSILON).sum()
-    np.testing.assert_allclose(numpy(log_det), [expected] * 8, rtol=1e-5)
-    for stored, old, new in zip(moving, before, batch):
+    np.testing.assert_allclose(numpy(log_det), [expected] * 3, rtol=1e-5)
+    for stored, old, new in zip(moving, (mean, variance), batch):
         np.testing.assert_allclose(numpy(stored), 0.9 * old + 0.1 * new, rtol=1e-5)
-    # The inverse is that of inference.
-    assert np.abs(numpy(made.inverse(y)) - x).max() > 0.1
 
 
 FLOWS = [*itertools.product(["bn", "layer"], available())]

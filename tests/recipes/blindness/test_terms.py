@@ -2,20 +2,12 @@ import keras
 import numpy as np
 import pytest
 
-from recipes.blindness import synthetic
+from recipes.blindness import layers, synthetic
 from recipes.engine.precision import available, precision
 from tests.support import small
 from tests.support.backend import numpy
 
 LIMITS = {"float32": 1e-5, "float64": 1e-12}
-
-
-def test_polynomial_loss():
-    rng = np.random.default_rng(0)
-    coefficients, y = rng.normal(size=(4, 3, 5)), rng.normal(size=(4, 3))
-    expected = (coefficients * y[..., None] ** np.arange(5)).sum((1, 2))
-    found = numpy(synthetic.polynomial_loss(coefficients, y))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", available())
@@ -47,9 +39,30 @@ def test_third_order_against_the_jacobian():
     assert found[1].mean() < 1e-5 < 1e-3 < found[2].mean()
 
 
-def test_run(tmp_path):
+def test_synthetic_run(tmp_path):
     found, table = small.run(synthetic, tmp_path, draws=5, samples=20, seeds=2)
     assert list(found) == list(available())
-    assert "| paper " in table and f"{synthetic.PAPER[1]} |" in table
     mean, std = (found["float32"][3][key] for key in ("mean", "std"))
     assert f"{mean:.2e} ± {std:.2e} |\n" in table
+
+
+@pytest.mark.thorough
+def test_layers(tmp_path):
+    """Norms that are blind, or not, to each term; and that every norm can be made."""
+    found, _ = small.run(layers, tmp_path, "shares", samples=32, seeds=1)
+    rows, of = found["rows"], {}
+    assert len(rows) == len(layers.LAYERS) * len(available()) * 2
+    for row in rows:
+        shares, norm = row["shares"], row["norm"]
+        limit = {"float32": 1e-4, "float64": 1e-12}[row["dtype"]]
+        if norm in ("BN", "CBN"):
+            assert max(shares["first"], shares["diagonal"]) < limit
+        if norm in ("no normalization", "BN, inference", "LN", "CBN, beta 0.5"):
+            assert shares["first"] > 1e-2
+        if norm in ("no normalization", "BN, inference", "LN"):
+            assert shares["diagonal"] > 1e-2
+        assert shares["third"] > 1e-2
+        of.setdefault(norm, []).append(shares)
+    # The stored statistics of a new layer are no normalisation.
+    for a, b in zip(of["no normalization"], of["BN, inference"], strict=True):
+        assert b == pytest.approx(a, rel=1e-3)

@@ -1,12 +1,12 @@
-"""Mean removal and the l2 norm alone, and the norms that the recipes of CBN compare."""
+"""Norms that the recipes have for themselves, against NumPy."""
+
+import math
 
 import keras
 import numpy as np
 import pytest
 
-from keras_norms import CBN
-from recipes.models import norms
-from recipes.models.cbn_parts import L2Norm, MeanRemoval
+from recipes.models import norms, pointwise
 from tests.support.autodiff import training_step
 from tests.support.backend import numpy
 from tests.support.batch_reference import CBNReference
@@ -26,33 +26,33 @@ def batches(count=3):
     return [array.astype("float32").astype("float64") for array in arrays]
 
 
-@pytest.mark.parametrize("kind", [MeanRemoval, L2Norm])
-def test_parts(kind, tmp_path):
+@pytest.mark.parametrize("name", ["mean_removal", "l2_norm"])
+def test_halves_of_cbn(name, tmp_path):
     """Outputs and gradients of the loss sum(y^3), and inference as made and loaded."""
     weight = np.linspace(0.5, 2, 5)
     reference = CBNReference(5, omega=OMEGA, rate=RATE)
-    layer = kind(rho=RHO, omega=OMEGA, epsilon=EPSILON)
+    layer, removal = norms.get(name, RHO, OMEGA).layer(5, "x"), name == "mean_removal"
     model = keras.Sequential([keras.layers.Input((3, 2, 5)), layer])
     layer.set_learning_rate(RATE)
     (variable,) = layer.trainable_variables
-    assert variable.name == ("beta" if kind is MeanRemoval else "gamma")
+    assert variable.name == ("beta" if removal else "gamma")
     variable.assign(weight)
     step = training_step(layer, lambda y: keras.ops.sum(y * y * y))
 
     def expected(x):
-        if kind is MeanRemoval:
+        if removal:
             return x - reference.moving_mean + weight
         return weight * x / (RHO * np.sqrt(reference.moving_statistic + EPSILON))
 
     for x in batches():
         y, dx, dweight = step(x.astype("float32"))
         # x and -x together have the mean 0 and the mean square of x.
-        seen = x if kind is MeanRemoval else np.concatenate([x, -x])
+        seen = x if removal else np.concatenate([x, -x])
         reference.train(seen, 1, 0)
         new = expected(x)
         np.testing.assert_allclose(y, new, **CLOSE)
         g = 3 * new**2
-        if kind is MeanRemoval:
+        if removal:
             dy_dweight, dx_expected = 1, g - mean(g)
         else:  # the ratio of the moving and the batch's root is a constant
             dy_dweight, a = new / weight, new / x
@@ -64,7 +64,6 @@ def test_parts(kind, tmp_path):
     for each in (model, again):
         y = numpy(each(x.astype("float32"), training=False))
         np.testing.assert_allclose(y, expected(x), **CLOSE)
-    assert isinstance(again.layers[0], kind) and again.layers[0].initial_rho == RHO
 
 
 @pytest.mark.parametrize(
@@ -96,11 +95,25 @@ def test_which_average_a_norm_uses(name, rate, placement, recwarn):
     assert not [w for w in recwarn if "AMAT" in str(w.message)]
 
 
-@pytest.mark.parametrize("name", sorted(norms.CBN_FAMILY))
-def test_the_family_has_rho_and_omega(name):
-    layer = norms.get(name, RHO, OMEGA).layer(5, name="x")
-    assert isinstance(layer, CBN) and layer.initial_rho == RHO
-    assert layer.omega == (1 if name == "cbn_fixed" else OMEGA)
-    assert norms.NORMS[name].layer(1, name="x").initial_rho == 1.0
-    with pytest.raises(ValueError, match="`rho` must be.*rho=0"):
-        norms.get(name, rho=0.0)
+@pytest.mark.parametrize(
+    "name, kind, function",
+    [
+        ("dyt", pointwise.DynamicTanh, np.tanh),
+        ("derf", pointwise.DynamicErf, np.vectorize(math.erf)),
+    ],
+)
+def test_outputs_of_a_new_and_of_a_saved_layer(name, kind, function, tmp_path):
+    assert type(norms.get(name).layer(5, name="x")) is kind
+    x = 2 * np.random.default_rng(0).normal(size=(6, 3, 5)).astype("float32") + 1
+    model = keras.Sequential([keras.layers.Input((3, 5)), kind(alpha=0.7)])
+    np.testing.assert_allclose(numpy(model(x)), function(0.7 * x), rtol=1e-5, atol=1e-5)
+    values = {"alpha": 0.3, "gamma": np.linspace(0.5, 2, 5), "beta": np.arange(5) - 2}
+    values |= {"shift": -0.2} if name == "derf" else {}
+    assert {v.name for v in model.trainable_variables} == values.keys()
+    for variable in model.trainable_variables:
+        variable.assign(values[variable.name])
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    assert again.layers[0].initial_alpha == 0.7
+    expected = values["gamma"] * function(0.3 * x + values.get("shift", 0))
+    np.testing.assert_allclose(numpy(again(x)), expected + values["beta"], atol=1e-5)
