@@ -120,6 +120,19 @@ def errors(actual, expected):
     return {key: max((error(*p) for p in of), default=0.0) for key, of in pairs.items()}
 
 
+def check_noise(noisy):
+    """An element has its own on each device, a channel that of the whole batch.
+
+    `noisy(make, x)` is what a layer gives on two devices that have the same input.
+    """
+    x = data(CASES["noisy"], 6)[0]
+    for jitter in (0.1, 0.0):
+        make = partial(NoisyBN, seed=3, mean_jitter=jitter, scale_jitter=jitter)
+        first, second = noisy(make, x)
+        apart = np.abs(first - second).max()
+        assert apart > 0.1 if jitter else apart < 1e-5, apart
+
+
 def main(compared, sizes, *checks):
     """Prints the errors of the cases that arguments name, as JSON, or writes a report.
 
