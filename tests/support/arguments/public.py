@@ -1,10 +1,8 @@
 """Every public callable, with what fits its arguments."""
 
 import inspect
-import types
 
 import keras_norms
-from keras_norms import surgery
 from tests.support.arguments import table
 from tuner import spaces
 
@@ -33,20 +31,17 @@ class Entry:
                 self.good[each.name] = good[each.name]
 
 
-def exported(module):
+def members(module):
     """Public objects by name, those of public modules in it too."""
-    for name in module.__all__:
-        value = getattr(module, name)
-        if isinstance(value, types.ModuleType):
-            yield from exported(value) if hasattr(value, "__all__") else defined(value)
-        else:
+    listed = getattr(module, "__all__", None)
+    for name, value in inspect.getmembers(module):
+        if name not in listed if listed else name.startswith("_"):
+            continue
+        if inspect.ismodule(value) and listed:
+            yield from members(value)
+        elif listed:
             yield name, value
-
-
-def defined(module):
-    """What a module that lists no names defines."""
-    for name, value in inspect.getmembers(module, callable):
-        if not name.startswith("_") and value.__module__ == module.__name__:
+        elif getattr(value, "__module__", None) == module.__name__:
             yield f"{module.__name__.rpartition('.')[2]}.{name}", value
 
 
@@ -67,13 +62,12 @@ def methods(name, cls):
 
 def entries():
     """Every public callable. Results are not made by users."""
-    for source in exported(keras_norms), exported(surgery), defined(spaces):
-        for name, value in source:
-            if not inspect.isclass(value):
-                yield name, value
-            elif not issubclass(value, tuple):
-                yield name, value
-                yield from methods(name, value)
+    for name, value in (*members(keras_norms), *members(spaces)):
+        if not inspect.isclass(value):
+            yield name, value
+        elif not issubclass(value, tuple):
+            yield name, value
+            yield from methods(name, value)
     yield "CBN.set_learning_rate", table.CBN.set_learning_rate
     yield "CBN.follow", table.CBN.follow
 
@@ -81,6 +75,6 @@ def entries():
 ENTRIES = {
     name: Entry(name, call) for name, call in dict(entries()).items() if name != INNER
 }
-LAYER_NAMES = ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
 # What fits is tried of these; others would call the model.
-QUICK = [*LAYER_NAMES, "CBN.set_learning_rate", "CBN.follow", "spaces.Range.add"]
+QUICK = ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
+QUICK += ["CBN.set_learning_rate", "CBN.follow", "spaces.Range.add"]

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import sys
 from typing import Any, NamedTuple
 
 import keras
@@ -12,7 +13,7 @@ import keras_norms
 from keras_norms import diagnostics
 from tests.support.wrapped import Doubled, Halved
 
-NAN, INF = math.nan, math.inf
+NAN, INF, LARGEST = math.nan, math.inf, sys.float_info.max
 POOL = [None, "no_such", "", b"bytes", True, False, 0, 1, -1, 2, 0.5, -0.5, 1.5, 1e30]
 POOL += [NAN, INF, -INF, 10**400, -(10**400), 10**5000, 1j, object(), object, len]
 POOL += [[], [None], [1.0], ["no_such"], (), (1, 2), (0.5, NAN), {}, {"a": 1}, set()]
@@ -72,17 +73,8 @@ def integer(least=-INF, most=INF):
     return Argument(lambda v: is_integer(v) and least <= v <= most)
 
 
-def number(above=-INF, least=-INF, most=INF, below=INF):
-    def fits(v):
-        if not is_real(v):
-            return False
-        try:
-            v = float(v)
-        except OverflowError:
-            return False
-        return math.isfinite(v) and above < v < below and least <= v <= most
-
-    return Argument(fits)
+def number(above=-INF, least=-LARGEST, most=LARGEST, below=INF):
+    return Argument(lambda v: is_real(v) and above < v < below and least <= v <= most)
 
 
 def choice(*values):
