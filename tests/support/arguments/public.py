@@ -15,20 +15,12 @@ class Entry:
         own, good = table.OWN.get(name, {}), table.GOOD | table.OWN_GOOD.get(name, {})
         if name.startswith("theorems."):
             own, good = table.THEOREM, table.GOOD_FOR_THEOREM
-        self.kinds, self.good = {}, {}
-        for each in inspect.signature(call).parameters.values():
-            if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
-                continue
-            ending = each.name[each.name.rfind("_") :]
-            kind = (
-                own.get(each.name)
-                or table.BY_ENDING.get(ending)
-                or table.KINDS.get(each.name)
-            )
-            assert kind, f"{name}({each.name}) has no kind in {table.__name__}"
-            self.kinds[each.name] = kind
-            if each.default is each.empty:
-                self.good[each.name] = good[each.name]
+        arguments = inspect.signature(call).parameters.values()
+        named = [
+            a for a in arguments if a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)
+        ]
+        self.kinds = {a.name: own.get(a.name) or table.KINDS[a.name] for a in named}
+        self.good = {a.name: good[a.name] for a in named if a.default is a.empty}
 
 
 def members(module):
@@ -48,8 +40,6 @@ def members(module):
 # Objects of the classes whose methods are public.
 OBJECTS = {"CBN": table.CBN, "WN": table.WN, "Objective": table.OBJECTIVE}
 OBJECTS["spaces.Range"] = spaces.RANGES["rho"]
-# Called by `FusedCBN` with what `call` gets, which Keras has looked at.
-INNER = "CBN.scale_and_shift"
 
 
 def methods(name, cls):
@@ -63,18 +53,17 @@ def methods(name, cls):
 def entries():
     """Every public callable. Results are not made by users."""
     for name, value in (*members(keras_norms), *members(spaces)):
-        if not inspect.isclass(value):
+        if inspect.isclass(value):
+            yield from methods(name, value) if name in OBJECTS else ()
+        if not inspect.isclass(value) or not issubclass(value, tuple):
             yield name, value
-        elif not issubclass(value, tuple):
-            yield name, value
-            yield from methods(name, value)
     yield "CBN.set_learning_rate", table.CBN.set_learning_rate
     yield "CBN.follow", table.CBN.follow
 
 
-ENTRIES = {
-    name: Entry(name, call) for name, call in dict(entries()).items() if name != INNER
-}
+ENTRIES = {name: Entry(name, call) for name, call in dict(entries()).items()}
+# Called by `FusedCBN` with what `call` gets, which Keras has looked at.
+del ENTRIES["CBN.scale_and_shift"]
 # What fits is tried of these; others would call the model.
 QUICK = ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
 QUICK += ["CBN.set_learning_rate", "CBN.follow", "spaces.Range.add"]
