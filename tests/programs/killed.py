@@ -6,8 +6,7 @@ Each of `RECIPES`, with a small network and many epochs, is killed up to 2 secon
 it went on, and started again, until it was killed so often; a recipe that ends before
 that is begun again in another directory. Then tables, results, metrics and the weights
 of saved models must be those of the uninterrupted recipe, bit for bit, but for times;
-no complete run may be written again; and no temporary file, lock or checkpoint may be
-left.
+no complete run may be written again; and no temporary file or checkpoint may be left.
 """
 
 import argparse
@@ -29,15 +28,14 @@ import keras_norms  # noqa: F401, for saved models
 ROOT = pathlib.Path(__file__).parents[2]
 IMAGES = "--train_size=96 --batch_size=32"
 SAVED = f"{IMAGES} --saved_models_dir=models"
+TANH = f"{IMAGES} --seeds=1 --activations=tanh"
 RECIPES = {
-    "recipes.train": f"--epochs=150 --norm=noisy_bn --augment {SAVED}",
-    "recipes.cbn.rho": "--epochs=40 --seeds=1 --activations=tanh --rhos=1,2 "
-    f"--workers=1 {IMAGES}",
+    "recipes.train": f"{SAVED} --epochs=150 --norm=noisy_bn --augment",
+    "recipes.cbn.rho": f"{TANH} --epochs=40 --rhos=1,2 --workers=1",
     # Processes import the recipe anew: it is a real network.
-    "recipes.compare": "--models=resnet8 --activations=tanh --epochs=12 --seeds=1 "
-    f"--workers=2 {SAVED}",
-    "tuner.search": "--model=resnet8 --epochs=5 --trials=24 --algorithm=random "
-    f"--workers=1 --name=killed {IMAGES}",
+    "recipes.compare": f"{TANH} {SAVED} --models=resnet8 --epochs=12 --workers=2",
+    "tuner.search": f"{IMAGES} --model=resnet8 --epochs=5 --trials=24 --workers=1 "
+    "--algorithm=random --name=killed",
     "recipes.smoothness.landscape": "--network=dln --depth=3 --dtype=float32 "
     "--steps=300 --every=2 --norms=bn,lp1 --workers=1",
 }
@@ -52,11 +50,9 @@ def is_killed(recipe, directory, kills=True):
         paths = directory.rglob("metrics.jsonl")
         return sum(path.read_bytes().count(b"\n") for path in paths)
 
-    def complete():
-        return {p: p.stat().st_mtime_ns for p in directory.rglob("results.json")}
-
     directory.mkdir(exist_ok=True)
-    before, were_complete = lines(), complete()
+    before = lines()
+    complete = {p: p.stat().st_mtime_ns for p in directory.rglob("results.json")}
     words = ["tests.programs.small_recipe", recipe, *RECIPES[recipe].split()]
     process = subprocess.Popen(
         [sys.executable, "-m", *words, "--runs_dir=runs"],
@@ -71,30 +67,32 @@ def is_killed(recipe, directory, kills=True):
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    assert were_complete.items() <= complete().items(), "What was complete was written"
+        assert all(p.stat().st_mtime_ns == written for p, written in complete.items())
     return process.returncode != 0
 
 
+def without_times(pairs):
+    return {key: value for key, value in pairs if not re.match(TIMES, key)}
+
+
+load = functools.partial(json.loads, object_pairs_hook=without_times)
+READERS = {
+    ".json": lambda path: load(path.read_text()),
+    ".jsonl": lambda path: [load(line) for line in path.read_text().splitlines()],
+    ".keras": lambda path: [
+        array.tobytes() for array in keras.models.load_model(path).get_weights()
+    ],
+    ".md": pathlib.Path.read_text,
+}
+
+
 def outcome(directory):
-    """A dict from each file to what is in it, without times and places."""
-
-    def without_times(pairs):
-        return {key: value for key, value in pairs if not re.match(TIMES, key)}
-
-    load = functools.partial(json.loads, object_pairs_hook=without_times)
-    found = {}
-    for path in directory.rglob("*"):
-        name = str(path.relative_to(directory))
-        if path.suffix == ".json":
-            found[name] = load(path.read_text())
-        elif path.suffix == ".jsonl":
-            found[name] = [load(line) for line in path.read_text().splitlines()]
-        elif path.suffix == ".keras":
-            weights = keras.models.load_model(path).get_weights()
-            found[name] = [array.tobytes() for array in weights]
-        elif path.is_file() and path.name != ".lock":
-            found[name] = path.suffix == ".md" and path.read_text()  # or a picture
-    return found
+    """A dict from each file, pictures too, to what is in it, without times."""
+    return {
+        str(path.relative_to(directory)): READERS.get(path.suffix, bool)(path)
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
 
 
 def main():

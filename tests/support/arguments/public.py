@@ -61,9 +61,10 @@ def entries():
     yield "CBN.follow", table.CBN.follow
 
 
-ENTRIES = {name: Entry(name, call) for name, call in dict(entries()).items()}
+CALLS = dict(entries())
 # Called by `FusedCBN` with what `call` gets, which Keras has looked at.
-del ENTRIES["CBN.scale_and_shift"]
+del CALLS["CBN.scale_and_shift"]
+ENTRIES = {name: Entry(name, call) for name, call in CALLS.items()}
 # What fits is tried of these; others would call the model.
 QUICK = ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
 QUICK += ["CBN.set_learning_rate", "CBN.follow", "spaces.Range.add"]

@@ -6,6 +6,7 @@ import sys
 from typing import Any, NamedTuple
 
 import keras
+import keras_tuner
 import numpy as np
 from keras import layers
 
@@ -131,29 +132,15 @@ class Padded(layers.Conv2D):
         return super().convolution_op(keras.ops.pad(inputs, 1, "reflect"), kernel)
 
 
-class HyperParameters:
-    """What `tuner.spaces` needs of those of KerasTuner."""
-
-    def Float(self, name, *bounds, default, **kwargs):
-        return default
-
-    Choice = Float
-
-
 def is_list_of_names(v):
     return isinstance(v, (list, tuple)) and v and all(isinstance(x, str) for x in v)
-
-
-def may_skip(v):
-    """What `convert` takes to know which layers it leaves."""
-    return v is None or callable(v) or isinstance(v, (list, tuple, set)) and not v
 
 
 BUILT = NEVER.refuses(keras.Sequential([DENSE]), keras.Model(), keras.Model, DENSE)
 NORMALIZED = BUILT.refuses(PLAIN)
 INPUTS = NEVER.refuses(X[:0], X[:, :3], X[:, None, :], TEXTS, [X, X], [X, X[:3]])
 LAYER = NEVER.refuses("Hidden", layers.Dense(2), layers.Dense, ["hidden"])
-LAYERS = Argument(lambda v: v is None or is_list_of_names(v))
+LAYERS = Argument(is_list_of_names).or_none()
 LAYERS = LAYERS.refuses("hidden", {"hidden"}, [layers.Dense], ["hidden", 3])
 OF_MODEL = ONLY_NONE.refuses(*LAYERS.wrong, ["Hidden"], [layers.Dense(2)])
 KERNEL = NEVER.refuses(RELU, layers.Dense, MODEL)
@@ -177,6 +164,7 @@ OTHER_WEIGHTS = (WEIGHTS[:2], WEIGHTS[::-1])
 OF_SIX = NEVER.refuses(Z[:5], np.ones((6, 1)), [*Z[:5], NAN], ["a"] * 6)
 PAIR = Argument(is_pair).or_none()
 GRID = Argument(lambda v: is_pair(v) or type(v) is list and v == [1.0])
+SKIP = Argument(lambda v: callable(v) or type(v) in (list, tuple, set) and not v)
 STEP_RANGE = Argument(lambda v: is_pair(v) or np.array_equal(v, [1, 2]))
 
 # The arguments of a name, but for those below.
@@ -217,12 +205,12 @@ KINDS = {
     "norm_of": choice("input", "centered"),
     "rate": Argument(lambda v: number().fits(v) or is_array(v, 0)),
     # Of surgery.
-    "skip": Argument(may_skip).refuses(["hidden", 3], "Hidden", {"hidden": 1}),
+    "skip": SKIP.or_none().refuses(["hidden", 3], "Hidden", {"hidden": 1}),
     "gamma": NOT_NEGATIVE.or_none(),
     "ratio": number(least=0, below=1).or_none(),
     "similarity": number(above=0, most=1).or_none(),
     # Of tuner.spaces.
-    "hp": NEVER.refuses(HyperParameters),
+    "hp": NEVER.refuses(keras_tuner.HyperParameters),
     "per": FUNCTION.refuses("stage"),
     "tune": NEVER.refuses("rho,rho", "rho=1", "rho=a..b"),
     "name": TEXT,
@@ -313,7 +301,7 @@ GOOD = dict.fromkeys(("x", "v", "data"), X) | {
     "values": WEIGHTS,
     "vector": WEIGHTS,
     "rate": 0.1,
-    "hp": HyperParameters(),
+    "hp": keras_tuner.HyperParameters(),
     "tune": "rho",
     "name": "rho",
     "low": 0.5,
