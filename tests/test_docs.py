@@ -31,10 +31,6 @@ def test_every_page_of_results_is_in_the_index():
     assert sorted(linked) == sorted(pages)
 
 
-def outputs(text):
-    return re.findall(r"```text\n(.*?)```", text, re.S)
-
-
 # What must come out, of the numbers that each block prints.
 CHECKS = {
     # Sigmoid: after the first epoch, after the last, and the loss.
@@ -71,7 +67,8 @@ def test_guide(page, tmp_path):
     assert NUMBER.sub("0", now).split() == NUMBER.sub("0", text).split()
     pictures = set(re.findall(r"\]\((\w+\.png)\)", text))
     assert pictures == {picture.name for picture in tmp_path.glob("*.png")}
-    found = [[float(x) for x in NUMBER.findall(block)] for block in outputs(now)]
+    blocks = re.findall(r"```text\n(.*?)```", now, re.S)
+    found = [[*map(float, NUMBER.findall(block))] for block in blocks]
     assert CHECKS[page.stem](found), found
 
 

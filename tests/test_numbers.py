@@ -32,23 +32,17 @@ def test_tables_of_files(numbers, pages):
 def test_numbers_of_the_readme_stand_in_the_tables(numbers, pages):
     (text,) = (text for page, text in pages.items() if page.name == "README.md")
     # Not those of code, addresses and versions.
-    prose = re.sub(
-        r"```.*?```|`.*?`|\(.*?\)|Python [\d.]+", "", text, flags=re.S | re.M
-    )
+    prose = re.sub(r"(?s)```.*?```|`.*?`|\(.*?\)|Python [\d.]+", "", text)
     found = re.findall(r"\d+\.\d+", numbers.BLOCK.sub("", prose))
-    tables = [
-        match[0] for each in pages.values() for match in numbers.BLOCK.finditer(each)
-    ]
-    assert len(found) > 5
-    assert set(found) <= set(re.findall(r"\d+\.\d+", "".join(tables)))
+    tables = numbers.BLOCK.finditer("".join(pages.values()))
+    stand = re.findall(r"\d+\.\d+", "".join(table[0] for table in tables))
+    assert len(found) > 5 and set(found) <= set(stand)
 
 
 @pytest.mark.thorough
 @tensorflow_only  # each command has its backend
 def test_tables_of_commands(numbers, pages):
-    printed = numbers.run(
-        each for text in pages.values() for each in numbers.commands(text)
-    )
+    printed = numbers.run(sum(map(numbers.commands, pages.values()), []))
     for page, text in pages.items():
         assert numbers.written(text, printed) == text, page
 
@@ -77,19 +71,18 @@ PRINTED = {
     "The\nsecond\n\n| c \\| d |\n|:-----|\n|      |\n",
     "details.md": "| e |\n|--:|\n| 3 |\n",
 }
+TABLE = "\n| a | b |\n| --- | --: |\n| 1 | 2 |\n\n"
+DETAILS = "\n| e |\n| --: |\n| 3 |\n\n<"
 
 
 @pytest.mark.parametrize(
     "source, expected",
     [
-        (
-            "the command above",
-            "First\n\n| a | b |\n| --- | --: |\n| 1 | 2 |\n\nThe second",
-        ),
+        ("the command above", f"First\n{TABLE}The second"),
         ("table 2 of the command above", "\n| c \\| d |\n| --- |\n|  |\n\n<"),
-        ("details of the command above", "\n| e |\n| --: |\n| 3 |\n\n<"),
-        ("table 1 of details of the command above", "\n| e |\n| --: |\n| 3 |\n\n<"),
-        (f"table 1 of {COMMAND}", "\n| a | b |\n| --- | --: |\n| 1 | 2 |\n\n<"),
+        ("details of the command above", DETAILS),
+        ("table 1 of details of the command above", DETAILS),
+        (f"table 1 of {COMMAND}", f"{TABLE}<"),
     ],
 )
 def test_of_what_a_command_prints(numbers, source, expected):

@@ -9,7 +9,9 @@ with another digit, also what is changed. In a checkpoint nothing may change.
 
 import argparse
 import collections
+import functools
 import pathlib
+import shutil
 import sys
 import tempfile
 
@@ -21,6 +23,8 @@ from tests.programs import golden
 from tests.support import synthetic_search as synthetic
 
 CONFIG = {"norm": "cbn", "seed": 0}
+SEARCH = ("oracle.json", "trial_2/trial.json")
+MODEL = golden.DIRECTORY / "0.1.0-jax" / "cbn_plain.keras"
 
 
 def record(directory, complete=True, size=9):
@@ -66,14 +70,16 @@ def search_state(directory):
     return oracle.get_state(), trials
 
 
-def model_state(path):
+def model_state(directory):
     """The outputs of a golden model."""
-    with np.load(golden.DIRECTORY / "0.1.0-jax" / "cbn_plain.npz") as file:
-        return golden.outputs(keras.models.load_model(path), file["x"])["inference"]
+    with np.load(MODEL.with_suffix(".npz")) as file:
+        x = file["x"]
+    model = keras.models.load_model(directory / "model.keras")
+    return golden.outputs(model, x)["inference"]
 
 
-def count(path, read, step=1, bits=range(8), named=True):
-    """Damages a file; returns a Counter of `KINDS` of what `read` does with it.
+def count(path, read, step=1, bits=range(8)):
+    """Damages a file; returns a Counter of what `read` does with it.
 
     Of every `step`-th byte each of `bits` is flipped, and the file is cut there. Wrong
     is another value from an archive, or an error that does not name the file.
@@ -92,47 +98,38 @@ def count(path, read, step=1, bits=range(8), named=True):
             except Exception as error:
                 clear = isinstance(error, ValueError) and error.__cause__ is None
                 clear &= str(path.parent) in str(error) and "delete" in str(error)
-                kind = "errors" if clear or not named else "wrong"
+                # Keras' errors name the member of the archive.
+                kind = "errors" if clear or path.suffix == ".keras" else "wrong"
             found[kind] += 1
     path.write_bytes(content)
     assert np.all(read() == expected)
     return found
 
 
-KINDS = ("errors", "without effect", "changed", "wrong")
-SEARCH = ("oracle.json", "trial_2/trial.json")
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1, help="Of so many bytes one.")
-    step = parser.parse_args().every
-    wrong = 0
-
-    def show(path, read, step, **more):
-        nonlocal wrong
-        found = count(path, read, step, **more)
-        wrong += found["wrong"]
-        counts = [f"{found[key]} {key}" for key in KINDS]
-        about = f"{path.relative_to(root)}, {path.stat().st_size} bytes"
-        print(f"{about}: {found.total()} times, {', '.join(counts)}")
-
+    every, wrong = parser.parse_args().every, 0
+    run = "config.json", "metrics.jsonl"
     with tempfile.TemporaryDirectory() as root:
-        for complete in (True, False):
-            directory = pathlib.Path(root, "complete_run" if complete else "run")
-            record(directory, complete)
-            last = "results.json" if complete else "checkpoint.npz"
-            for name in ("config.json", "metrics.jsonl", last):
-                show(directory / name, lambda d=directory: run_state(d), step)
-        directory = pathlib.Path(root, "search")
-        search(directory)
-        for name in SEARCH:
-            show(directory / name, lambda: search_state(directory), 3 * step)
-        path = pathlib.Path(root, "model.keras")
-        golden_model = golden.DIRECTORY / "0.1.0-jax" / "cbn_plain.keras"
-        path.write_bytes(golden_model.read_bytes())
-        # Keras' errors name the member of the archive.
-        show(path, lambda: model_state(path), 20 * step, bits=[0], named=False)
+        root = pathlib.Path(root)
+        record(root / "complete_run")
+        record(root / "run", complete=False)
+        search(root / "search")
+        shutil.copy(MODEL, root / "model.keras")
+        for name, names, read, step in (
+            ("complete_run", (*run, "results.json"), run_state, every),
+            ("run", (*run, "checkpoint.npz"), run_state, every),
+            ("search", SEARCH, search_state, 3 * every),
+            ("", ["model.keras"], model_state, 200 * every),
+        ):
+            for path in (root / name / each for each in names):
+                found = count(path, functools.partial(read, root / name), step)
+                wrong += found["wrong"]
+                kinds = ("errors", "without effect", "changed", "wrong")
+                counts = ", ".join(f"{found[kind]} {kind}" for kind in kinds)
+                about = f"{path.relative_to(root)}, {path.stat().st_size} bytes"
+                print(f"{about}: {found.total()} times, {counts}")
     sys.exit(bool(wrong))
 
 

@@ -3,7 +3,6 @@
 python -m tests.programs.deployed model.keras images.npy outputs.npz FORMAT ...
 """
 
-import pathlib
 import sys
 import tempfile
 
@@ -13,34 +12,32 @@ import numpy as np
 
 def outputs(model, x, name):
     """The outputs of a model for `x`, computed by the program that `name` is for."""
+    run, suffix = FORMATS[name]
+    settings = int8(x) if name == "litert_int8" else {}
+    model(x)  # Keras exports to ONNX what has been called.
     with tempfile.TemporaryDirectory() as folder:
-        return FORMATS[name](model, pathlib.Path(folder), x)
+        path = f"{folder}/model.{suffix}"
+        model.export(path, format=run.__name__, verbose=False, **settings)
+        return run(path, x)
 
 
-def onnx(model, folder, x):
+def onnx(path, x):
     import onnxruntime
 
-    path = str(folder / "model.onnx")
-    model(x)  # Keras exports to ONNX what has been called.
-    model.export(path, format="onnx", verbose=False)
     session = onnxruntime.InferenceSession(path)
     return session.run(None, {session.get_inputs()[0].name: x})[0]
 
 
-def openvino(model, folder, x):
+def openvino(path, x):
     import openvino
 
-    path = str(folder / "model.xml")
-    model.export(path, format="openvino", verbose=False)
     settings = {"INFERENCE_PRECISION_HINT": "f32"}
     return openvino.Core().compile_model(path, "CPU", settings)(x)[0]
 
 
-def litert(model, folder, x, **kwargs):
+def litert(path, x):
     import tensorflow as tf
 
-    path = str(folder / "model.tflite")
-    model.export(path, format="litert", verbose=False, **kwargs)
     interpreter = tf.lite.Interpreter(path)
     (given,) = interpreter.get_input_details()
     (made,) = interpreter.get_output_details()
@@ -51,18 +48,18 @@ def litert(model, folder, x, **kwargs):
     return interpreter.get_tensor(made["index"])
 
 
-def litert_int8(model, folder, x):
+def int8(images):
     import tensorflow as tf
 
-    settings = {
+    return {
         "optimizations": [tf.lite.Optimize.DEFAULT],
-        "representative_dataset": lambda: ([image[None]] for image in x),
+        "representative_dataset": lambda: ([image[None]] for image in images),
         "target_spec": {"supported_ops": [tf.lite.OpsSet.TFLITE_BUILTINS_INT8]},
     }
-    return litert(model, folder, x, **settings)
 
 
-FORMATS = {each.__name__: each for each in (onnx, openvino, litert, litert_int8)}
+FORMATS = {"onnx": (onnx, "onnx"), "openvino": (openvino, "xml")}
+FORMATS |= {"litert": (litert, "tflite"), "litert_int8": (litert, "tflite")}
 
 if __name__ == "__main__":
     file, images, made, *names = sys.argv[1:]

@@ -14,7 +14,6 @@ left. It needs `os.fork`.
 
 import argparse
 import errno
-import functools
 import os
 import pathlib
 import resource
@@ -22,6 +21,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from functools import partial
 
 import numpy as np
 
@@ -72,7 +72,7 @@ def killed(k, directory):
     train(directory)
 
 
-def limited(size, action, directory):
+def limited(action, size, directory):
     signal.signal(signal.SIGXFSZ, action)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     train(directory)
@@ -91,48 +91,43 @@ def content(directory):
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
+# How a run ends, by what, with which status, and where: the k-th operation, bytes. The
+# largest file, a checkpoint, has 9 kB.
+ENDS = [
+    ("killed", killed, -signal.SIGKILL, range(1, 1000)),
+    ("cut", partial(limited, signal.SIG_DFL), -signal.SIGXFSZ, range(0, 9000, 40)),
+    ("failed", partial(limited, signal.SIG_IGN), 3, range(0, 9000, 40)),
+]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1, help="Of so many moments one.")
     parser.add_argument("--disk", type=pathlib.Path, help="Empty, on a small disk.")
     arguments = parser.parse_args()
-    every, disk, k = arguments.every, arguments.disk, 1
-    counts = {"killed": [], "cut": [], "failed": []}
+    wrong = False
     with tempfile.TemporaryDirectory() as root:
         root = pathlib.Path(root)
         assert apart(train, root / "whole") == 0
         expected = content(root / "whole")
         assert len(expected) == 4  # config, metrics, results, model
-
-        def survives(kind, directory, function, place, *rest, end):
-            """Ends a run and goes on with it; returns whether it ended."""
-            status = apart(functools.partial(function, place, *rest), directory)
-            if status == 0:
-                return False
-            (directory / "filling").unlink(missing_ok=True)
-            again = apart(train, directory)
-            same = status == end and again == 0 and content(directory) == expected
-            if not same:
-                print("not the same:", kind, place, status, again)
-            counts[kind].append(same)
-            for name in ("run", "models"):
-                shutil.rmtree(directory / name, ignore_errors=True)
-            return True
-
-        while survives("killed", root / "killed", killed, k, end=-signal.SIGKILL):
-            k += every
-        # The largest file, a checkpoint, has 9 kB.
-        for size in range(0, 9000, 40 * every):
-            for kind, action, end in (
-                ("cut", signal.SIG_DFL, -signal.SIGXFSZ),
-                ("failed", signal.SIG_IGN, 3),
-            ):
-                survives(kind, root / f"{kind}{size}", limited, size, action, end=end)
-        for left in range(0, 40_000, 1024 * every) if disk else ():
-            survives("failed", disk, filled, left, end=3)
-    for kind, found in counts.items():
-        print(f"{kind}: {len(found)} times")
-    sys.exit(not all(map(all, counts.values())))
+        disk = [("full", filled, 3, range(0, 40_000, 1024))] if arguments.disk else []
+        for kind, function, end, places in ENDS + disk:
+            count, directory = 0, arguments.disk if kind == "full" else root / kind
+            for place in places[:: arguments.every]:
+                status = apart(partial(function, place), directory)
+                if status == 0:  # Nothing ends it from here on.
+                    break
+                (directory / "filling").unlink(missing_ok=True)
+                again = apart(train, directory)
+                if (status, again, content(directory)) != (end, 0, expected):
+                    print("not the same:", kind, place, status, again)
+                    wrong = True
+                count += 1
+                for name in ("run", "models"):
+                    shutil.rmtree(directory / name, ignore_errors=True)
+            print(f"{kind}: {count} times")
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":

@@ -23,37 +23,36 @@ DIRECTORY = pathlib.Path(__file__).parents[2] / "saved_models" / "golden"
 RANDOM = ("noisy_bn",)  # in training mode
 
 
-def _before(norm):
-    return [norm, layers.Conv2D(4, 3, padding="same")]
+def conv(**arguments):
+    return layers.Conv2D(4, 3, padding="same", **arguments)
 
 
-def _after(norm):
-    return [layers.Conv2D(4, 3, padding="same", use_bias=False), norm]
-
-
-def _weights(wrapper, **arguments):
-    return [
-        wrapper(layers.Conv2D(4, 3, padding="same"), **arguments),
-        wrapper(layers.DepthwiseConv2D(3, depth_multiplier=2), **arguments),
-    ]
+def wrapped(wrapper, **arguments):
+    both = conv(), layers.DepthwiseConv2D(3, depth_multiplier=2)
+    return [wrapper(layer, **arguments) for layer in both]
 
 
 MODELS = {
-    "cbn": lambda: _before(CBN(rho=2.0, omega=3.0)),
-    "cbn_coupled": lambda: _before(CBN(decouple=False, mean_gradient="ratio")),
-    "cbn_plain": lambda: _before(CBN(center=False, scale=False)),
+    "cbn": lambda: [CBN(rho=2.0, omega=3.0), conv()],
+    "cbn_coupled": lambda: [CBN(decouple=False, mean_gradient="ratio"), conv()],
+    "cbn_plain": lambda: [CBN(center=False, scale=False), conv()],
     "channel_affine": lambda: [
         ChannelAffine("abcd,d->abcd", output_shape=(6, 6, 3), bias_axes="d")
     ],
-    "frozen": lambda: [layer for cls in FROZEN.values() for layer in _after(cls())],
-    "fused_cbn": lambda: [FusedCBN(layers.Conv2D(4, 3, padding="same"))],
-    "noisy_bn": lambda: _after(NoisyBN(seed=1)),
-    "lp_norm_1": lambda: _after(LpNorm(p=1)),
-    "lp_norm_3_centered": lambda: _after(LpNorm(p=3, norm_of="centered")),
-    "lp_norm_inf": lambda: _after(LpNorm(p=float("inf"))),
-    "ws": lambda: _weights(WS, gain=True),
-    "cwn": lambda: _weights(CWN, scale=2.0, gain=True),
-    "wn": lambda: _weights(WN),
+    "frozen": lambda: [
+        layer for cls in FROZEN.values() for layer in (conv(use_bias=False), cls())
+    ],
+    "fused_cbn": lambda: [FusedCBN(conv())],
+    "noisy_bn": lambda: [conv(use_bias=False), NoisyBN(seed=1)],
+    "lp_norm_1": lambda: [conv(use_bias=False), LpNorm(p=1)],
+    "lp_norm_3_centered": lambda: [
+        conv(use_bias=False),
+        LpNorm(p=3, norm_of="centered"),
+    ],
+    "lp_norm_inf": lambda: [conv(use_bias=False), LpNorm(p=float("inf"))],
+    "ws": lambda: wrapped(WS, gain=True),
+    "cwn": lambda: wrapped(CWN, scale=2.0, gain=True),
+    "wn": lambda: wrapped(WN),
 }
 
 
@@ -61,9 +60,7 @@ def build(name):
     """Builds and trains a model for a few steps, so that no weight is as it began."""
     keras.utils.set_random_seed(0)
     after = layers.Activation("tanh"), layers.GlobalAveragePooling2D(), layers.Dense(3)
-    model = keras.Sequential(
-        [keras.Input((6, 6, 3)), *MODELS[name](), *after], name=name
-    )
+    model = keras.Sequential([keras.Input((6, 6, 3)), *MODELS[name](), *after])
     rng = np.random.default_rng(0)
     x = rng.normal(1, 2, (32, 6, 6, 3)).astype("float32")
     y = rng.integers(0, 3, 32)

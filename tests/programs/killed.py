@@ -2,17 +2,17 @@ r"""Kills recipes (SIGKILL) at random moments, and compares with what nobody kil
 
     python -m tests.programs.killed --times=20 --recipes=recipes.train,recipes.cbn.rho
 
-Each of `RECIPES`, with a small network and many epochs, is killed up to `--most`
-seconds after it went on, and started again, until it was killed so often; a recipe that
-ends before that is begun again in another directory. Then tables, results, metrics and
-the weights of saved models must be those of the uninterrupted recipe, bit for bit, but
-for times; no complete run may be written again; and no temporary file, lock or
-checkpoint may be left.
+Each of `RECIPES`, with a small network and many epochs, is killed up to 2 seconds after
+it went on, and started again, until it was killed so often; a recipe that ends before
+that is begun again in another directory. Then tables, results, metrics and the weights
+of saved models must be those of the uninterrupted recipe, bit for bit, but for times;
+no complete run may be written again; and no temporary file or checkpoint may be left.
 """
 
 import argparse
 import functools
 import json
+import os
 import pathlib
 import random
 import re
@@ -25,117 +25,100 @@ import keras
 
 import keras_norms  # noqa: F401, for saved models
 
+ROOT = pathlib.Path(__file__).parents[2]
+IMAGES = "--train_size=96 --batch_size=32"
+SAVED = f"{IMAGES} --saved_models_dir=models"
+TANH = f"{IMAGES} --seeds=1 --activations=tanh"
 RECIPES = {
-    "recipes.train": "--epochs=150 --norm=noisy_bn --augment",
-    "recipes.cbn.rho": "--epochs=40 --seeds=1 --activations=tanh --rhos=1,2 "
-    "--workers=1",
+    "recipes.train": f"{SAVED} --epochs=150 --norm=noisy_bn --augment",
+    "recipes.cbn.rho": f"{TANH} --epochs=40 --rhos=1,2 --workers=1",
     # Processes import the recipe anew: it is a real network.
-    "recipes.compare": "--models=resnet8 --activations=tanh --epochs=12 --seeds=1 "
-    "--workers=2",
-    "tuner.search": "--model=resnet8 --epochs=5 --trials=24 --algorithm=random "
-    "--workers=1 --name=killed",
+    "recipes.compare": f"{TANH} {SAVED} --models=resnet8 --epochs=12 --workers=2",
+    "tuner.search": f"{IMAGES} --model=resnet8 --epochs=5 --trials=24 --workers=1 "
+    "--algorithm=random --name=killed",
     "recipes.smoothness.landscape": "--network=dln --depth=3 --dtype=float32 "
     "--steps=300 --every=2 --norms=bn,lp1 --workers=1",
 }
 # Times, places, and who asks KerasTuner for a trial next.
 TIMES = "seconds|saved_model|run_times|display|ongoing_trials|retry_queue|tried_so"
-SMALL = [sys.executable, "-m", "tests.programs.small_recipe"]
 
 
-def command(recipe, directory):
-    words = [*SMALL, recipe, *RECIPES[recipe].split(), f"--runs_dir={directory}/runs"]
-    if recipe in ("recipes.train", "recipes.compare"):
-        words.append(f"--saved_models_dir={directory}/models")
-    if recipe != "recipes.smoothness.landscape":
-        words += ["--train_size=96", "--batch_size=32"]
-    return words
-
-
-def killed_once(words, directory, most):
-    """Starts a command and kills it; returns whether it was not complete before."""
+def is_killed(recipe, directory, kills=True):
+    """Starts a recipe; returns whether it was killed before its end."""
 
     def lines():
         paths = directory.rglob("metrics.jsonl")
         return sum(path.read_bytes().count(b"\n") for path in paths)
 
-    def written():
-        return {p: p.stat().st_mtime_ns for p in directory.rglob("results.json")}
-
-    complete, before, deadline = written(), lines(), None
-    with open(directory / "stderr", "ab") as errors:
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors)
-    while process.poll() is None:
-        if deadline is None and lines() != before:
-            deadline = time.monotonic() + random.uniform(0, most)
-        if deadline is not None and time.monotonic() >= deadline:
-            process.kill()
-            process.wait()
-            if not complete.items() <= written().items():
-                raise RuntimeError("What was complete was written again")
-            return True
+    directory.mkdir(exist_ok=True)
+    before = lines()
+    complete = {p: p.stat().st_mtime_ns for p in directory.rglob("results.json")}
+    words = ["tests.programs.small_recipe", recipe, *RECIPES[recipe].split()]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words, "--runs_dir=runs"],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    while process.poll() is None and lines() == before:
         time.sleep(0.002)
-    if process.returncode:
-        raise RuntimeError((directory / "stderr").read_text()[-3000:])
-    return False
+    try:
+        assert process.wait(random.uniform(0, 2) if kills else None) == 0
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        assert all(p.stat().st_mtime_ns == written for p, written in complete.items())
+    return process.returncode != 0
+
+
+def without_times(pairs):
+    return {key: value for key, value in pairs if not re.match(TIMES, key)}
+
+
+load = functools.partial(json.loads, object_pairs_hook=without_times)
+READERS = {
+    ".json": lambda path: load(path.read_text()),
+    ".jsonl": lambda path: [load(line) for line in path.read_text().splitlines()],
+    ".keras": lambda path: [
+        array.tobytes() for array in keras.models.load_model(path).get_weights()
+    ],
+    ".md": pathlib.Path.read_text,
+}
 
 
 def outcome(directory):
-    """A dict from each file to what is in it, without times and places."""
-
-    def without_times(pairs):
-        return {key: value for key, value in pairs if not re.match(TIMES, key)}
-
-    found = {}
-    for path in directory.rglob("*"):
-        name = str(path.relative_to(directory))
-        if path.suffix in (".json", ".jsonl"):
-            text = path.read_text()
-            texts = [text] if path.suffix == ".json" else text.splitlines()
-            load = functools.partial(json.loads, object_pairs_hook=without_times)
-            found[name] = [load(text) for text in texts]
-        elif path.suffix == ".keras":
-            weights = keras.models.load_model(path).get_weights()
-            found[name] = [array.tobytes() for array in weights]
-        elif path.is_file() and path.name not in ("stderr", ".lock"):
-            found[name] = path.suffix == ".md" and path.read_text()  # or a picture
-    return found
-
-
-def killed(recipe, root, expected, times, most):
-    """Kills a recipe; returns in how many trainings, and which files differed."""
-    kills, rounds, different = 0, 0, []
-    while kills < times:
-        directory = root / f"round{rounds}"
-        directory.mkdir()
-        rounds += 1
-        words = command(recipe, directory)
-        while kills < times and killed_once(words, directory, most):
-            kills += 1
-        subprocess.run(words, check=True, capture_output=True)
-        found = outcome(directory)
-        names = expected.keys() | found.keys()
-        different += [n for n in names if found.get(n, 0) != expected.get(n, 0)]
-    return rounds, different
+    """A dict from each file, pictures too, to what is in it, without times."""
+    return {
+        str(path.relative_to(directory)): READERS.get(path.suffix, bool)(path)
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--most", type=float, default=2.0, help="Seconds of a start.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recipes", default=",".join(RECIPES))
     arguments = parser.parse_args()
     random.seed(arguments.seed)
     wrong = []
     for recipe in arguments.recipes.split(","):
+        kills, rounds, different = 0, 0, []
         with tempfile.TemporaryDirectory() as root:
             whole = pathlib.Path(root, "whole")
-            subprocess.run(command(recipe, whole), check=True, capture_output=True)
-            expected, limits = outcome(whole), (arguments.times, arguments.most)
-            rounds, different = killed(recipe, whole.parent, expected, *limits)
+            is_killed(recipe, whole, kills=False)
+            expected = outcome(whole)
+            while kills < arguments.times:
+                directory = pathlib.Path(root, f"round{rounds}")
+                rounds += 1
+                while is_killed(recipe, directory, kills < arguments.times):
+                    kills += 1
+                found = outcome(directory)
+                names = expected.keys() | found.keys()
+                different += [n for n in names if found.get(n, 0) != expected.get(n, 0)]
         files = f"{len(different)} of {len(expected) * rounds} files differ"
-        kills = f"{arguments.times} kills in {rounds} trainings"
-        print(f"{recipe}: {kills}, {files}", *different, flush=True)
+        print(f"{recipe}: {kills} kills in {rounds} trainings, {files}", *different)
         wrong += different
     sys.exit(bool(wrong))
 

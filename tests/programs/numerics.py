@@ -34,26 +34,23 @@ STEPS = 3
 WAYS = MODES[-1:] if BACKEND == "jax" else MODES
 
 
-# Name -> mean and deviation of the inputs, their shape and dtype.
+# Name -> mean and deviation of the inputs, and perhaps their shape and dtype.
+POLICIES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
+POLICIES |= {"float64": "float64"}
+SCALES = "1e-18", "1e-9", "1e9", "1e17", "1e18"
 CASES = {
-    "mean 0, deviation 1": (0, 1, SHAPE, "float32"),
-    "mean / deviation = 1e2": (1e2, 1, SHAPE, "float32"),
-    "mean / deviation = 1e4": (1e4, 1, SHAPE, "float32"),
-    "deviation 1e-18": (1e-18, 1e-18, SHAPE, "float32"),
-    "deviation 1e-9": (1e-9, 1e-9, SHAPE, "float32"),
-    "deviation 1e9": (1e9, 1e9, SHAPE, "float32"),
-    "deviation 1e17": (1e17, 1e17, SHAPE, "float32"),
-    "deviation 1e18": (1e18, 1e18, SHAPE, "float32"),
-    "denormal": (0, 1e-41, SHAPE, "float32"),
-    "constant": (7.3, 0, SHAPE, "float32"),
-    "one sample": (1, 1, (1, CHANNELS), "float32"),
-    "float16": (1, 1, SHAPE, "float16"),
-    "bfloat16": (1, 1, SHAPE, "bfloat16"),
-    "float64": (1, 1, SHAPE, "float64"),
+    "mean 0, deviation 1": (0, 1),
+    "mean / deviation = 1e2": (1e2, 1),
+    "mean / deviation = 1e4": (1e4, 1),
+    **{f"deviation {scale}": (float(scale), float(scale)) for scale in SCALES},
+    "denormal": (0, 1e-41),
+    "constant": (7.3, 0),
+    "one sample": (1, 1, (1, CHANNELS)),
+    **{dtype: (1, 1, SHAPE, dtype) for dtype in POLICIES},
 }
 LARGE = {
-    "2^20 a channel": (1, 1, (256, 64, 64, CHANNELS), "float32"),
-    "2^24 a channel": (1, 1, (4096, 64, 64, 1), "float32"),
+    "2^20 a channel": (1, 1, (256, 64, 64, CHANNELS)),
+    "2^24 a channel": (1, 1, (4096, 64, 64, 1)),
 }
 # Batches whose means and deviations are not those of the batches before.
 SEQUENCES = {
@@ -71,8 +68,7 @@ SEQUENCES = {
 
 def policy(case):
     """The dtype policy of a layer for inputs of a case."""
-    dtype = (CASES | LARGE)[case][-1] if case not in SEQUENCES else "float32"
-    return f"mixed_{dtype}" if "float16" in dtype else dtype
+    return POLICIES.get(case, "float32")
 
 
 # Name -> layer and arguments.
@@ -99,36 +95,33 @@ def make(name, **more):
     return layer(**arguments, **more)
 
 
-def errors(name, case, steps=STEPS, mode=MODES[-1]):
+def errors(name, case, mode=MODES[-1]):
     """Errors of output and of dx in each step, infinite where not finite: (steps, 2).
 
     Args:
         name: A key of `LAYERS` or `WEIGHTS`.
-        case: A key of `CASES`, `LARGE` or `SEQUENCES`, which have steps of their own.
+        case: A key of `CASES`, `LARGE` or `SEQUENCES`.
     """
-    inputs = _inputs(case, steps)
-    kind = policy(case), inputs[0].shape
-    layer, start, *reference, g, step = _compiled(name, *kind, mode)
+    inputs = _inputs(case)
+    layer, start, *parts, g, step = _compiled(name, policy(case), inputs[0].shape, mode)
     if start:
         layer.set_weights(start)
-    reference, *affine = copy.deepcopy(reference)
-    rate = -1.0 if name in UNKNOWN_RATE else RATE
+    reference, *affine = copy.deepcopy(parts)
     found = []
     for x in inputs:
         y, dx, *_ = step(x)
         x = x.astype("float64")
-        if name in WEIGHTS:
-            axes, gain = tuple(range(x.ndim - 1)), np.ones(x.shape[-1])
-            expected = reference.forward(x, gain, axes)
-            wanted, _ = reference.gradients(g, x, gain, axes)
-        else:
-            expected, wanted, *_ = expected_step(reference, x, *affine, g, rate)
+        expected, wanted, *_ = expected_step(reference, x, *affine, g, _rate(name))
         found.append((_error(y, expected), _error(dx, wanted)))
     return np.array(found)
 
 
+def _rate(name):
+    return -1.0 if name in UNKNOWN_RATE else RATE
+
+
 @functools.lru_cache(1)
-def _inputs(case, steps):
+def _inputs(case):
     rng = np.random.default_rng(0)
 
     def inputs(mean, deviation, shape=SHAPE, dtype="float32"):
@@ -137,7 +130,7 @@ def _inputs(case, steps):
 
     if case in SEQUENCES:
         return [inputs(*pair) for pair in SEQUENCES[case]]
-    return [inputs(*(CASES | LARGE)[case])] * steps
+    return [inputs(*(CASES | LARGE)[case])] * (1 if case in LARGE else STEPS)
 
 
 @functools.cache
@@ -145,22 +138,20 @@ def _compiled(name, policy, shape, mode):
     """Layer, its weights, reference, gamma, beta, dy and a step for such inputs."""
     rng = np.random.default_rng(1)
     if name in WEIGHTS:
-
-        def normalize(w):
-            axes = tuple(range(len(w.shape) - 1))
-            return keras.ops.cast(WEIGHTS[name](w, axes), w.dtype)
-
-        layer, start = AsLayer(normalize), []
-        reference = [WeightReference(name.lower())]
+        axes, start = tuple(range(len(shape) - 1)), []
+        layer = AsLayer(lambda w: keras.ops.cast(WEIGHTS[name](w, axes), w.dtype))
+        reference = WeightReference(name.lower())
+        reference.train = reference.forward
+        parts = reference, np.ones(shape[-1]), axes
     else:
         layer, arguments = LAYERS[name]
-        layer, *reference = built(shape, rng, layer, dtype=policy, **arguments)
-        set_rate(layer, -1.0 if name in UNKNOWN_RATE else RATE)
+        layer, *parts = built(shape, rng, layer, dtype=policy, **arguments)
+        set_rate(layer, _rate(name))
         start = layer.get_weights()
     g = rng.normal(size=shape).astype("float32")
     loss = linear_loss(g)
     step = training_step(layer, lambda y: loss(keras.ops.cast(y, "float32")), mode)
-    return layer, start, *reference, g, step
+    return layer, start, *parts, g, step
 
 
 def _error(found, expected):
@@ -175,8 +166,8 @@ def _error(found, expected):
 
 def row(layer, case):
     """The largest errors of a layer on a case, as the report has them."""
-    modes, steps = (WAYS[:2][-1:], 1) if case in LARGE else (WAYS, STEPS)
-    largest = np.max([errors(layer, case, steps, mode) for mode in modes], (0, 1))
+    modes = WAYS[:2][-1:] if case in LARGE else WAYS
+    largest = np.max([errors(layer, case, mode) for mode in modes], (0, 1))
     if case in LARGE:
         _compiled.cache_clear()
     # JSON has no infinity.
@@ -184,18 +175,12 @@ def row(layer, case):
     return {"layer": layer, "inputs": case, "output": values[0], "gradient": values[1]}
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", help="A JSON file.")
-    output = parser.parse_args().output
-    single = itertools.product(BATCH | LP_NORMS | WEIGHTS, CASES | LARGE)
-    # A unit of these has several weights.
-    left_out = {("WS", "one sample"), ("CWN", "one sample")}
-    pairs = [pair for pair in single if pair not in left_out]
+    pairs = [*itertools.product(BATCH | LP_NORMS | WEIGHTS, CASES | LARGE)]
+    for layer in ("WS", "CWN"):  # A unit of these has several weights.
+        pairs.remove((layer, "one sample"))
     pairs += itertools.product(LAYERS, SEQUENCES)
     rows = [row(*pair) for pair in pairs]
-    compare.report(output, "numerics", rows, ways=WAYS)
-
-
-if __name__ == "__main__":
-    main()
+    compare.report(parser.parse_args().output, "numerics", rows, ways=WAYS)

@@ -6,7 +6,6 @@ KERAS_BACKEND=torch python -m tests.programs.ranks
 import json
 import pathlib
 import re
-import sys
 import tempfile
 import warnings
 
@@ -15,10 +14,10 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from keras_norms import CBN, NoisyBN
+from keras_norms import CBN
 from keras_norms.ops import replicas
 from tests.support.backend import numpy
-from tests.support.device_cases import CASES, build, data, errors
+from tests.support.device_cases import CASES, build, check_noise, data, errors
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "groups.md"
 PROCESSES, BATCH = 2, 13
@@ -26,6 +25,22 @@ PROCESSES, BATCH = 2, 13
 
 def part(array, rank):
     return array if rank is None else np.array_split(array, PROCESSES)[rank]
+
+
+def gathered(value):
+    """The values of all processes."""
+    values = [None] * PROCESSES
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def alone(function, *arguments):
+    """What a process computes that has no others."""
+    context, replicas._context = replicas._context, lambda: None
+    try:
+        return function(*arguments)
+    finally:
+        replicas._context = context
 
 
 def two_steps(case, rank=None):
@@ -36,7 +51,7 @@ def two_steps(case, rank=None):
     x.requires_grad_()
     found = {"outputs": [], "gradients": [], "state": []}
     for _ in range(2):
-        y = layer(x, training=True, **({"mask": mask[0]} if mask else {}))
+        y = layer(x, training=True, **dict(zip(["mask"], mask)))
         loss = (y.float() * upstream[..., : y.shape[-1]]).sum()
         weights = [v.value for v in layer.trainable_variables]
         dx, *gradients = torch.autograd.grad(loss, [x, *weights], create_graph=True)
@@ -50,10 +65,8 @@ def two_steps(case, rank=None):
 
 
 def compared(name, rank):
-    """The errors of two processes against one; `None` but for the first process."""
+    """The errors of two processes against one."""
     parts = gathered(two_steps(CASES[name], rank))
-    if rank:
-        return None
     outputs, gradients, states = (
         [*zip(*(of[key] for of in parts), strict=True)] for key in parts[0]
     )
@@ -64,50 +77,26 @@ def compared(name, rank):
         "gradients": [*map(sum, gradients)],
         "state": parts[0]["state"],
     }
-    alone = _alone(lambda: two_steps(CASES[name]))
-    return {"layer": name, **errors(together, alone)}
+    return {"layer": name, **errors(together, alone(two_steps, CASES[name]))}
 
 
-def gathered(value):
-    """The values of all processes."""
-    values = [None] * PROCESSES
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def check_training(rank):
-    """A model in DistributedDataParallel is after some steps that of one process."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(1, 2, (12, 5)).astype("float32")
-    y = rng.normal(size=(12, 1)).astype("float32")
-
-    def trained(rank):
-        keras.utils.set_random_seed(0)
-        norm = CBN(synchronized=True)
-        layers = [keras.layers.Dense(4, "tanh"), norm, keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((5,)), *layers])
-        norm.set_learning_rate(0.05)
-        run = model if rank is None else DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        # The same number for each, so that the mean of losses is that of the batch.
-        inputs, targets = (torch.tensor(part(array, rank)) for array in (x, y))
-        for _ in range(5):
-            optimizer.zero_grad()
-            (run(inputs, training=True) - targets).square().mean().backward()
-            optimizer.step()
-        return [numpy(v) for v in model.variables]
-
-    for mine, alone in zip(trained(rank), _alone(lambda: trained(None)), strict=True):
-        np.testing.assert_allclose(mine, alone, rtol=1e-5, atol=1e-6)
-
-
-def _alone(function):
-    """What a process computes that has no others."""
-    context, replicas._context = replicas._context, lambda: None
-    try:
-        return function()
-    finally:
-        replicas._context = context
+def trained(rank=None):
+    """The weights after some steps; on several processes in DistributedDataParallel."""
+    keras.utils.set_random_seed(0)
+    norm = CBN(synchronized=True)
+    layers = [keras.layers.Dense(4, "tanh"), norm, keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    norm.set_learning_rate(0.05)
+    run = model if rank is None else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    # The same number for each, so that the mean of losses is that of the batch.
+    data = np.random.default_rng(0).normal(1, 2, (12, 6)).astype("float32")
+    inputs, targets = torch.tensor(part(data, rank)).split([5, 1], 1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (run(inputs, training=True) - targets).square().mean().backward()
+        optimizer.step()
+    return [numpy(v) for v in model.variables]
 
 
 def check_not_synchronized(rank):
@@ -131,16 +120,9 @@ def check_not_synchronized(rank):
         np.testing.assert_allclose(found, (first + second) / 2, rtol=1e-6)
 
 
-def check_noise(rank):
-    """An element has its own on each process, a channel that of the whole batch."""
-    x = torch.tensor(data(CASES["noisy"], 6)[0])
-    for jitter in (0.1, 0.0):
-        layer = NoisyBN(
-            seed=3, mean_jitter=jitter, scale_jitter=jitter, synchronized=True
-        )
-        first, second = gathered(numpy(layer(x, training=True)))
-        apart = np.abs(first - second).max()
-        assert apart > 0.1 if jitter else apart < 1e-5, apart
+def noisy(make, x):
+    """The outputs of the two processes."""
+    return gathered(numpy(make(synchronized=True)(x, training=True)))
 
 
 def main(rank, store):
@@ -148,16 +130,14 @@ def main(rank, store):
         "gloo", f"file://{store}", rank=rank, world_size=PROCESSES
     )
     found = [compared(name, rank) for name in CASES]
-    for check in (check_training, check_not_synchronized, check_noise):
-        check(rank)
+    for mine, expected in zip(trained(rank), alone(trained), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+    check_not_synchronized(rank)
+    check_noise(noisy)
     if rank == 0:
         print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        main(int(sys.argv[1]), sys.argv[2])
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            store = str(pathlib.Path(directory) / "store")
-            torch.multiprocessing.spawn(main, (store,), PROCESSES)
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(main, (f"{directory}/store",), PROCESSES)

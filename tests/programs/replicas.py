@@ -12,7 +12,7 @@ import functools
 import numpy as np
 import tensorflow as tf
 
-from keras_norms import AMAT, NoisyBN
+from keras_norms import AMAT
 from tests.support import device_cases, rates
 from tests.support.backend import numpy
 from tests.support.device_cases import CASES, Case, build, cbn, data, errors, in_groups
@@ -27,14 +27,20 @@ SIZES = {
 }
 
 
-def step(layer, x, upstream, mask=None):
+def step(layer, x, upstream, *mask):
     with tf.GradientTape() as tape:
         tape.watch(x)
-        arguments = {} if mask is None else {"mask": mask}
-        y = layer(x, training=True, **arguments)
+        y = layer(x, training=True, **dict(zip(["mask"], mask)))
         loss = tf.reduce_sum(tf.cast(y, tf.float32) * upstream[..., : y.shape[-1]])
     weights = [variable.value for variable in layer.trainable_variables]
     return y, *tape.gradient(loss, [x, *weights])
+
+
+@functools.cache  # two strategies would take the same keys for different collectives
+def mirrored(count):
+    # As TensorFlow's own tests do: groups of another size take other keys.
+    tf.distribute.MirroredStrategy._collective_key_base = 1000 * count
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])
 
 
 def distributed(strategy, layer, arrays):
@@ -55,44 +61,33 @@ def distributed(strategy, layer, arrays):
     program = function.get_concrete_function(*inputs)
 
     def run():
-        outputs = program(*inputs)
-        return [strategy.experimental_local_results(output) for output in outputs]
+        outputs = map(strategy.experimental_local_results, program(*inputs))
+        return [[*map(numpy, parts)] for parts in outputs]
 
     return run, program
 
 
-def two_steps(run, layer):
-    """Outputs and gradients of the whole batch, and the state after each step."""
+def two_steps(case, count, batch):
+    """Outputs, gradients and state, and how many collectives a replica starts."""
+    strategy = mirrored(count)
+    with strategy.scope():
+        layer = build(case, batch, synchronized=count > 1)
+    run, program = distributed(strategy, layer, data(case, batch))
     found = {"outputs": [], "gradients": [], "state": []}
     for _ in range(2):
-        y, dx, *gradients = ([*map(numpy, parts)] for parts in run())
+        y, dx, *gradients = run()
         found["outputs"] += [np.concatenate(y), np.concatenate(dx)]
         found["gradients"] += map(sum, gradients)
         found["state"] += map(numpy, layer.non_trainable_variables)
-    return found
+    operations = [operation.type for operation in program.graph.get_operations()]
+    return found, sum(name.startswith("Collective") for name in operations) / count
 
 
 def compared(case, count, batch):
     """The errors of two steps on `count` replicas against those on one device."""
-    strategy = mirrored(count)
-    arrays = data(case, batch)
-    single = build(case, batch)
-    with strategy.scope():
-        layer = build(case, batch, synchronized=True)
-    run, program = distributed(strategy, layer, arrays)
-    tensors = [*map(tf.constant, arrays)]
-    expected = two_steps(lambda: ([v] for v in step(single, *tensors)), single)
-    operations = [operation.type for operation in program.graph.get_operations()]
-    # How many a replica starts in a step.
-    collectives = sum(name.startswith("Collective") for name in operations) / count
-    return {**errors(two_steps(run, layer), expected), "collectives": collectives}
-
-
-@functools.cache  # two strategies would take the same keys for different collectives
-def mirrored(count):
-    # As TensorFlow's own tests do: groups of another size take other keys.
-    tf.distribute.MirroredStrategy._collective_key_base = 1000 * count
-    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])
+    expected, _ = two_steps(case, 1, batch)
+    actual, collectives = two_steps(case, count, batch)
+    return {**errors(actual, expected), "collectives": collectives}
 
 
 def check_not_synchronized(case):
@@ -105,39 +100,30 @@ def check_not_synchronized(case):
     alone = [build(case, 4) for _ in range(2)]
     parts = np.split(arrays[0], 2)
     expected = [numpy(one(part, training=True)) for one, part in zip(alone, parts)]
-    first, second = ([numpy(v) for v in one.non_trainable_variables] for one in alone)
+    state, first, second = (
+        [numpy(v) for v in each.non_trainable_variables] for each in (layer, *alone)
+    )
     assert np.abs(first[0] - second[0]).max() > 0.01
-    state = [numpy(v) for v in layer.non_trainable_variables]
+    mean = [(a + b) / 2 for a, b in zip(first, second)]
     found = errors(
-        {"outputs": [*map(numpy, outputs)], "state": state},
-        {"outputs": expected, "state": [(a + b) / 2 for a, b in zip(first, second)]},
+        {"outputs": outputs, "state": state}, {"outputs": expected, "state": mean}
     )
     assert max(found.values()) < 1e-5, found
     for variable in layer.non_trainable_variables:
-        one, other = map(numpy, variable.value.values)
-        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(*map(numpy, variable.value.values))
 
 
-def check_noise():
-    """An element has its own on each replica, a channel that of the whole batch."""
+def noisy(make, x):
+    """The outputs of two replicas; the first one's is that of a single device."""
     strategy = mirrored(2)
-    x = tf.constant(data(CASES["noisy"], 6)[0])
-    for jitter in (0.1, 0.0):
-        arguments = {"seed": 3, "mean_jitter": jitter, "scale_jitter": jitter}
-        single = NoisyBN(**arguments)(x, training=True)
-        with strategy.scope():
-            layer = NoisyBN(synchronized=True, **arguments)
-            layer.build(x.shape)
-
-        @tf.function
-        def run(x, layer=layer):
-            return strategy.run(lambda x: layer(x, training=True), args=(x,))
-
-        first, second = strategy.experimental_local_results(run(x))
-        apart = np.abs(first - second).max()
-        assert apart > 0.1 if jitter else apart < 1e-5, apart
-        # The first one's is that of a single device.
-        assert np.abs(first - single).max() < 1e-5
+    with strategy.scope():
+        layer = make(synchronized=True)
+        layer.build(x.shape)
+    call = functools.partial(layer, training=True)
+    outputs = tf.function(lambda x: strategy.run(call, args=(x,)))(tf.constant(x))
+    first, second = strategy.experimental_local_results(outputs)
+    assert np.abs(first - make()(x, training=True)).max() < 1e-5
+    return first, second
 
 
 def check_amat():
@@ -152,15 +138,15 @@ def check_amat():
     assert model.distribute_strategy.num_replicas_in_sync == 2
 
 
-def main():
+if __name__ == "__main__":
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * 8,
     )
-    unsynchronized = [CASES["cbn, ratio"], Case(in_groups(cbn))]
-    checks = [functools.partial(check_not_synchronized, c) for c in unsynchronized]
-    device_cases.main(compared, SIZES, *checks, check_noise, check_amat)
-
-
-if __name__ == "__main__":
-    main()
+    checks = [
+        functools.partial(check_not_synchronized, CASES["cbn, ratio"]),
+        functools.partial(check_not_synchronized, Case(in_groups(cbn))),
+        functools.partial(device_cases.check_noise, noisy),
+        check_amat,
+    ]
+    device_cases.main(compared, SIZES, *checks)

@@ -51,6 +51,7 @@ def in_groups(make):
 
 quiet_bn = partial(NoisyBN, seed=1, **QUIET)
 lp = partial(LpNorm, epsilon=0.1)
+centered = partial(lp, norm_of="centered")
 half = 2**-7  # two units in the last place of bfloat16
 
 CASES = {
@@ -67,17 +68,13 @@ CASES = {
     "noisy": Case(quiet_bn),
     "noisy, masked": Case(quiet_bn, masked=True),
     "lp 1": Case(partial(lp, 1)),
-    "lp 1, centered": Case(partial(lp, 1, norm_of="centered"), collectives=(3, 3)),
+    "lp 1, centered": Case(partial(centered, 1), collectives=(3, 3)),
     "lp 2, masked": Case(lp, masked=True),
-    "lp 2, centered": Case(partial(lp, norm_of="centered")),
+    "lp 2, centered": Case(centered),
     "lp 3": Case(partial(lp, 3), collectives=(2, 3)),
-    "lp 3, centered, masked": Case(
-        partial(lp, 3, norm_of="centered"), masked=True, collectives=(3, 4)
-    ),
+    "lp 3, centered, masked": Case(partial(centered, 3), True, collectives=(3, 4)),
     "lp inf": Case(partial(lp, np.inf), collectives=(2, 3)),
-    "lp inf, centered, masked": Case(
-        partial(lp, np.inf, norm_of="centered"), masked=True, collectives=(2, 3)
-    ),
+    "lp inf, centered, masked": Case(partial(centered, np.inf), True, 1e-5, (2, 3)),
     "ws": Case(lambda synchronized: WS(dense()), collectives=(0, 1)),
     "cwn": Case(lambda synchronized: CWN(dense()), collectives=(0, 1)),
     "wn": Case(lambda synchronized: WN(dense()), collectives=(0, 1)),
@@ -120,14 +117,25 @@ def errors(actual, expected):
     return {key: max((error(*p) for p in of), default=0.0) for key, of in pairs.items()}
 
 
+def check_noise(noisy):
+    """An element has its own on each device, a channel that of the whole batch.
+
+    `noisy(make, x)` is what a layer gives on two devices that have the same input.
+    """
+    x = data(CASES["noisy"], 6)[0]
+    for jitter in (0.1, 0.0):
+        make = partial(NoisyBN, seed=3, mean_jitter=jitter, scale_jitter=jitter)
+        first, second = noisy(make, x)
+        apart = np.abs(first - second).max()
+        assert apart > 0.1 if jitter else apart < 1e-5, apart
+
+
 def main(compared, sizes, *checks):
     """Prints the errors of the cases that arguments name, as JSON, or writes a report.
 
-    Args:
-        compared: Function of a case and of one of its sizes, which begins with the
-            number of devices, that returns a dict of numbers.
-        sizes: Dict from names to a list of sizes; the first is that of all others.
-        checks: Functions that are called where neither cases nor a report are asked.
+    `compared(case, *size)` has a dict of numbers for each of `sizes[name]`, or of the
+    others, `sizes[None]`; a size begins with the number of devices. Where neither cases
+    nor a report are asked for, `checks` are called too.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")

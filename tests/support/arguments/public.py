@@ -1,10 +1,8 @@
 """Every public callable, with what fits its arguments."""
 
 import inspect
-import types
 
 import keras_norms
-from keras_norms import surgery
 from tests.support.arguments import table
 from tuner import spaces
 
@@ -17,44 +15,31 @@ class Entry:
         own, good = table.OWN.get(name, {}), table.GOOD | table.OWN_GOOD.get(name, {})
         if name.startswith("theorems."):
             own, good = table.THEOREM, table.GOOD_FOR_THEOREM
-        self.kinds, self.good = {}, {}
-        for each in inspect.signature(call).parameters.values():
-            if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
-                continue
-            ending = each.name[each.name.rfind("_") :]
-            kind = (
-                own.get(each.name)
-                or table.BY_ENDING.get(ending)
-                or table.KINDS.get(each.name)
-            )
-            assert kind, f"{name}({each.name}) has no kind in {table.__name__}"
-            self.kinds[each.name] = kind
-            if each.default is each.empty:
-                self.good[each.name] = good[each.name]
+        arguments = inspect.signature(call).parameters.values()
+        named = [
+            a for a in arguments if a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)
+        ]
+        self.kinds = {a.name: own.get(a.name) or table.KINDS[a.name] for a in named}
+        self.good = {a.name: good[a.name] for a in named if a.default is a.empty}
 
 
-def exported(module):
+def members(module):
     """Public objects by name, those of public modules in it too."""
-    for name in module.__all__:
-        value = getattr(module, name)
-        if isinstance(value, types.ModuleType):
-            yield from exported(value) if hasattr(value, "__all__") else defined(value)
-        else:
+    listed = getattr(module, "__all__", None)
+    for name, value in inspect.getmembers(module):
+        if name not in listed if listed else name.startswith("_"):
+            continue
+        if inspect.ismodule(value) and listed:
+            yield from members(value)
+        elif listed:
             yield name, value
-
-
-def defined(module):
-    """What a module that lists no names defines."""
-    for name, value in inspect.getmembers(module, callable):
-        if not name.startswith("_") and value.__module__ == module.__name__:
+        elif getattr(value, "__module__", None) == module.__name__:
             yield f"{module.__name__.rpartition('.')[2]}.{name}", value
 
 
 # Objects of the classes whose methods are public.
 OBJECTS = {"CBN": table.CBN, "WN": table.WN, "Objective": table.OBJECTIVE}
 OBJECTS["spaces.Range"] = spaces.RANGES["rho"]
-# Called by `FusedCBN` with what `call` gets, which Keras has looked at.
-INNER = "CBN.scale_and_shift"
 
 
 def methods(name, cls):
@@ -67,20 +52,19 @@ def methods(name, cls):
 
 def entries():
     """Every public callable. Results are not made by users."""
-    for source in exported(keras_norms), exported(surgery), defined(spaces):
-        for name, value in source:
-            if not inspect.isclass(value):
-                yield name, value
-            elif not issubclass(value, tuple):
-                yield name, value
-                yield from methods(name, value)
+    for name, value in (*members(keras_norms), *members(spaces)):
+        if inspect.isclass(value):
+            yield from methods(name, value) if name in OBJECTS else ()
+        if not inspect.isclass(value) or not issubclass(value, tuple):
+            yield name, value
     yield "CBN.set_learning_rate", table.CBN.set_learning_rate
     yield "CBN.follow", table.CBN.follow
 
 
-ENTRIES = {
-    name: Entry(name, call) for name, call in dict(entries()).items() if name != INNER
-}
-LAYER_NAMES = ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
+CALLS = dict(entries())
+# Called by `FusedCBN` with what `call` gets, which Keras has looked at.
+del CALLS["CBN.scale_and_shift"]
+ENTRIES = {name: Entry(name, call) for name, call in CALLS.items()}
 # What fits is tried of these; others would call the model.
-QUICK = [*LAYER_NAMES, "CBN.set_learning_rate", "CBN.follow", "spaces.Range.add"]
+QUICK = ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
+QUICK += ["CBN.set_learning_rate", "CBN.follow", "spaces.Range.add"]

@@ -2,9 +2,11 @@
 
 import math
 import numbers
+import sys
 from typing import Any, NamedTuple
 
 import keras
+import keras_tuner
 import numpy as np
 from keras import layers
 
@@ -12,7 +14,7 @@ import keras_norms
 from keras_norms import diagnostics
 from tests.support.wrapped import Doubled, Halved
 
-NAN, INF = math.nan, math.inf
+NAN, INF, LARGEST = math.nan, math.inf, sys.float_info.max
 POOL = [None, "no_such", "", b"bytes", True, False, 0, 1, -1, 2, 0.5, -0.5, 1.5, 1e30]
 POOL += [NAN, INF, -INF, 10**400, -(10**400), 10**5000, 1j, object(), object, len]
 POOL += [[], [None], [1.0], ["no_such"], (), (1, 2), (0.5, NAN), {}, {"a": 1}, set()]
@@ -50,16 +52,8 @@ def is_array(v, *ndim):
     return fits and v.ndim in ndim
 
 
-def like_array(v, *ndim):
-    """Whether NumPy makes such an array of it."""
-    try:
-        return is_array(np.asarray(v), *ndim)
-    except ValueError:  # lists of several lengths
-        return False
-
-
 def is_vector(v):
-    return like_array(v, 1) and bool(np.all(np.isfinite(np.asarray(v))))
+    return is_array(np.asarray(v), 1) and bool(np.all(np.isfinite(np.asarray(v))))
 
 
 def is_pair(v):
@@ -72,17 +66,8 @@ def integer(least=-INF, most=INF):
     return Argument(lambda v: is_integer(v) and least <= v <= most)
 
 
-def number(above=-INF, least=-INF, most=INF, below=INF):
-    def fits(v):
-        if not is_real(v):
-            return False
-        try:
-            v = float(v)
-        except OverflowError:
-            return False
-        return math.isfinite(v) and above < v < below and least <= v <= most
-
-    return Argument(fits)
+def number(above=-INF, least=-LARGEST, most=LARGEST, below=INF):
+    return Argument(lambda v: is_real(v) and above < v < below and least <= v <= most)
 
 
 def choice(*values):
@@ -98,10 +83,12 @@ POSITIVE, NOT_NEGATIVE = number(above=0), number(least=0)
 COUNT = integer(1)
 # What a function takes, nobody knows before it is called.
 FUNCTION = Argument(lambda v: v is len or v is object)
+CALLABLE = Argument(callable)
 INITIALIZER = Argument(lambda v: v is len or is_array(v, 1, 2, 3))
 OPTIONAL_OBJECT = Argument(lambda v: v is None or v is len)
-VECTOR = Argument(is_vector)
-ANY_RANK = Argument(lambda v: like_array(v, 1, 2, 3))
+VECTOR, ARRAY = Argument(is_vector), Argument(lambda v: is_array(v, 1, 2, 3))
+ANY_RANK = Argument(lambda v: is_array(np.asarray(v), 1, 2, 3))
+OF_RANK_3 = Argument(lambda v: is_array(v, 3))
 VARYING = Argument(lambda v: is_vector(v) and np.ptp(np.asarray(v, "float64")) > 0)
 
 
@@ -119,16 +106,9 @@ class Tripwire(layers.Layer):
         return inputs
 
 
-MODEL = keras.Sequential(
-    [
-        keras.Input((4,)),
-        Tripwire(),
-        layers.Dense(3, name="hidden"),
-        layers.BatchNormalization(name="norm"),
-        keras_norms.CBN(name="cbn"),
-        layers.Dense(2, name="outputs"),
-    ]
-)
+STACK = [keras.Input((4,)), Tripwire(), layers.Dense(3, name="hidden")]
+STACK += [layers.BatchNormalization(name="norm"), keras_norms.CBN(name="cbn")]
+MODEL = keras.Sequential([*STACK, layers.Dense(2, name="outputs")])
 MODEL.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 PLAIN = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
 X = np.random.default_rng(0).uniform(size=(6, 4)).astype("float32")
@@ -152,29 +132,15 @@ class Padded(layers.Conv2D):
         return super().convolution_op(keras.ops.pad(inputs, 1, "reflect"), kernel)
 
 
-class HyperParameters:
-    """What `tuner.spaces` needs of those of KerasTuner."""
-
-    def Float(self, name, *bounds, default, **kwargs):
-        return default
-
-    Choice = Float
-
-
 def is_list_of_names(v):
     return isinstance(v, (list, tuple)) and v and all(isinstance(x, str) for x in v)
-
-
-def may_skip(v):
-    """What `convert` takes to know which layers it leaves."""
-    return v is None or callable(v) or isinstance(v, (list, tuple, set)) and not v
 
 
 BUILT = NEVER.refuses(keras.Sequential([DENSE]), keras.Model(), keras.Model, DENSE)
 NORMALIZED = BUILT.refuses(PLAIN)
 INPUTS = NEVER.refuses(X[:0], X[:, :3], X[:, None, :], TEXTS, [X, X], [X, X[:3]])
 LAYER = NEVER.refuses("Hidden", layers.Dense(2), layers.Dense, ["hidden"])
-LAYERS = Argument(lambda v: v is None or is_list_of_names(v))
+LAYERS = Argument(is_list_of_names).or_none()
 LAYERS = LAYERS.refuses("hidden", {"hidden"}, [layers.Dense], ["hidden", 3])
 OF_MODEL = ONLY_NONE.refuses(*LAYERS.wrong, ["Hidden"], [layers.Dense(2)])
 KERNEL = NEVER.refuses(RELU, layers.Dense, MODEL)
@@ -184,11 +150,9 @@ QUANTIZED.build((None, 4))
 LORA.build((None, 4))
 QUANTIZED.quantize("int8")
 LORA.enable_lora(2)
-WEIGHT = KERNEL.refuses([DENSE], layers.Embedding(4, 5), QUANTIZED)
-WEIGHT = WEIGHT.refuses(layers.SimpleRNNCell(3), WN, LORA, Halved(3))
-WEIGHT = WEIGHT.refuses(layers.MultiHeadAttention(2, 3))
-WEIGHT = WEIGHT.refuses(layers.SpectralNormalization(DENSE), PLAIN)
-WEIGHT = WEIGHT.refuses(layers.Conv2D(3, 2, lora_rank=1))
+WEIGHT = KERNEL.refuses([DENSE], layers.Embedding(4, 5), QUANTIZED, WN, LORA, Halved(3))
+WEIGHT = WEIGHT.refuses(layers.SimpleRNNCell(3), layers.MultiHeadAttention(2, 3), PLAIN)
+WEIGHT = WEIGHT.refuses(layers.SpectralNormalization(DENSE))
 WEIGHT = WEIGHT.refuses(layers.Dense(3, dtype="int8_from_float32"))
 # What FusedCBN does not compute.
 NOT_FUSED = KERNEL.refuses(layers.Flatten(), layers.Conv2DTranspose(3, 3), Doubled(3))
@@ -198,17 +162,17 @@ DATA = NEVER.refuses(X[:0], X[:, :3], TEXTS, [X, X[:, :2]], [None, X], (TEXTS, Y
 PAIRS = NEVER.refuses([X, X], X, [(X, Y), X], [(X, Y, Y)] * 2, [(None, Y)] * 2)
 OTHER_WEIGHTS = (WEIGHTS[:2], WEIGHTS[::-1])
 OF_SIX = NEVER.refuses(Z[:5], np.ones((6, 1)), [*Z[:5], NAN], ["a"] * 6)
-RATE = POSITIVE.or_none()
 PAIR = Argument(is_pair).or_none()
+GRID = Argument(lambda v: is_pair(v) or type(v) is list and v == [1.0])
+SKIP = Argument(lambda v: callable(v) or type(v) in (list, tuple, set) and not v)
+STEP_RANGE = Argument(lambda v: is_pair(v) or np.array_equal(v, [1, 2]))
 
 # The arguments of a name, but for those below.
 KINDS = {
     "model": BUILT,
     "x": INPUTS,
     "y": ONLY_NONE.refuses(Y[:0], Y[:5], [Y, Y[:5]], TEXTS),
-    "loss": Argument(lambda v: v is None or callable(v)).refuses(
-        [3], ["no_such"], [None]
-    ),
+    "loss": CALLABLE.or_none().refuses([3], ["no_such"], [None]),
     "data": DATA,
     "batch": FUNCTION.refuses((X, Y, Y), (X, Y[:3]), [X], (None, Y)),
     "batches": PAIRS,
@@ -222,15 +186,9 @@ KINDS = {
     "point": ONLY_NONE.refuses(WEIGHTS),
     "seed": integer(0),
     "verbose": choice("auto", 0, 1, 2),
-    "learning_rate": RATE,
-    "step_size": RATE,
-    "step_range": Argument(lambda v: is_pair(v) or np.array_equal(v, [1, 2])).refuses(
-        (1, 2, 3), (2, 1), (0, 1), (1, INF), "12", [1, None]
-    ),
+    "step_range": STEP_RANGE.refuses((2, 1), (0, 1), (1, INF), "12", [1, None]),
     "direction": choice("gradient", "random"),
-    "bounds": ONLY_NONE.refuses(
-        (0, 0.5), (1, 0), "01", (0, "1"), (0, [1, 1]), (0, None)
-    ),
+    "bounds": ONLY_NONE.refuses((0, 0.5), (1, 0), "01", (0, [1, 1]), (0, None)),
     "count": integer(1, SIZE - 1).refuses(SIZE),
     "which": choice("LA", "SA", "LM"),
     "samples": integer(2),
@@ -241,67 +199,63 @@ KINDS = {
     # Of layers.
     "axis": integer(),
     "momentum": number(least=0, below=1),
-    "group_size": integer(1).or_none(),
     "mean_gradient": choice("shift", "ratio").refuses("Shift"),
     "scale_range": number(least=1),
     "p": Argument(lambda v: is_real(v) and v >= 1),
     "norm_of": choice("input", "centered"),
     "rate": Argument(lambda v: number().fits(v) or is_array(v, 0)),
-    "schedule": ONLY_NONE,
-    "iterations": ONLY_NONE,
     # Of surgery.
-    "skip": Argument(may_skip).refuses(["hidden", 3], "Hidden", {"hidden": 1}),
+    "skip": SKIP.or_none().refuses(["hidden", 3], "Hidden", {"hidden": 1}),
+    "gamma": NOT_NEGATIVE.or_none(),
+    "ratio": number(least=0, below=1).or_none(),
     "similarity": number(above=0, most=1).or_none(),
     # Of tuner.spaces.
-    "gradient_accumulation_steps": COUNT.or_none(),
-    "hp": NEVER.refuses(HyperParameters),
+    "hp": NEVER.refuses(keras_tuner.HyperParameters),
     "per": FUNCTION.refuses("stage"),
     "tune": NEVER.refuses("rho,rho", "rho=1", "rho=a..b"),
     "name": TEXT,
     "low": number(least=0),
     "high": number(above=0.5),
     "default": number(least=0.5, most=4),
-    "grid": Argument(lambda v: is_pair(v) or type(v) is list and v == [1.0]).refuses(
-        (0.2, 2)
-    ),
+    "grid": GRID.refuses((0.2, 2)),
 }
 SAME = {
+    ONLY_NONE: "iterations schedule",
     COUNT: "batch_size every points round_to steps",
+    COUNT.or_none(): "gradient_accumulation_steps group_size",
+    POSITIVE.or_none(): "learning_rate step_size",
     POSITIVE: "deviation epsilon rho",
     NOT_NEGATIVE: "noise omega mean_jitter mean_range scale_jitter tolerance",
+    INITIALIZER: "beta_initializer gamma_initializer gain_initializer "
+    "moving_mean_initializer moving_square_initializer moving_variance_initializer "
+    "moving_norm_initializer",
+    OPTIONAL_OBJECT: "beta_constraint beta_regularizer gamma_constraint "
+    "gamma_regularizer",
     SWITCH: "affine center decouple fused gain inline log noise_at_inference preserve "
     "scale synchronized training",
 }
 KINDS |= {name: kind for kind, names in SAME.items() for name in names.split()}
-BY_ENDING = {
-    "_initializer": INITIALIZER,
-    "_regularizer": OPTIONAL_OBJECT,
-    "_constraint": OPTIONAL_OBJECT,
-}
 ATTACK = {
     "x": INPUTS.refuses(X.astype("int32")),
     "y": NEVER.refuses(Y[:0], Y[:5], Y + 0.5, TEXTS, np.zeros((6, 1))),
     "epsilon": NOT_NEGATIVE,
     "norm": choice("inf", 2),
 }
-THEOREM = {
-    "g": OF_SIX,
-    "x": OF_SIX,
-    "optimum": OF_SIX,
+THEOREM = dict.fromkeys(("g", "x", "optimum"), OF_SIX) | {
     "y": VARYING,
     "w": VECTOR,
     "gamma": number(),
     "largest": NOT_NEGATIVE,
     "hessian": NEVER.refuses(Z, np.eye(5), np.ones((6, 5)), np.eye(6) * NAN),
 }
+MAYBE = {"steps": COUNT.or_none(), "batch_size": COUNT.or_none()}
+BATCH = Argument(lambda v: v is None or callable(v) or is_array(v, 1, 2, 3))
 OWN = {
     "NoisyBN": {"seed": integer(0, 2**31 - 1).or_none().refuses(2**31)},
     "WS": {"layer": WEIGHT},
     "CWN": {"layer": WEIGHT, "scale": POSITIVE},
     "WN": {"layer": WEIGHT},
-    "WN.data_init": {
-        "x": Argument(lambda v: is_array(v, 3)).refuses(X[:0], TEXTS, X[:, :3])
-    },
+    "WN.data_init": {"x": OF_RANK_3.refuses(X[:0], TEXTS, X[:, :3])},
     "FusedCBN": {
         "layer": NOT_FUSED.refuses([DENSE, RELU], PLAIN),
         "norm": ONLY_NONE.refuses(BN, keras_norms.CBN),
@@ -310,26 +264,14 @@ OWN = {
         "norm": Argument(lambda v: v is len).refuses(keras.Model, MODEL, "CBN"),
         "data": DATA.or_none(),
     },
-    "recalibrate": {
-        "model": NORMALIZED,
-        "steps": COUNT.or_none(),
-        "batch_size": COUNT.or_none(),
-    },
+    "recalibrate": {"model": NORMALIZED, **MAYBE},
     "Recalibrate": {
-        "data": Argument(lambda v: is_array(v, 1, 2, 3)).refuses(
-            X[:0], TEXTS, [None, X], (TEXTS, Y), iter([X])
-        ),
-        "steps": COUNT.or_none(),
-        "batch_size": COUNT.or_none(),
+        "data": ARRAY.refuses(X[:0], TEXTS, [None, X], (TEXTS, Y)),
+        **MAYBE,
     },
     "freeze": {"model": NORMALIZED},
     "unfreeze": {"model": NORMALIZED},
-    "prune": {
-        "model": NORMALIZED,
-        "gamma": NOT_NEGATIVE.or_none(),
-        "steps": COUNT.or_none(),
-        "ratio": number(least=0, below=1).or_none(),
-    },
+    "prune": {"model": NORMALIZED, "steps": COUNT.or_none()},
     "bim": ATTACK,
     "robustness": ATTACK,
     "blindness": {"layers": OF_MODEL},
@@ -337,15 +279,9 @@ OWN = {
     "second_order": {"layer": LAYER},
     "lipschitz_terms": {"layer": LAYER.refuses("hidden")},
     "weight_geometry": {"tolerance": POSITIVE},
-    "hessian_vector_product": {
-        "vector": NEVER.refuses(*OTHER_WEIGHTS, [None] * len(WEIGHTS))
-    },
+    "hessian_vector_product": {"vector": NEVER.refuses(*OTHER_WEIGHTS)},
     "GradientNoiseProbe": {"batches": PAIRS.refuses([(X, Y)])},
-    "BatchStatistics": {
-        "batch": Argument(
-            lambda v: v is None or callable(v) or is_array(v, 1, 2, 3)
-        ).refuses(X[:0], TEXTS, [X, None])
-    },
+    "BatchStatistics": {"batch": BATCH.refuses(X[:0], TEXTS, [X, None])},
     "spaces.cbn": {
         "model": NEVER.refuses(DENSE, PLAIN),
         "rho": PAIR.refuses((0, 1), (2, 1), "12"),
@@ -355,12 +291,9 @@ OWN = {
 }
 
 # What fits those that must be given.
-GOOD = {
+GOOD = dict.fromkeys(("x", "v", "data"), X) | {
     "model": MODEL,
-    "x": X,
     "y": Y,
-    "v": X,
-    "data": X,
     "batch": (X, Y),
     "batches": [(X, Y), (X, Y)],
     "layer": DENSE,
@@ -368,7 +301,7 @@ GOOD = {
     "values": WEIGHTS,
     "vector": WEIGHTS,
     "rate": 0.1,
-    "hp": HyperParameters(),
+    "hp": keras_tuner.HyperParameters(),
     "tune": "rho",
     "name": "rho",
     "low": 0.5,
