@@ -20,10 +20,9 @@ from keras_norms.surgery._convert.wrap import keep_function, wrap
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear
 from keras_norms.surgery._graph.blocks import graph_of, warn_of_layers
-from keras_norms.surgery._graph.data import inputs_of
 from keras_norms.surgery._graph.fused_cbn import fuse_cbn, split_fused_cbn
-from keras_norms.surgery._graph.measure import measure
-from keras_norms.surgery._graph.units import assign
+from keras_norms.surgery._graph.graph import assign_all
+from keras_norms.surgery._graph.measure import inputs_of, measure
 from keras_norms.surgery.recalibrate import recalibrate
 
 
@@ -247,7 +246,5 @@ def _calibrate(model, new, data, changed):
         arrays, met = affine_lib.weights_for(unit, affine, found)
         if not met and unit.name not in changed:
             changed.append(unit.name)
-        for variable in unit.made.weights:
-            if variable.name in arrays:
-                assign(variable, arrays[variable.name])
+        assign_all(unit.made, arrays)
     return empty

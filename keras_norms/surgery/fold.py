@@ -9,8 +9,8 @@ from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
 from keras_norms.surgery._graph.blocks import NORMALIZING, graph_of, warn_of_layers
 from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
+from keras_norms.surgery._graph.graph import to_float64
 from keras_norms.surgery._graph.remake import config_of
-from keras_norms.surgery._graph.units import to_float64
 
 
 def fold(model: keras.Model, inline: bool = True) -> keras.Model:

@@ -15,10 +15,9 @@ from keras_norms._types import Tensor
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery._graph import affine, linear
 from keras_norms.surgery._graph.blocks import graph_of
-from keras_norms.surgery._graph.data import inputs_of, wrong_data
 from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
-from keras_norms.surgery._graph.graph import Graph
-from keras_norms.surgery._graph.units import to_float64, to_numpy
+from keras_norms.surgery._graph.graph import Graph, to_float64, to_numpy
+from keras_norms.surgery._graph.measure import inputs_of, wrong_data
 from keras_norms.surgery._prune import resize
 from keras_norms.surgery._prune.channels import Channels
 from keras_norms.surgery._prune.selection import Selection

@@ -12,9 +12,8 @@ from keras_norms._checks import arguments
 from keras_norms._types import Tensor
 from keras_norms.layers.frozen import Frozen
 from keras_norms.surgery._graph.affine import NORM_CLASSES
-from keras_norms.surgery._graph.data import inputs_of, wrong_data
-from keras_norms.surgery._graph.measure import measure, stored
-from keras_norms.surgery._graph.units import assign, to_float64, to_numpy
+from keras_norms.surgery._graph.graph import assign, to_float64, to_numpy
+from keras_norms.surgery._graph.measure import inputs_of, measure, stored, wrong_data
 
 Logs = dict[str, float] | None
 

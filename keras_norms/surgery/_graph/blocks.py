@@ -50,8 +50,8 @@ def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=Non
     left, count = {}, -1
     while len(left) > count:  # A block stays in all of its calls, or in none.
         count = len(left)
-        tracer = Tracer(blocks, left)
-        with tracer.entering(inside):
+        tracer = Tracer(blocks, inside, left)
+        with tracer.entering():
             if is_graph(model):
                 tracer.read(model)
             elif model in blocks and model.built:

@@ -1,4 +1,4 @@
-"""One pass over data that measures what normalisation layers read."""
+"""Data that surgery takes, and one pass over it that measures what norms read."""
 
 import contextlib
 import warnings
@@ -9,6 +9,7 @@ from keras import ops, tree
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms._checks.models import check_inputs
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
@@ -16,11 +17,62 @@ from keras_norms.ops import lp_norm
 from keras_norms.ops.moments import Moments, moments
 from keras_norms.ops.shapes import per_channel, reduction_axes
 from keras_norms.surgery._graph.affine import Statistics
-from keras_norms.surgery._graph.comparison import quick_compilation
-from keras_norms.surgery._graph.data import inputs_of, wrong_data
 
 # So many batches are not worth compiling well for.
 _FEW = 8
+
+
+def inputs_of(model, data):
+    """What `predict` takes of data, or an error where the model does not take it."""
+    if isinstance(data, (str, bytes, type, set)) or data is None or np.isscalar(data):
+        raise wrong_data(data)
+    inputs = _keras.inputs_of_graph(model)
+    is_sequential = isinstance(model, keras.Sequential)
+    one_input = is_sequential or inputs is None or len(tree.flatten(inputs)) == 1
+    if isinstance(data, tuple) and len(data) in (2, 3):
+        with_targets = one_input or isinstance(data[0], (list, tuple, dict))
+        return _checked(model, data[0] if with_targets else list(data))
+    is_array = hasattr(data, "shape") and hasattr(data, "dtype")
+    if is_array or isinstance(data, dict):
+        return _checked(model, data)
+    if isinstance(data, keras.utils.PyDataset):
+        return data
+    if isinstance(data, (list, tuple)):
+        if not data:
+            raise wrong_data(data)
+        if not one_input and all(hasattr(x, "shape") for x in data):
+            return _checked(model, list(data))
+        return _as_tuples([_checked(model, _inputs(batch)) for batch in data])
+    known = ("tensorflow", "torch", "grain", "pandas")
+    if any(c.__module__.partition(".")[0] in known for c in type(data).__mro__):
+        return data
+    if hasattr(data, "__iter__"):
+        return _as_tuples(data)
+    raise wrong_data(data)
+
+
+def _checked(model, data):
+    check_inputs(model, data, "data")
+    return data
+
+
+def _inputs(batch):
+    return batch[0] if isinstance(batch, tuple) and batch else batch
+
+
+def _as_tuples(batches):
+    """Batches of inputs alone, in tuples: Keras takes no other generators."""
+    for batch in batches:
+        inputs = _inputs(batch)
+        yield (tuple(inputs) if isinstance(inputs, list) else inputs,)
+
+
+def wrong_data(data):
+    return ValueError(
+        "Argument `data` must be an array, a tf.data.Dataset, a PyDataset, a "
+        "DataLoader or an iterable of batches, and not be empty. "
+        f"Received: data of class {type(data).__name__}"
+    )
 
 
 def measure(
@@ -185,3 +237,20 @@ def _combine(calls):
     total = np.sum(share * mean, 0)
     spread = np.sum(share * (variance + np.square(mean - total)), 0)
     return Statistics(total, spread, np.sum(share * norm, 0), batches=len(calls[0]))
+
+
+@contextlib.contextmanager
+def quick_compilation():
+    """Let JAX compile fast, not well, what runs a few times only."""
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    import jax
+
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

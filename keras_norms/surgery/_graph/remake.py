@@ -45,12 +45,7 @@ def config_of(thing):
     finally:
         for part, name, value in kept:
             object.__setattr__(part, name, value)
-    plain = keras.layers.Layer.from_config.__func__
-    takes = {
-        type(part).__name__: type(part).from_config.__func__ is plain
-        for part in _parts(thing)
-        if not _is_of(type(part), "keras")
-    }
+    plain, own = keras.layers.Layer.from_config.__func__, _own_classes(thing)
 
     def fill(entry, is_taken=False):
         """Put functions in; as they are where a constructor takes them."""
@@ -61,7 +56,8 @@ def config_of(thing):
                 value = kept[entry["config"]["number"]][-1]
                 return value if is_taken else {**entry, "config": {"value": value}}
             if "class_name" in entry:
-                is_taken = takes.get(entry["class_name"], False)
+                cls = own.get(entry["class_name"])
+                is_taken = cls is not None and cls.from_config.__func__ is plain
             return {name: fill(each, is_taken) for name, each in entry.items()}
         if type(entry) in (list, tuple):
             return type(entry)(fill(each) for each in entry)
@@ -72,10 +68,8 @@ def config_of(thing):
 
 def from_config(cls, config, source=None):
     """`cls.from_config` of what `config_of` gives of `source`, with its classes."""
-    inside = [] if source is None else [type(part) for part in _parts(source)]
-    own = {each.__name__: each for each in inside if not _is_of(each, "keras")}
+    own = {} if source is None else _own_classes(source)
     own[_Kept.__name__] = _Kept
-    # A constructor may take none of the arguments that all layers have.
     untaken = _untaken(cls, config)
     config = {name: value for name, value in config.items() if name not in untaken}
     with _keras.unsafe_deserialization(), keras.saving.custom_object_scope(own):
@@ -86,6 +80,7 @@ def from_config(cls, config, source=None):
 
 
 def _untaken(cls, config):
+    """Arguments that all layers have, and a constructor of one's own may not take."""
     if _is_of(cls, "keras") or not issubclass(cls, keras.layers.Layer):
         return {}
     taken = inspect.signature(cls.__init__).parameters
@@ -199,6 +194,12 @@ def _parts(thing):
     if isinstance(thing, keras.layers.Layer):
         return _keras.layers_of(thing)
     return [thing]
+
+
+def _own_classes(thing):
+    """Those in it that Keras does not know, by their names."""
+    own = [type(part) for part in _parts(thing) if not _is_of(type(part), "keras")]
+    return {cls.__name__: cls for cls in own}
 
 
 def _functions(thing):
