@@ -239,8 +239,7 @@ def _calibrate(model, new, data, changed):
         measured = measure(model, [unit.made for unit in new], data)
     for (unit, (affine, statistics)), found in zip(new.items(), measured):
         if found is None:
-            guessed = affine_lib.norm_is_guessed(unit.cls, unit.config)
-            if statistics.weight == 0 or guessed:
+            if statistics.weight == 0 or affine_lib.norm_is_guessed(unit):
                 empty.append(unit.name)
             continue
         arrays, met = affine_lib.weights_for(unit, affine, found)
