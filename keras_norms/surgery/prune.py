@@ -18,9 +18,9 @@ from keras_norms.surgery._graph.blocks import graph_of
 from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
 from keras_norms.surgery._graph.graph import Graph, to_float64, to_numpy
 from keras_norms.surgery._graph.measure import inputs_of, wrong_data
-from keras_norms.surgery._prune import resize
 from keras_norms.surgery._prune.channels import Channels
-from keras_norms.surgery._prune.selection import Selection
+from keras_norms.surgery._prune.resize import resize, substitute
+from keras_norms.surgery._prune.selection import select
 from keras_norms.surgery._prune.substitutes import Site
 
 
@@ -186,12 +186,11 @@ def prune(
         model = graph.make()
         graph = Graph(model)
     channels = Channels(graph)
-    makers = {u: made for u, made in channels.makers.items() if made is not None}
     sites = [
         Site(unit, labels, channels.roots(labels.ids))
         for unit, labels in channels.readers.items()
     ]
-    roots = [channels.roots(made.ids) for made in makers.values()]
+    roots = [channels.roots(made.ids) for made in channels.makers.values()]
     read = {int(r) for site in sites for group in site.groups for r in group.roots}
     made = {int(r) for each in roots for r in each}
     if all(map(channels.is_fixed, read & made)):
@@ -203,17 +202,18 @@ def prune(
     batches = _collect(model, data, steps, batch_size)
     outputs = _measure(model, sites, batches)
     limits = gamma, similarity, ratio, round_to
-    selection = Selection(sites, roots, channels.is_fixed, *limits)
+    gone = select(sites, roots, channels.is_fixed, *limits)
     before = _macs_of(graph)
     for site in sites:
-        _substitute(site, selection)
-    removed, left = _resize(channels, makers, selection)
+        substitute(site, gone)
+    removed = resize(channels, list(gone))
     pruned = graph.make()
     after = _macs_of(Graph(pruned))
+    made = sum(map(len, roots))
     return Pruned(
         pruned,
         removed,
-        (sum(map(len, roots)), left),
+        (made, made - sum(map(len, removed.values()))),
         (model.count_params(), pruned.count_params()),
         None if before is None or after is None else (before, after),
         *_errors(pruned, batches, outputs),
@@ -317,51 +317,6 @@ def _macs_of(graph):
             size = sum(int(np.prod(v.shape)) for v in kernels)
             macs.append(None if None in positions else math.prod(positions) * size)
     return None if None in macs else sum(macs)
-
-
-# Changing
-
-
-def _substitute(site, selection):
-    """Let a layer do without what goes."""
-    unit = site.unit
-    size = sum(group.features.size for group in site.groups)
-    constants = np.zeros(size)
-    targets, sources, scales = [], [], []
-    for group in site.groups:
-        for row, (other, alpha, offset) in selection.substitutes(group).items():
-            features = group.features[row]
-            constants[features] = offset
-            if other is not None:
-                targets.extend(group.features[other])
-                sources.extend(features)
-                scales.extend([alpha] * len(features))
-    resize.absorb_constants(unit, constants)
-    if targets:
-        resize.add_inputs(unit, targets, sources, np.array(scales))
-
-
-def _resize(channels, makers, selection):
-    """Take channels out. Returns what is gone, by name, and how many are left."""
-    gone = np.array(list(selection.removed), dtype=int)
-
-    def stays(labels):
-        return ~np.isin(channels.roots(labels.ids), gone)
-
-    for unit, labels in channels.readers.items():
-        if not np.all(stays(labels)):
-            resize.drop_inputs(unit, stays(labels))
-    for unit, (read, made) in channels.passers.items():
-        if not np.all(stays(made)):
-            resize.drop_channels(unit, read.axis, stays(read), made.axis, stays(made))
-    removed, left = {}, 0
-    for unit, labels in makers.items():
-        mask = stays(labels)
-        left += int(np.sum(mask))
-        if not np.all(mask):
-            resize.drop_outputs(unit, mask)
-            removed[channels.names[unit]] = np.flatnonzero(~mask)
-    return removed, left
 
 
 def norms_of_one_maker(model: keras.Model) -> list[keras.layers.Layer]:

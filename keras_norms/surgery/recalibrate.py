@@ -9,7 +9,6 @@ import numpy as np
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
-from keras_norms._checks.models import check_model
 from keras_norms._types import Tensor
 from keras_norms.layers.frozen import Frozen
 from keras_norms.surgery._graph.affine import NORM_CLASSES
@@ -67,7 +66,13 @@ def recalibrate(
 
     >>> recalibrate(model, x_train, steps=100, batch_size=256)
     """
-    check_model(model)
+    if not isinstance(model, keras.Model):
+        raise arguments.wrong("model", "a Keras model", model)
+    if not model.built:
+        raise ValueError(
+            "Argument `model` must be built: call it on data. "
+            f"Received: model '{model.name}'"
+        )
     _check(steps, batch_size)
     arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
     _measure_anew(model, data, steps, batch_size, verbose)

@@ -9,8 +9,6 @@ Zero padding does not have the offset, so that there the bias says too much, by 
 offset: the mean square of that counts too, as often as the kernel reads padding.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from keras_norms.surgery._graph import linear
@@ -18,14 +16,6 @@ from keras_norms.surgery._graph import linear
 # Relative to the mean square of a channel: what float32 leaves of equal channels.
 _ROUNDING = 1e-11
 _ROWS = 1 << 16
-
-
-class Substitute(NamedTuple):
-    """`alpha x_target + offset` for a channel; the offset is one number a feature."""
-
-    target: int | None
-    alpha: float
-    offset: np.ndarray
 
 
 class Group:
@@ -39,8 +29,7 @@ class Group:
     def __init__(self, roots, features, can_merge):
         self.roots, self.features, self.can_merge = roots, features, can_merge
         n, p = features.shape
-        self.padding = 0.0
-        self._count = 0
+        self.padding, self._count = 0.0, 0
         self._sums = np.zeros((n, p))
         self._products = np.zeros((n, n))
 
@@ -72,26 +61,23 @@ class Group:
         squares = np.diag(self._mean_squares)[rows]
         return self.variances[rows] + self._of_padding(squares)
 
-    def merge_errors(self, rows):
-        """What a multiple of channel d leaves of channel c, an array (c, d)."""
-        return self._fits(rows, rows)[0]
-
-    def substitute(self, row, other=None):
-        """The `Substitute` of a channel: a constant, or made from row `other`."""
-        if other is None:
-            return Substitute(None, 0.0, self.means[row])
-        _, alpha, with_offset = self._fits(np.array([row]), np.array([other]))
+    def substitute(self, row, other):
+        """Alpha and offset, one a feature, with which a row stands for another one."""
+        _, alpha, with_offset = self.fits(np.array([row]), np.array([other]))
         alpha = float(alpha[0, 0])
         offset = self.means[row] - alpha * self.means[other]
-        return Substitute(other, alpha, offset * with_offset[0, 0])
+        return alpha, offset * with_offset[0, 0]
 
     def _of_padding(self, squares):
         # Of an infinite padding too, where nothing is nothing.
         found = np.zeros_like(squares)
         return np.multiply(self.padding, squares, out=found, where=squares != 0)
 
-    def _fits(self, rows, others):
-        """Errors, factors, and whether there is an offset, of least squares."""
+    def fits(self, rows, others):
+        """What multiples of channels d leave of channels c, arrays (c, d).
+
+        Errors, factors, and whether there is an offset, of least squares.
+        """
         pairs = np.ix_(rows, others)
         squares, means = np.diag(self._squares), np.diag(self._mean_squares)
 
