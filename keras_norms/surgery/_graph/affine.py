@@ -27,9 +27,6 @@ class Affine(NamedTuple):
         """This map of what `first` gives."""
         return Affine(self.a * first.a, self.a * first.b + self.b)
 
-    def equals(self, other):
-        return np.array_equal(self.a, other.a) and np.array_equal(self.b, other.b)
-
 
 def identity(channels):
     return Affine(np.ones(channels), np.zeros(channels))
@@ -229,11 +226,8 @@ def hidden_norms(graph):
             continue
         if issubclass(unit.cls, NORM_CLASSES) and overrides_call(unit.cls):
             names.append(f"{unit.name} (of class {unit.cls.__name__})")
-        names += [
-            f"{inside.name} (in {unit.name})"
-            for inside in _keras.layers_of(unit.layer, include_self=False)
-            if isinstance(inside, NORM_CLASSES)
-        ]
+        inside = _keras.layers_of(unit.layer, NORM_CLASSES, include_self=False)
+        names += [f"{norm.name} (in {unit.name})" for norm in inside]
     return names
 
 

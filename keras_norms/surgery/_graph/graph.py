@@ -133,21 +133,15 @@ class Node:
 
 
 class Unit:
-    """A layer to be: class, configuration, and weights by name.
-
-    Args:
-        source: The layer or operation it stands for, or `None` for a new one.
-        cls: Class of the new layer; of a frozen norm that of the norm.
-        config: Its configuration.
+    """A layer to be: class (of a frozen norm that of the norm), configuration, weights.
 
     Attributes:
-        arrays: Dictionary of weights that are not those of `source`.
-        is_frozen: Whether the new layer is a frozen norm.
+        source: The layer or operation it stands for, or `None` for a new one.
+        arrays: Dictionary of weights, by name, that are not those of `source`.
         nodes: Its calls.
         graph: That of a model, which it is then.
         made: The new layer, once it is made.
-        wrapper: A class, or a partial of one, whose instance takes the new layer in,
-            under its name.
+        wrapper: A class, or a partial of one, whose instance takes the new layer in.
     """
 
     def __init__(self, source=None, cls=None, config=None):
@@ -270,9 +264,8 @@ class Unit:
 class Graph:
     """The calls of a model in an order in which they can be run.
 
-    `units` has those of the layers, by `id`, shared with nested graphs. `traced` has
-    inputs, calls and outputs, as of `calls_of`, of models that are read otherwise, by
-    `id` too.
+    `units` has those of the layers, shared with nested graphs, and `traced` what stands
+    for `calls_of` models that are read otherwise; both by `id`.
     """
 
     def __init__(self, model, units=None, traced=None):

@@ -76,14 +76,14 @@ def fold_scale_forward(unit, maps):
 
     That is what a zero-padded convolution allows: its border is 0 after the map, so
     that a shift must be made before the padding. In a channel of scale 0 the map
-    remains. Returns the units that remain, with what they remain as.
+    remains. Returns what remains of units, which then go from `maps`.
     """
     scales = {
         other: Affine(np.where(a == 0, 1.0, a), np.zeros_like(a))
         for other, (a, _) in maps.items()
     }
     return {
-        source: Affine(*(v / scales[source].a for v in maps[source]))
+        source: Affine(*(v / scales[source].a for v in maps.pop(source)))
         for source in _move_forward([unit], maps, scales)
     }
 
@@ -172,9 +172,11 @@ class _Plan:
         if unit in self.maps:
             return affine_lib.axis_of(unit, rank) == axis and self._add(node, affine)
         if linear.is_foldable(unit):
-            fits = linear.can_absorb_input if forward else linear.can_absorb_output
-            is_own = linear.channel_axis(unit, rank) == axis and fits(unit, affine.b)
-            return is_own and self._add(node, affine)
+            return (
+                linear.channel_axis(unit, rank) == axis
+                and linear.can_absorb(unit, affine.b, as_input=forward)
+                and self._add(node, affine)
+            )
         moved = _through(node, affine, axis, forward)
         if moved is None:
             return False
@@ -188,7 +190,7 @@ class _Plan:
         known, calls = self.targets.setdefault(node.unit, (affine, []))
         calls.append(node)
         accepted = self.accept is None or self.accept(node.unit)
-        return accepted and known.equals(affine)
+        return accepted and np.array_equal(known, affine)
 
 
 def _through(node, affine, axis, forward):

@@ -92,8 +92,7 @@ class Tracer:
         if not shapes or None in shapes:
             self._leave(model, "the shapes of the inputs it is built for are not known")
             return
-        layers = _keras.layers_of(model)
-        reads_numbers = any(isinstance(x, keras.layers.Embedding) for x in layers)
+        reads_numbers = _keras.layers_of(model, keras.layers.Embedding)
         dtype = "int32" if reads_numbers else model.input_dtype
         inputs = [
             tree.map_shape_structure(lambda s: keras.Input(s[1:], dtype=dtype), shape)

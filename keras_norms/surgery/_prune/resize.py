@@ -56,36 +56,26 @@ def resize(channels, gone):
         return ~np.isin(channels.roots(labels.ids), gone)
 
     for unit, labels in channels.readers.items():
-        if not np.all(stays(labels)):
-            _drop_inputs(unit, stays(labels))
+        name = linear.kernel_names(unit)[0]
+        _select(unit, name, stays(labels), linear.kernel_axes(unit)[0])
+        if unit.cls in linear.SEPARABLE:
+            each = np.repeat(stays(labels), unit.config["depth_multiplier"])
+            _select(unit, "pointwise_kernel", each, -2)
     for unit, (read, made) in channels.passers.items():
         if not np.all(stays(made)):
             _drop_channels(unit, read.axis, stays(read), made.axis, stays(made))
     removed = {}
     for unit, labels in channels.makers.items():
-        if not np.all(stays(labels)):
-            _drop_outputs(unit, stays(labels))
-            removed[channels.names[unit]] = np.flatnonzero(~stays(labels))
+        mask = stays(labels)
+        if np.all(mask):
+            continue
+        name = linear.kernel_names(unit)[1]
+        _select(unit, name, mask, linear.kernel_axes(unit)[1])
+        _select(unit, "bias", mask, 0)
+        size = "units" if unit.cls in linear.DENSE else "filters"
+        unit.configure(**{size: int(np.sum(mask))})
+        removed[channels.names[unit]] = np.flatnonzero(~mask)
     return removed
-
-
-def _drop_inputs(unit, stays):
-    """Drop the input channels of a layer with a kernel where `stays` is false."""
-    if unit.cls in linear.SEPARABLE:
-        _select(unit, "depthwise_kernel", stays, -2)
-        stays = np.repeat(stays, unit.config["depth_multiplier"])
-        _select(unit, "pointwise_kernel", stays, -2)
-    else:
-        _select(unit, "kernel", stays, linear.kernel_axes(unit)[0])
-
-
-def _drop_outputs(unit, stays):
-    """Drop the output channels of a layer with a kernel where `stays` is false."""
-    name = "pointwise_kernel" if unit.cls in linear.SEPARABLE else "kernel"
-    _select(unit, name, stays, linear.kernel_axes(unit)[1])
-    _select(unit, "bias", stays, 0)
-    size = "units" if unit.cls in linear.DENSE else "filters"
-    unit.configure(**{size: int(np.sum(stays))})
 
 
 def _drop_channels(unit, axis, stays, made_axis, made_stays):
@@ -120,6 +110,5 @@ def _with(shape, axis, size):
 
 
 def _select(unit, name, stays, axis):
-    array = unit.weight(name)
-    if array is not None:
-        unit.arrays[name] = np.compress(stays, array, axis)
+    if not np.all(stays) and unit.weight(name) is not None:
+        unit.arrays[name] = np.compress(stays, unit.weight(name), axis)
