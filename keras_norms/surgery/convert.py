@@ -15,15 +15,14 @@ from keras_norms.surgery._convert.replace import (
     remove_norms,
     replace_norms,
 )
-from keras_norms.surgery._convert.template import Template
+from keras_norms.surgery._convert.template import Report, Template
 from keras_norms.surgery._convert.wrap import keep_function, wrap
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear
 from keras_norms.surgery._graph.blocks import graph_of, warn_of_layers
-from keras_norms.surgery._graph.data import inputs_of
 from keras_norms.surgery._graph.fused_cbn import fuse_cbn, split_fused_cbn
-from keras_norms.surgery._graph.measure import measure
-from keras_norms.surgery._graph.units import assign
+from keras_norms.surgery._graph.graph import assign_all
+from keras_norms.surgery._graph.measure import inputs_of, measure
 from keras_norms.surgery.recalibrate import recalibrate
 
 
@@ -41,14 +40,13 @@ def convert(
     **CBN moves.** Every `BatchNormalization` goes, and a `CBN` stands before every
     layer with a kernel (`Dense`, `EinsumDense`, convolutions of all kinds), one where
     several of them read the same tensor, shared where they are. The layers that read
-    the raw input get none, also where the input was only padded, rescaled, resized,
-    standardised, reshaped, augmented or concatenated before. Where zero padding or
-    Dropout stands before the layer, CBN stands before that: its statistics are then
-    those of the activations alone, and padding is zero after the normalisation, as it
-    is with `padding="same"`. Layers that lost the `BatchNormalization` after them get a
-    bias. A new CBN is called after the first layer that reads it: `conv1_cbn`. A
-    `BatchNormalization` of another axis than that of the channels, or that is called
-    with a mask or with `training=True`, stays, and a warning names it.
+    the raw input get none, also where it was only padded, rescaled, resized,
+    standardised, reshaped, augmented or concatenated. CBN stands before zero padding
+    and Dropout: its statistics are those of the activations alone, and padding is zero
+    after the normalisation, as it is with `padding="same"`. Layers that lost the
+    `BatchNormalization` after them get a bias. A new CBN is called after the first
+    layer that reads it: `conv1_cbn`. A `BatchNormalization` of another axis than that
+    of the channels, or called with a mask or with `training=True`, stays.
 
     **NoisyBN, LpNorm** and what a callable returns take the place and the name of each
     `BatchNormalization`. **WS, CWN, WN** wrap every layer with a kernel, under its
@@ -60,11 +58,11 @@ def convert(
     positions) take the place of each BatchNormalization, CBN, NoisyBN and LpNorm, for
     batches that are too small for statistics of their own. Groups are as many as divide
     the channels, but at most 32 and of 4 channels or more. `"batch_norm"` takes the
-    place of all other norms. `"none"` takes all norms out. A norm stays, and a warning
-    names it, where a single number would be normalised alone, as by `"instance_norm"`
-    after a `Dense` layer.
+    place of all other norms. `"none"` takes all norms out. A norm stays where a single
+    number would be normalised alone, as by `"instance_norm"` after a `Dense` layer.
 
-    With `preserve=True` the new model computes what the old one does, at inference:
+    With `preserve=True` the new model computes what the old one does, at inference, and
+    a warning names layers of which that is not so, as it names layers that stay:
 
     * `BatchNormalization` is folded into the layer before it, or into the CBN after it.
       Where neither is possible, as between a sum and an activation, its map stays: a
@@ -77,30 +75,28 @@ def convert(
       BatchNormalization at its place has that layer's statistics; the others start
       empty, and a warning says so.
     * Norms of single samples cannot compute what statistics of batches did, nor the
-      other way round: **the function changes**, a warning names the layers, and the
-      network has to be trained on. What each channel was scaled and shifted to is
-      carried over: gamma and beta are the deviation and mean that the old norm gave it
-      (of a BatchNormalization, its gamma and beta; RMSNormalization has no beta).
+      other way round: **the function changes**, and the network has to be trained on.
+      Gamma and beta are the deviation and mean that the old norm gave each channel (of
+      a BatchNormalization, its gamma and beta; RMSNormalization has no beta).
       `"batch_norm"` is exact in the place of CBN, NoisyBN and LpNorm; in that of norms
       of samples, it has the statistics of `data`.
     * `"none"` folds what BatchNormalization, CBN, NoisyBN and LpNorm are at inference
       into the layers next to them, or leaves `<name>_affine`, and is exact. Of norms of
       samples, gamma and beta stay alone.
     * NoisyBN takes all weights over. LpNorm gets a gamma that makes up for its norm.
-    * WN is exact. WS and CWN cannot hold a kernel whose units have a mean, so they
-      change the function, and a warning names them. That units have other lengths is
-      made up for, by the gain with `gain=True`, or by the statistics of the
-      BatchNormalization that follows.
+    * WN is exact. WS and CWN cannot hold a kernel whose units have a mean. That units
+      have other lengths is made up for, by the gain with `gain=True`, or by the
+      statistics of the BatchNormalization that follows.
 
     Blocks, which are layers of one's own with layers inside, and subclassed models are
     entered: what their `call` calls stands in their place, with the same weights. The
     class of a block is lost with that, and of a model that is not plainly Functional
     also its methods and presets; layers inside that share a name get that of the block
-    before theirs. A block stays as it is, and a warning names it, if its `call` cannot
-    be traced with symbolic tensors: if it asks for their values, reads or changes
-    variables or attributes itself, adds losses, or does other things in training than
-    at inference but by passing `training` on. Layers that Keras itself has made of
-    others, such as `MultiHeadAttention` or `Bidirectional`, are not entered.
+    before theirs. A block stays as it is if its `call` cannot be traced with symbolic
+    tensors: if it asks for their values, reads or changes variables or attributes
+    itself, adds losses, or does other things in training than at inference but by
+    passing `training` on. Layers that Keras itself has made of others, such as
+    `MultiHeadAttention` or `Bidirectional`, are not entered.
 
     With `preserve=False` the new layers start as they are made, and `data`, if there
     is any, sets their moving statistics as `recalibrate` does.
@@ -110,15 +106,14 @@ def convert(
             layers. It is not changed. A subclassed one is taken as what it computes of
             the inputs that it was built for.
         norm: `"cbn"`, `"noisy_bn"`, `"lp_norm"`, `"ws"`, `"cwn"`, `"wn"`,
-            `"batch_norm"`, `"group_norm"`, `"instance_norm"`, `"layer_norm"` or
-            `"rms_norm"`; a class of these; or a layer, such as `CBN(rho=2)`, whose
-            configuration all new layers have, but for axis, name and dtype; or
-            `"none"`. A function from each
-            `BatchNormalization` to the layer in its place (`None` or the same layer:
-            it stays). `functools.partial(WS, gain=True)` gives arguments to a wrapper.
+            `"batch_norm"`, `"group_norm"`, `"instance_norm"`, `"layer_norm"`,
+            `"rms_norm"` or `"none"`; a class of these; a layer, such as `CBN(rho=2)`,
+            whose configuration all new layers have, but for axis, name and dtype; or a
+            function from each `BatchNormalization` to the layer in its place (`None` or
+            the same layer: it stays). `functools.partial(WS, gain=True)` gives
+            arguments to a wrapper.
         preserve: Boolean, see above.
-        data: Inputs to measure statistics on: an array, a `tf.data.Dataset`, a
-            `keras.utils.PyDataset`, or an iterable of batches, see `recalibrate`.
+        data: Inputs to measure statistics on, as in `recalibrate`.
         skip: Layers to leave alone: names, or a predicate of a layer. A model or block
             that is skipped is left alone with all its layers.
         fused: Boolean, whether each CBN is fused with the layers that read it, as
@@ -165,40 +160,41 @@ def convert(
     graphs = [g for g in graph.walk() if id(g) not in skipped]
     called = dict.fromkeys(node.unit for g in graphs for node in g.nodes)
     units = [unit for unit in called if id(unit) not in skipped]
-    new: dict = {}
-    changed, kept, unknown, unwrapped, hidden, empty = ([] for _ in range(6))
+    report = Report()
     if template.is_none:
-        changed, kept = remove_norms(units, preserve)
+        remove_norms(report, units, preserve)
     elif of_keras:
-        new, changed, kept, unknown = place_keras_norms(units, template, preserve)
+        place_keras_norms(report, units, template, preserve)
     elif template.cls in linear.WRAPPERS:
-        unwrapped = wrap(units, functools.partial(template.cls, **template.keywords))
+        wrap(report, units, functools.partial(template.cls, **template.keywords))
     elif template.cls is CBN:
-        new, kept = insert_cbn(graph, graphs, units, template, preserve)
+        insert_cbn(report, graph, graphs, units, template, preserve)
     else:
-        new, changed = replace_norms(units, template, preserve)
-    if template.cls not in linear.WRAPPERS:
-        hidden = affine_lib.hidden_norms(graph)
-    for unit, (affine, statistics) in new.items() if preserve else ():
+        replace_norms(report, units, template)
+    is_wrapped = template.cls in linear.WRAPPERS
+    hidden = [] if is_wrapped else affine_lib.hidden_norms(graph)
+    new = report.new if preserve else {}
+    for unit, (affine, statistics) in new.items():
         unit.arrays, met = affine_lib.weights_for(unit, affine, statistics)
-        changed += [] if met else [unit.name]
+        report.changed += [] if met else [unit.name]
     result = graph.make()
     if preserve:
-        changed += keep_function(units)
-        empty = _calibrate(result, new, data, changed)
-    if data is not None and (unknown or (new and not preserve)):
+        keep_function(report, units)
+    empty = _calibrate(result, report, new, data)
+    changed = report.changed if preserve else []
+    if data is not None and (report.unknown or (report.new and not preserve)):
         recalibrate(result, data)
     elif preserve:
-        empty += [unit.name for unit in unknown if unit.name not in empty]
+        empty += [name for name in report.unknown if name not in empty]
     parts = {
         "the function could not be preserved, these layers change it": changed,
         "these layers cannot be wrapped (units of one weight, LoRA, quantization, "
-        "a class that overrides the kernel) and stay": unwrapped,
+        "a class that overrides the kernel) and stay": report.unwrapped,
         "the moving statistics of these layers are unknown, so that the first "
         "training step changes the function; pass `data` to measure them, or "
         "preserve=False to train from scratch": empty,
         "these do not normalise channels as they come (another axis, an explicit "
-        "mask, training=True), or one number, and stay as they are": kept,
+        "mask, training=True), or one number, and stay as they are": report.kept,
         "these are inside of other layers, or of classes that override `call`, "
         "and stay as they are": hidden,
     }
@@ -209,45 +205,36 @@ def convert(
 def _skipped(graph, skip):
     """The ids of units, and of graphs, that are left alone."""
     units = graph.all_units()
-    if skip is None:
-        return set()
     if callable(skip):
         chosen = [u for u in units if u.layer is not None and skip(u.layer)]
     else:
-        names = [skip] if isinstance(skip, str) else skip
+        names = [skip] if isinstance(skip, str) else () if skip is None else skip
         known = [unit.name for unit in units]
-        is_collection = isinstance(names, (list, tuple, set, frozenset))
-        if not is_collection or not all(
+        if not isinstance(names, (list, tuple, set, frozenset)) or not all(
             isinstance(name, str) and name in known for name in names
         ):
-            raise arguments.wrong(
-                "skip",
-                "a predicate or a collection of names of layers of the model",
-                skip,
-            )
+            wanted = "a predicate or a collection of names of layers of the model"
+            raise arguments.wrong("skip", wanted, skip)
         chosen = [unit for unit in units if unit.name in names]
     inside = [g for unit in chosen if unit.graph for g in unit.graph.walk()]
     return {id(each) for each in (*chosen, *inside)}
 
 
-def _calibrate(model, new, data, changed):
+def _calibrate(model, report, new, data):
     """Give new norms the statistics of their inputs, measured on data if there are.
 
-    Adds to the names of those that change the function. Returns those without any.
+    Returns the names of those without any.
     """
     empty, measured = [], [None] * len(new)
     if new and data is not None:
         measured = measure(model, [unit.made for unit in new], data)
     for (unit, (affine, statistics)), found in zip(new.items(), measured):
         if found is None:
-            guessed = affine_lib.norm_is_guessed(unit.cls, unit.config)
-            if statistics.weight == 0 or guessed:
+            if statistics.weight == 0 or affine_lib.norm_is_guessed(unit):
                 empty.append(unit.name)
             continue
         arrays, met = affine_lib.weights_for(unit, affine, found)
-        if not met and unit.name not in changed:
-            changed.append(unit.name)
-        for variable in unit.made.weights:
-            if variable.name in arrays:
-                assign(variable, arrays[variable.name])
+        if not met and unit.name not in report.changed:
+            report.changed.append(unit.name)
+        assign_all(unit.made, arrays)
     return empty

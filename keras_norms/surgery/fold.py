@@ -9,8 +9,8 @@ from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
 from keras_norms.surgery._graph.blocks import NORMALIZING, graph_of, warn_of_layers
 from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
+from keras_norms.surgery._graph.graph import to_float64
 from keras_norms.surgery._graph.remake import config_of
-from keras_norms.surgery._graph.units import to_float64
 
 
 def fold(model: keras.Model, inline: bool = True) -> keras.Model:
@@ -18,10 +18,10 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
 
     At inference every normalisation layer is `a * x + b` for each channel. After a
     linear layer that nothing else reads, the map goes into the kernel and bias before
-    it; before linear layers, into those after it. Both pass Dropout, pooling, cropping,
-    upsampling, Flatten and Concatenate where the map commutes with them. WS, CWN and WN
-    become the layer inside of them, with the kernel that it is called with. The
-    arithmetic is done in float64.
+    it; before linear layers, into those after it, in float64. Both pass Dropout,
+    pooling, cropping, upsampling, Flatten and Concatenate where the map commutes with
+    them. WS, CWN and WN become the layer inside of them, with the kernel that it is
+    called with.
 
     The result has layers of Keras only and loads where keras_norms is not installed.
     Its outputs are those of `model` at inference, also at image borders. Two cases need
@@ -38,9 +38,8 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     Before int8, `prune` channels that are constant: the kernel row that reads one takes
     its scale too, up to `gamma / (rho * sqrt(epsilon))`, and the range of int8 with it.
 
-    Blocks, which are layers of one's own with layers inside, and subclassed models are
-    entered as in `convert`: their class, methods and presets are lost. Those that
-    cannot be traced stay as they are, with a warning.
+    Blocks and subclassed models are entered as in `convert`. Those that cannot be
+    traced stay as they are, with a warning.
 
     Args:
         model: A built Functional, Sequential or subclassed model, nested or with shared
@@ -72,20 +71,19 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     units = graph.all_units()
     found = [unit for unit in units if _is_map(graph, unit, masked)]
     maps = {unit: affine_lib.affine_of(unit) for unit in found}
-    shifts = _fold_all(maps)
-    known = maps | shifts
+    rests = _fold_all(maps)
     given_masks = [
         unit
         for unit in units
-        if affine_lib.is_norm(unit) and unit not in known and unit.nodes
+        if affine_lib.is_norm(unit) and unit not in maps | rests and unit.nodes
     ]
     left = [unit.name for unit in (*maps, *given_masks)]
-    for unit in given_masks:
-        if not affine_lib.is_batch_norm(unit):
-            maps[unit] = affine_lib.affine_of(unit)
-    for unit, affine in (maps | shifts).items():
+    others = [unit for unit in given_masks if not affine_lib.is_batch_norm(unit)]
+    maps |= {unit: affine_lib.affine_of(unit) for unit in others}
+    shifts = {unit for unit, affine in rests.items() if np.all(affine.a == 1)}
+    for unit, affine in (maps | rests).items():
         _become_layer_of_keras(unit, affine, is_shift=unit in shifts)
-    shifted = [unit.name for unit, affine in shifts.items() if np.all(affine.a == 1)]
+    shifted = [unit.name for unit in rests if unit in shifts]
     parts = {
         "no linear layer can take the maps of these, which stay as BatchNormalization "
         "layers": left,
@@ -120,33 +118,27 @@ def _is_map(graph, unit, masked):
 
 
 def _fold_all(maps):
-    """Fold what can be folded. Returns the units of which a shift remains."""
-    shifts = {}
-    changed = True
-    while changed:
-        changed = False
+    """Fold what can be folded. Returns what remains of units whose scale could."""
+    rests, before = {}, None
+    while len(maps) != before:
+        before = len(maps)
         # Backward first: it is exact at borders whatever the padding.
         for move in (moves.fold_backward, moves.fold_forward):
             for unit in list(maps):
-                if unit in maps and move(unit, maps):
-                    changed = True
+                if unit in maps:
+                    move(unit, maps)
     for unit in list(maps):
-        rests = moves.fold_scale_forward(unit, maps) if unit in maps else None
-        for source, rest in (rests or {}).items():
-            del maps[source]
-            shifts[source] = rest
-    return shifts
+        if unit in maps:
+            rests |= moves.fold_scale_forward(unit, maps)
+    return rests
 
 
 def _unwrap(unit):
     """Replace a wrapper by its layer, with the kernel that it is called with."""
-    wrapper = unit.layer
-    layer = wrapper.layer
-    arrays = {v.name: to_float64(v) for v in layer.weights}
-    for name, kernel in wrapper.normalized_kernels().items():
-        arrays[name] = to_float64(kernel)
-    config = {**config_of(layer), "name": wrapper.name}
-    unit.become(type(layer), config, arrays)
+    wrapper, layer = unit.layer, unit.layer.layer
+    weights = {v.name: v for v in layer.weights} | wrapper.normalized_kernels()
+    arrays = {name: to_float64(weight) for name, weight in weights.items()}
+    unit.become(type(layer), {**config_of(layer), "name": wrapper.name}, arrays)
 
 
 def _become_layer_of_keras(unit, affine, is_shift):
@@ -154,7 +146,7 @@ def _become_layer_of_keras(unit, affine, is_shift):
     rank = unit.nodes[0].inputs[0].rank
     axis = affine_lib.axis_of(unit, rank)
     common = {"name": unit.name, "dtype": unit.config["dtype"]}
-    if is_shift and np.all(affine.a == 1):
+    if is_shift:
         double = keras.dtype_policies.get(common["dtype"]).compute_dtype == "float64"
         offset = affine.b.astype("float64" if double else "float32")
         offset = offset.reshape((-1,) + (1,) * (rank - 1 - axis))
@@ -163,10 +155,6 @@ def _become_layer_of_keras(unit, affine, is_shift):
         unit.become(keras.layers.Rescaling, config, {})
         return
     config = {**common, "axis": axis, "epsilon": 0.0, "trainable": False}
-    arrays = {
-        "gamma": affine.a,
-        "beta": affine.b,
-        "moving_mean": np.zeros_like(affine.a),
-        "moving_variance": np.ones_like(affine.a),
-    }
+    # Its mean of 0 and variance of 1 are those that it starts with.
+    arrays = {"gamma": affine.a, "beta": affine.b}
     unit.become(keras.layers.BatchNormalization, config, arrays)

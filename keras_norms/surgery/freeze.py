@@ -21,12 +21,10 @@ def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
 
     `layer.trainable = False`, which Keras has for this, fixes gamma and beta as well,
     and `model.trainable = True` undoes it. `BatchNormalization()(x, training=False)`
-    has no effect in a Functional model that `fit` trains: the model passes its own
-    `training` on. What `freeze` does stays until `unfreeze`, in saved files too, which
-    need `import keras_norms` to load.
-
-    `recalibrate` leaves frozen norms as they are. `fold`, `prune` and `convert` know
-    them; norms that `convert` puts in their place are not frozen.
+    has no effect in a Functional model, which passes its own `training` on. What
+    `freeze` does stays until `unfreeze`, in saved files too, which need `import
+    keras_norms` to load. Norms that `convert` puts in the place of frozen ones are not
+    frozen.
 
     Args:
         model: A built Keras model of any kind. It is changed in place. A larger model

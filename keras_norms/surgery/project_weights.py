@@ -12,9 +12,10 @@ from keras_norms._checks.models import check_layers
 from keras_norms.layers.kernels import kernels_by_name, kernels_of
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
+from keras_norms.ops.weight_norms import unit_norm
 from keras_norms.surgery._graph import affine, linear
 from keras_norms.surgery._graph.blocks import graph_of
-from keras_norms.surgery._graph.units import to_float64
+from keras_norms.surgery._graph.graph import to_float64
 
 Logs = dict[str, float] | None
 _OF_SAMPLES = keras.layers.LayerNormalization, keras.layers.GroupNormalization
@@ -33,9 +34,9 @@ class ProjectWeights(keras.callbacks.Callback):
     ```
 
     after each step the function is the same, and the rate is what its schedule says.
-    The projection is a constraint of the variable, so that the optimizer does it in the
-    compiled step, with `steps_per_execution` too. It is there while `fit` runs, and not
-    in saved files. Weight decay of these kernels has next to no effect then.
+    The projection is a constraint of the variable while `fit` runs, so that the
+    optimizer does it in the compiled step, with `steps_per_execution` too. Weight decay
+    of these kernels has next to no effect then.
 
     By default it takes the kernels of which the layers say that they are
     scale-invariant: of linear layers with a `BatchNormalization` or `NoisyBN` alone
@@ -126,14 +127,8 @@ class _OnSphere(keras.constraints.Constraint):
 
     def __call__(self, w):
         w = ops.convert_to_tensor(w)
-        dtype = keras.backend.result_type(w.dtype, "float32")
-        wide = ops.cast(w, dtype)
-        # Divided by the largest, so that no square overflows or vanishes.
-        largest = ops.max(ops.abs(wide))
-        wide = wide / ops.where(largest > 0, largest, 1)
-        length = ops.sqrt(ops.sum(ops.square(wide)))
-        scale = ops.where(length > 0, self.norm / length, 1)
-        return ops.cast(wide * ops.cast(scale, dtype), w.dtype)
+        direction = unit_norm(w, axes=tuple(range(len(w.shape))))
+        return ops.cast(self.norm * direction, w.dtype)
 
     def get_config(self):
         return {"norm": self.norm}
@@ -142,20 +137,15 @@ class _OnSphere(keras.constraints.Constraint):
 def scale_invariant_kernels(model: keras.Model) -> list[keras.Variable]:
     """List the kernels of which the calls of a model say that they are."""
     graph = graph_of(model, "ProjectWeights", True)
-    found = []
-    for unit in graph.all_units():
-        if unit.layer is None or not linear.is_linear(unit):
-            continue
+    chosen = []
+    for unit in filter(linear.is_linear, graph.all_units()):
         if issubclass(unit.cls, linear.WRAPPERS):
-            layer = unit.layer.layer
+            chosen.append(unit.layer.layer)
         elif linear.is_foldable(unit) and affine.norm_after(
             unit, lambda norm, unit=unit: _makes_invariant(norm, unit)
         ):
-            layer = unit.layer
-        else:
-            continue
-        found += [getattr(layer, kernel.name) for kernel in kernels_of(layer)]
-    return found
+            chosen.append(unit.layer)
+    return [getattr(x, kernel.name) for x in chosen for kernel in kernels_of(x)]
 
 
 def _makes_invariant(norm, unit):
@@ -165,12 +155,9 @@ def _makes_invariant(norm, unit):
     """
     if norm.layer is None or norm.is_frozen:
         return False
-    if affine.is_batch_norm(norm) or norm.cls is NoisyBN:
+    is_centered = norm.cls is LpNorm and norm.layer.norm_of == "centered"
+    if affine.is_batch_norm(norm) or norm.cls is NoisyBN or is_centered:
         return norm.layer.trainable
-    if norm.cls in _OF_SAMPLES:
-        return unit.layer.bias is None
     if norm.cls is LpNorm:
-        return norm.layer.trainable and (
-            unit.layer.bias is None or norm.layer.norm_of == "centered"
-        )
-    return False
+        return norm.layer.trainable and unit.layer.bias is None
+    return norm.cls in _OF_SAMPLES and unit.layer.bias is None

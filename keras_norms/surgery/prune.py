@@ -15,14 +15,12 @@ from keras_norms._types import Tensor
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery._graph import affine, linear
 from keras_norms.surgery._graph.blocks import graph_of
-from keras_norms.surgery._graph.data import inputs_of, wrong_data
 from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
-from keras_norms.surgery._graph.graph import Graph
-from keras_norms.surgery._graph.units import to_float64, to_numpy
-from keras_norms.surgery._prune import resize
+from keras_norms.surgery._graph.graph import Graph, to_float64
+from keras_norms.surgery._graph.measure import inputs_of, wrong_data
 from keras_norms.surgery._prune.channels import Channels
-from keras_norms.surgery._prune.selection import Selection
-from keras_norms.surgery._prune.substitutes import Site
+from keras_norms.surgery._prune.resize import resize, substitute
+from keras_norms.surgery._prune.selection import Site, select
 
 
 class Pruned(NamedTuple):
@@ -124,19 +122,17 @@ def prune(
     Permute. Sums, products and concatenations along another axis bind channels
     together: those go from all or from none. A shared layer has the same channels in
     all calls. Inputs and outputs of the model stay, and what is read or made by layers
-    of other kinds: grouped convolutions, softmax, LayerNormalization,
-    GroupNormalization, recurrent layers, attention, layers in wrappers such as
-    `TimeDistributed` and WS (see `fold`), EinsumDense, and subclasses. Each layer keeps
-    one channel at least.
+    of other kinds: grouped convolutions, softmax, norms of samples, recurrent layers,
+    attention, layers in wrappers such as `TimeDistributed` and WS (see `fold`),
+    EinsumDense, and subclasses. Each layer keeps one channel at least.
 
-    Blocks, which are layers of one's own with layers inside, and subclassed models are
-    entered as in `convert`, and lose their class, methods and presets.
+    Blocks and subclassed models are entered as in `convert`.
 
     Args:
         model: A built Functional, Sequential or subclassed model, nested or with shared
             layers. It is not changed. A `FusedCBN` comes back as a CBN and its layers.
-        data: Inputs to measure on, as in `recalibrate`. A few hundred to thousand are
-            enough; they are kept in memory.
+        data: Inputs to measure on, as in `recalibrate`: a few hundred to thousand. They
+            are kept in memory.
         gamma: Float >= 0, or `None` for no constants. Standard deviations up to it
             count as none, also of what merging leaves. In units of what is read; after
             BatchNormalization, which makes deviations of gamma, 0.01 is little and 0.3
@@ -153,8 +149,7 @@ def prune(
             `round_to`. `None`: what `gamma` and `similarity` allow. With it, these are
             0 and 1, or `None` to do without one of both.
         round_to: Positive integer. A layer that loses channels keeps a multiple of it,
-            such as 8 for hardware that computes in blocks: the most expensive ones
-            stay.
+            such as 8 for hardware that computes in blocks.
 
     Returns:
         A `Pruned`: the new model, of the same name, with the names of all layers and
@@ -187,12 +182,11 @@ def prune(
         model = graph.make()
         graph = Graph(model)
     channels = Channels(graph)
-    makers = {u: made for u, made in channels.makers.items() if made is not None}
     sites = [
         Site(unit, labels, channels.roots(labels.ids))
         for unit, labels in channels.readers.items()
     ]
-    roots = [channels.roots(made.ids) for made in makers.values()]
+    roots = [channels.roots(made.ids) for made in channels.makers.values()]
     read = {int(r) for site in sites for group in site.groups for r in group.roots}
     made = {int(r) for each in roots for r in each}
     if all(map(channels.is_fixed, read & made)):
@@ -204,17 +198,18 @@ def prune(
     batches = _collect(model, data, steps, batch_size)
     outputs = _measure(model, sites, batches)
     limits = gamma, similarity, ratio, round_to
-    selection = Selection(sites, roots, channels.is_fixed, *limits)
+    gone = select(sites, roots, channels.is_fixed, *limits)
     before = _macs_of(graph)
     for site in sites:
-        _substitute(site, selection)
-    removed, left = _resize(channels, makers, selection)
+        substitute(site, gone)
+    removed = resize(channels, list(gone))
     pruned = graph.make()
     after = _macs_of(Graph(pruned))
+    total = sum(map(len, roots))
     return Pruned(
         pruned,
         removed,
-        (sum(map(len, roots)), left),
+        (total, total - sum(map(len, removed.values()))),
         (model.count_params(), pruned.count_params()),
         None if before is None or after is None else (before, after),
         *_errors(pruned, batches, outputs),
@@ -263,20 +258,9 @@ def _collect(model, data, steps, batch_size):
 
 def _measure(model, sites, batches):
     """Record what layers read. Returns the outputs of the model, batch by batch."""
-
-    def recorded(site):
-        original = site.unit.layer.call
-
-        def call(inputs, *args, **kwargs):
-            site.record(to_numpy(inputs))
-            return original(inputs, *args, **kwargs)
-
-        return call
-
     with contextlib.ExitStack() as stack:
         for site in sites:
-            scope = _keras.replaced(site.unit.layer, call=recorded(site))
-            stack.enter_context(scope)
+            stack.enter_context(site.recording())
         outputs = [_outputs(model, x) for x in batches]
     for site in sites:
         for group in site.groups:
@@ -318,51 +302,6 @@ def _macs_of(graph):
             size = sum(int(np.prod(v.shape)) for v in kernels)
             macs.append(None if None in positions else math.prod(positions) * size)
     return None if None in macs else sum(macs)
-
-
-# Changing
-
-
-def _substitute(site, selection):
-    """Let a layer do without what goes."""
-    unit = site.unit
-    size = sum(group.features.size for group in site.groups)
-    constants = np.zeros(size)
-    targets, sources, scales = [], [], []
-    for group in site.groups:
-        for row, (other, alpha, offset) in selection.substitutes(group).items():
-            features = group.features[row]
-            constants[features] = offset
-            if other is not None:
-                targets.extend(group.features[other])
-                sources.extend(features)
-                scales.extend([alpha] * len(features))
-    resize.absorb_constants(unit, constants)
-    if targets:
-        resize.add_inputs(unit, targets, sources, np.array(scales))
-
-
-def _resize(channels, makers, selection):
-    """Take channels out. Returns what is gone, by name, and how many are left."""
-    gone = np.array(list(selection.removed), dtype=int)
-
-    def stays(labels):
-        return ~np.isin(channels.roots(labels.ids), gone)
-
-    for unit, labels in channels.readers.items():
-        if not np.all(stays(labels)):
-            resize.drop_inputs(unit, stays(labels))
-    for unit, (read, made) in channels.passers.items():
-        if not np.all(stays(made)):
-            resize.drop_channels(unit, read.axis, stays(read), made.axis, stays(made))
-    removed, left = {}, 0
-    for unit, labels in makers.items():
-        mask = stays(labels)
-        left += int(np.sum(mask))
-        if not np.all(mask):
-            resize.drop_outputs(unit, mask)
-            removed[channels.names[unit]] = np.flatnonzero(~mask)
-    return removed, left
 
 
 def norms_of_one_maker(model: keras.Model) -> list[keras.layers.Layer]:

@@ -12,9 +12,8 @@ from keras_norms._checks import arguments
 from keras_norms._types import Tensor
 from keras_norms.layers.frozen import Frozen
 from keras_norms.surgery._graph.affine import NORM_CLASSES
-from keras_norms.surgery._graph.data import inputs_of, wrong_data
-from keras_norms.surgery._graph.measure import measure, stored
-from keras_norms.surgery._graph.units import assign, to_float64, to_numpy
+from keras_norms.surgery._graph.graph import assign, to_float64, to_numpy
+from keras_norms.surgery._graph.measure import inputs_of, measure, stored, wrong_data
 
 Logs = dict[str, float] | None
 
@@ -40,10 +39,9 @@ def recalibrate(
     is the average over batches, as its moving average is.
 
     Layers that are frozen (`freeze`, or `layer.trainable = False`) use their statistics
-    and keep them, and so do layers that the model has but does not call, and those of
-    classes derived from these that override `call`; a warning names both. Layers inside
-    of other layers are measured like all others. All other weights, and the optimizer,
-    stay as they are.
+    and keep them, and so do, with a warning, layers that the model has but does not
+    call, and those of derived classes that override `call`. Layers inside of other
+    layers are measured like all others.
 
     Args:
         model: A built Keras model of any kind. It is changed in place.
@@ -144,16 +142,14 @@ def _measure_anew(model, data, steps, batch_size, verbose):
 class Recalibrate(keras.callbacks.Callback):
     """Measures moving statistics anew for what is validated and saved ("precise BN").
 
-    Moving statistics lag behind the weights, and belong to the weights that were
-    trained. Averaged weights (`use_ema=True` with `SwapEMAWeights`, SWA, schedule-free
+    Averaged weights (`use_ema=True` with `SwapEMAWeights`, SWA, schedule-free
     optimisers) need statistics of their own, and without them may be no better than
     chance. This calls `recalibrate(model, data)`
 
     * in `fit`, before the first batch of each validation, with the weights that it
       uses, whatever other callbacks swap in at its beginning;
-    * at the end of an epoch, if the model then has other weights than those measured
-      last;
-    * when training ends, likewise.
+    * at the end of an epoch, and when training ends, if the model then has other
+      weights than those measured last.
 
     Training goes on with the statistics that it had: they are put back when the next
     epoch begins. When training ends the measured ones stay.
@@ -163,8 +159,7 @@ class Recalibrate(keras.callbacks.Callback):
     epoch is of the weights that the model has at its end: those averaged need
     `SwapEMAWeights(swap_on_epoch=True)`.
 
-    Each measurement is one pass over the data in inference mode. What it took is in the
-    logs of the epoch as `recalibration_seconds`, and in `history`.
+    What it took is in the logs of the epoch as `recalibration_seconds`.
 
     Args:
         data: Training inputs, as in `recalibrate`. They are read anew each time, the

@@ -3,17 +3,15 @@
 But not on the raw input of the model.
 """
 
-import functools
 from typing import NamedTuple
 
 from keras import layers, tree
 
 from keras_norms.layers.cbn import CBN
-from keras_norms.surgery._convert.replace import give_bias_before
+from keras_norms.surgery._convert.replace import take_out
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
-from keras_norms.surgery._graph.graph import Graph
-from keras_norms.surgery._graph.units import Node, Unit, Value
+from keras_norms.surgery._graph.graph import Graph, Node, Unit, Value
 
 _PADDING_OR_NOISE = moves.ZERO_PADDING + moves.NOISE
 # What may stand between the input of a model and its first linear layer.
@@ -29,58 +27,53 @@ _PREPROCESSING_OPERATIONS = {
 }
 
 
-def insert_cbn(graph, graphs, units, template, preserve):
-    """Insert CBN layers in some graphs of a graph, and take BatchNormalization out.
-
-    Returns the maps of the new units and the statistics of their inputs, by unit, and
-    the names of BatchNormalization layers that stay.
-    """
-    norms, kept = [], []
-    for unit in filter(affine_lib.is_batch_norm, units):
-        is_plain = affine_lib.is_called_plainly(unit)
-        goes = is_plain and not affine_lib.is_on_another_axis(graph, unit)
-        (norms if goes else kept).append(unit)
+def insert_cbn(report, graph, graphs, units, template, preserve):
+    """Insert CBN layers in some graphs of a graph, and take BatchNormalization out."""
+    norms = list(filter(affine_lib.is_batch_norm, units))
+    kept = [
+        unit
+        for unit in norms
+        if not affine_lib.is_called_plainly(unit)
+        or affine_lib.is_on_another_axis(graph, unit)
+    ]
+    report.kept += [unit.name for unit in kept]
+    norms = [unit for unit in norms if unit not in kept]
     raw, eligible = {}, set(filter(linear.is_linear, units))
     _mark_raw(graph, [True] * len(tree.flatten(graph.inputs)), raw)
     places = [place for one in graphs for place in _places(one, eligible, raw)]
     maps, statistics = {}, {}
     for place in places:
-        reader, shape = place.units[0], place.values[0].shape
+        reader, shape = place.units[0], place.calls[0][0].shape
         config = template.config(
             place.graph.free_name(f"{reader.name}_cbn"),
             linear.plain_dtype(reader),
             axis=-1 if place.axis == len(shape) - 1 else place.axis,
         )
         unit = Unit(cls=template.cls, config=config)
-        for value, nodes in zip(place.values, place.readers):
-            place.graph.insert(unit, value, nodes)
+        for value, readers in place.calls:
+            place.graph.insert(unit, value, readers)
         maps[unit] = affine_lib.identity(shape[place.axis])
         statistics[unit] = affine_lib.unknown(shape[place.axis])
     if preserve:
         _fold(norms, maps, statistics)
     else:
-        for unit in norms:
-            give_bias_before(unit)
-            moves.take_out(unit)
-    new = {unit: (maps[unit], statistics[unit]) for unit in statistics}
-    return new, [unit.name for unit in kept]
+        take_out(norms)
+    report.new |= {unit: (maps[unit], statistics[unit]) for unit in statistics}
 
 
 def _fold(norms, maps, statistics):
     """Fold each norm into the layer before it, or into the CBN after it."""
     cbns = set(maps)
-
-    def can_take(target, affine):
-        return target in cbns and affine_lib.can_be(target, affine)
-
-    for unit in norms:
-        maps[unit] = affine_lib.affine_of(unit)
+    maps |= {unit: affine_lib.affine_of(unit) for unit in norms}
     for unit in norms:
         if moves.fold_backward(unit, maps, accept=linear.is_unconstrained):
             continue
         heirs, affine = _heirs_of_statistics(unit, cbns), maps[unit]
-        accept = functools.partial(can_take, affine=affine)
-        if moves.fold_forward(unit, maps, accept):
+
+        def can_take(target, affine=affine):
+            return target in cbns and affine_lib.can_be(target, affine)
+
+        if moves.fold_forward(unit, maps, accept=can_take):
             known = unit.weight("moving_mean"), unit.weight("moving_variance")
             statistics.update(dict.fromkeys(heirs, affine_lib.Statistics(*known)))
         else:
@@ -100,15 +93,13 @@ def _heirs_of_statistics(unit, cbns):
 class _Insertion(NamedTuple):
     """One CBN: the linear layers that read it, by the first of which it is named.
 
-    `values` are the tensors that it is called on, and `readers` the calls that read the
-    result, a list for each of these.
+    `calls` has the tensors that it is called on, each with who reads the result.
     """
 
     graph: Graph
-    units: list[Unit]
     axis: int
-    values: list[Value]
-    readers: list[list[Node]]
+    units: list[Unit]
+    calls: list[tuple[Value, list[Node]]]
 
 
 def _mark_raw(graph, flags, raw):
@@ -143,38 +134,33 @@ def _places(graph, eligible, raw):
     for node in graph.nodes:
         if node.unit not in eligible or node.input is None or raw[id(node.input)]:
             continue
-        value, reader = _before_padding(node.input, eligible)
-        if value.node is not None and value.node.unit.cls is CBN:
+        value, reader = _before_padding(node.input, eligible, node)
+        if value.node.unit.cls is CBN:
             continue
         axis = linear.channel_axis(node.unit, node.input.rank)
-        place = places.setdefault(
-            (id(value), axis), _Insertion(graph, [], axis, [value], [[]])
-        )
+        new = _Insertion(graph, axis, [], [(value, [])])
+        place = places.setdefault((id(value), axis), new)
         place.units.append(node.unit)
-        reader = reader or node
-        if reader not in place.readers[0]:
-            place.readers[0].append(reader)
+        ((_, readers),) = place.calls
+        if reader not in readers:
+            readers.append(reader)
     # A shared layer has one CBN for all its calls, and so has what they share.
     merged = []
     for place in places.values():
         for other in list(merged):
             if other.axis == place.axis and set(other.units) & set(place.units):
                 merged.remove(other)
-                units, values = other.units + place.units, other.values + place.values
-                readers = other.readers + place.readers
-                place = _Insertion(graph, units, place.axis, values, readers)
+                units, calls = other.units + place.units, other.calls + place.calls
+                place = _Insertion(graph, place.axis, units, calls)
         merged.append(place)
     return merged
 
 
-def _before_padding(value, eligible):
+def _before_padding(value, eligible, reader):
     """The tensor before zero padding and Dropout, and the first of these calls."""
-    reader = None
-    while value.node is not None and value.node.unit.cls in _PADDING_OR_NOISE:
-        if value.node.input is None or not _only_linear(value, eligible):
-            break
-        reader = value.node
-        value = reader.input
+    node = value.node
+    if _is_padding_or_noise(node) and _only_linear(value, eligible):
+        return _before_padding(node.input, eligible, node)
     return value, reader
 
 
@@ -182,10 +168,11 @@ def _only_linear(value, eligible):
     """Whether all that reads a tensor, past padding and noise, is eligible."""
     return not value.is_output and all(
         node.unit in eligible
-        or (
-            node.unit.cls in _PADDING_OR_NOISE
-            and node.output is not None
-            and _only_linear(node.output, eligible)
-        )
+        or (_is_padding_or_noise(node) and _only_linear(node.output, eligible))
         for node in value.readers
     )
+
+
+def _is_padding_or_noise(node):
+    is_one = node.input is not None and node.output is not None
+    return is_one and node.unit.cls in _PADDING_OR_NOISE

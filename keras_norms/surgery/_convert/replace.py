@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 from keras_norms.layers.cbn import CBN
-from keras_norms.layers.noisy_bn import NoisyBN
+from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
 from keras_norms.surgery._graph.affine import Affine
@@ -19,23 +19,12 @@ _OF_SAMPLES = (
     keras.layers.RMSNormalization,
 )
 KERAS_NORMS = (keras.layers.BatchNormalization, *_OF_SAMPLES)
-# What norms have in common.
-_SETTINGS = tuple(
-    f"{weight}_{kind}"
-    for kind in ("initializer", "regularizer", "constraint")
-    for weight in ("beta", "gamma")
-)
 # Wu and He, Group Normalization, ECCV 2018, have 32 groups, and 16 channels in some.
 _MOST_GROUPS, _LEAST_CHANNELS = 32, 4
 
 
-def replace_norms(units, template, preserve):
-    """Turn every BatchNormalization into another layer of the same name.
-
-    Returns the maps of the new units and the statistics of their inputs, by unit, and
-    the names of layers that may change the function.
-    """
-    new, changed = {}, []
+def replace_norms(report, units, template):
+    """Turn every BatchNormalization into another layer of the same name."""
     for unit in filter(affine_lib.is_batch_norm, units):
         if template.function is not None:
             layer = template.function(unit.layer)
@@ -50,28 +39,18 @@ def replace_norms(units, template, preserve):
         else:
             cls, own = template.cls, {}
             if cls in affine_lib.NORM_CLASSES:
-                names = () if template.is_given else ("momentum", "center", *_SETTINGS)
-                if cls is NoisyBN and not template.is_given:
-                    # The scale of LpNorm makes up for its norm.
-                    names += "epsilon", "scale"
-                own = {name: unit.config[name] for name in ("axis", *names)}
+                own = {**_own_settings(unit, template), "axis": unit.config["axis"]}
             config = template.config(unit.name, unit.config["dtype"], **own)
         if cls in affine_lib.NORM_CLASSES:
-            new[unit] = affine_lib.affine_of(unit), affine_lib.statistics_of(unit)
+            known = affine_lib.affine_of(unit), affine_lib.statistics_of(unit)
+            report.new[unit] = known
         else:
-            changed += [unit.name] if preserve else []
+            report.changed.append(unit.name)
         unit.become(cls, config, {})
-    return new, changed
 
 
-def place_keras_norms(units, template, preserve):
-    """Turn norms into those of Keras that a template asks for.
-
-    Returns the maps of the old norms and the statistics of their inputs, by the new
-    norm that can have them; names of layers that change the function; of layers that
-    stay; and BatchNormalization units of which no statistics are known.
-    """
-    new, changed, kept, unknown = {}, [], [], []
+def place_keras_norms(report, units, template, preserve):
+    """Turn norms into those of Keras that a template asks for."""
     to_samples = template.cls in _OF_SAMPLES
     for unit in filter(_is_norm, units):
         of_samples = unit.cls in _OF_SAMPLES
@@ -81,66 +60,61 @@ def place_keras_norms(units, template, preserve):
         axis = _axis_of(unit)
         settings = _settings_for(unit, template, axis) if to_samples else {}
         if axis is None or settings is None or not affine_lib.is_called_plainly(unit):
-            kept.append(unit.name)
+            report.kept.append(unit.name)
             continue
         affine, statistics = _map_of(unit)
         if to_samples or of_samples:
-            changed += [unit.name] if preserve else []
+            report.changed.append(unit.name)
         arrays = _carried(unit, affine, statistics, template.cls) if preserve else {}
-        own = {} if template.is_given else _own_settings(unit, template.cls)
-        own = {**own, **settings, "axis": axis}
+        own = {**_own_settings(unit, template), **settings, "axis": axis}
         config = template.config(unit.name, linear.plain_dtype(unit), **own)
         for node in unit.nodes:
             node.kwargs.pop("training", None)  # Some take none.
         unit.become(template.cls, config, arrays)
         if of_samples:
-            unknown.append(unit)
+            report.unknown.append(unit.name)
         elif not to_samples:
-            new[unit] = affine, statistics
-    return new, changed, kept, unknown
+            report.new[unit] = affine, statistics
 
 
-def remove_norms(units, preserve):
+def remove_norms(report, units, preserve):
     """Take all norms out, those of samples too.
 
     With `preserve=True` each leaves its scale and shift, in the layers next to it or as
-    a layer of its own. Returns names of layers that change the function, and of layers
-    that stay.
+    a layer of its own.
     """
-    maps, changed, kept = {}, [], []
+    maps = {}
     for unit in filter(_is_norm, units):
         axis = _axis_of(unit)
         if axis is None or not affine_lib.is_called_plainly(unit):
-            kept.append(unit.name)
+            report.kept.append(unit.name)
             continue
         maps[unit], _ = _map_of(unit)
         if unit.cls in _OF_SAMPLES:
-            changed += [unit.name] if preserve else []
+            report.changed.append(unit.name)
             # As the map of channels that it is after normalising.
             config = {"name": unit.name, "dtype": unit.config["dtype"], "axis": axis}
             config["trainable"] = True
             unit.become(keras.layers.BatchNormalization, config, {})
+    if not preserve:
+        take_out(maps)
+        return
     for unit in list(maps):
-        if not preserve:
-            if unit.cls is not CBN:
-                give_bias_before(unit)
-            moves.take_out(unit)
-            del maps[unit]
-            continue
         for move in (moves.fold_backward, moves.fold_forward):
             if unit in maps:
                 move(unit, maps, accept=linear.is_unconstrained)
     for unit, affine in maps.items():
         affine_lib.become_channel_affine(unit, affine)
-    return changed, kept
 
 
-def give_bias_before(unit):
-    """The layers that a norm followed had no bias, for it has one."""
-    for node in unit.nodes:
-        before = node.input.node
-        if before is not None and linear.is_foldable(before.unit):
-            linear.add_missing_bias(before.unit)
+def take_out(units):
+    """Take norms out. The layers before them get the bias that the norms had."""
+    for unit in units:
+        for node in unit.nodes:
+            before = node.input.node.unit
+            if unit.cls is not CBN and linear.is_foldable(before):
+                linear.add_missing_bias(before)
+        moves.take_out(unit)
 
 
 def _is_norm(unit):
@@ -184,12 +158,18 @@ def _carried(unit, affine, statistics, cls):
     return {"gamma": gamma, "beta": beta}
 
 
-def _own_settings(unit, cls):
-    """What a new norm has of the one whose place it takes."""
-    names = ("epsilon",)
+def _own_settings(unit, template):
+    """What a new norm has of the one whose place it takes, if it was not given."""
+    cls, names = template.cls, {"epsilon"}
+    if template.is_given:
+        return {}
     if cls is not keras.layers.RMSNormalization and unit.cls is not CBN:
-        names += "center", "scale", *_SETTINGS
-        names += ("momentum",) if cls is keras.layers.BatchNormalization else ()
+        kinds = ("initializer", "regularizer", "constraint")
+        names |= {f"{name}_{kind}" for name in ("beta", "gamma") for kind in kinds}
+        names |= {"center", "scale"}
+        names |= {"momentum"} if cls in affine_lib.NORM_CLASSES else set()
+    if cls is LpNorm:
+        names -= {"epsilon", "scale"}  # Its scale makes up for its norm.
     return {name: unit.config[name] for name in names if name in unit.config}
 
 

@@ -1,4 +1,4 @@
-"""What the argument `norm` of `convert` asks for."""
+"""What the argument `norm` of `convert` asks for, and what comes of it."""
 
 import functools
 
@@ -28,6 +28,20 @@ NAMES = {
 }
 
 
+class Report:
+    """What becomes of layers: names, but for `new`.
+
+    That has units of norms with moving statistics, each with the map that it shall be
+    and the `Statistics` of its input.
+    """
+
+    def __init__(self):
+        self.new = {}
+        self.changed = []  # the function
+        self.kept, self.unwrapped = [], []
+        self.unknown = []  # New BatchNormalization, of whose input nothing is known.
+
+
 class Template:
     """What the argument `norm` asks for.
 
@@ -55,19 +69,13 @@ class Template:
             self.function = norm
         is_model = self.cls is not None and issubclass(self.cls, keras.Model)
         if is_model or (self.cls is self.function and not self.is_none):
-            raise _wrong_norm(norm)
+            names = ", ".join(repr(name) for name in [*NAMES, "none"])
+            wanted = f"one of {names}, a layer or a class of layers, or a function "
+            wanted += "from a BatchNormalization layer to a layer"
+            raise arguments.wrong("norm", wanted, norm)
 
     def config(self, name, dtype, **changes):
         """A whole configuration of a new layer."""
         given = {**self.keywords, **changes, "name": name, "dtype": dtype}
         # A layer's own view of its arguments, defaults included.
         return config_of(from_config(self.cls, given))
-
-
-def _wrong_norm(norm):
-    names = ", ".join(repr(name) for name in [*NAMES, "none"])
-    return ValueError(
-        f"Argument `norm` must be one of {names}, a layer or a class of layers, or a "
-        "function from a BatchNormalization layer to a layer. "
-        f"Received: norm={arguments.shown(norm)}"
-    )

@@ -7,23 +7,18 @@ import numpy as np
 from keras_norms.layers import kernels
 from keras_norms.layers.wn import WN
 from keras_norms.surgery._graph import affine, linear
-from keras_norms.surgery._graph.units import assign, to_float64
+from keras_norms.surgery._graph.graph import assign, to_float64
 
 
-def wrap(units, wrapper):
-    """Wrap every layer with a kernel, under its own name, by a partial of a class.
-
-    Returns the names of layers that cannot be wrapped.
-    """
-    unwrapped = []
+def wrap(report, units, wrapper):
+    """Wrap every layer with a kernel, under its own name, by a partial of a class."""
     for unit in units:
         if not linear.is_linear(unit) or issubclass(unit.cls, linear.WRAPPERS):
             continue
         if _can_wrap(unit.layer, wrapper.func):
             unit.wrapper = wrapper
         else:
-            unwrapped.append(unit.name)
-    return unwrapped
+            report.unwrapped.append(unit.name)
 
 
 def _can_wrap(layer, cls):
@@ -31,25 +26,20 @@ def _can_wrap(layer, cls):
         kernels.check_layer(layer)
     except ValueError:
         return False
-    for kernel in kernels.kernels_of(layer):
-        shape = getattr(layer, kernel.name).shape
-        if math.prod(shape[i] for i in kernel.fan_in) < cls.smallest_fan_in:
-            return False
-    return True
+    return all(
+        math.prod(getattr(layer, name).shape[i] for i in fan_in) >= cls.smallest_fan_in
+        for name, fan_in in kernels.kernels_of(layer)
+    )
 
 
-def keep_function(units):
+def keep_function(report, units):
     """Keep as much of the function as the wrappers of made units can hold.
 
     The gain of WN takes the lengths over, so that nothing changes. WS and CWN take the
     mean of each unit's weights out for good; their gain takes the lengths over, and
-    where there is none, a BatchNormalization that follows takes them. Returns the names
-    of layers whose function changed.
+    where there is none, a BatchNormalization that follows takes them.
     """
-    changed = []
-    for unit in units:
-        if unit.wrapper is None:
-            continue
+    for unit in [unit for unit in units if unit.wrapper is not None]:
         wrapper = unit.made
         if isinstance(wrapper, WN):
             wrapper.reset_gain()
@@ -67,8 +57,7 @@ def keep_function(units):
             np.allclose(to_float64(value), stored[name], rtol=1e-5, atol=1e-7)
             for name, value in wrapper.normalized_kernels().items()
         ):
-            changed.append(unit.name)
-    return changed
+            report.changed.append(unit.name)
 
 
 def _ratio(wrapper, kernel, stored):

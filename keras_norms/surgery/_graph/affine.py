@@ -27,9 +27,6 @@ class Affine(NamedTuple):
         """This map of what `first` gives."""
         return Affine(self.a * first.a, self.a * first.b + self.b)
 
-    def equals(self, other):
-        return np.array_equal(self.a, other.a) and np.array_equal(self.b, other.b)
-
 
 def identity(channels):
     return Affine(np.ones(channels), np.zeros(channels))
@@ -71,20 +68,24 @@ def affine_of(unit):
         return Affine(kernel, zero if bias is None else np.ravel(bias))
     mean = unit.weight("moving_mean")
     gamma, beta = unit.weight("gamma"), unit.weight("beta")
-    gamma = np.ones_like(mean) if gamma is None else gamma
     beta = np.zeros_like(mean) if beta is None else beta
+    a = (1.0 if gamma is None else gamma) / _divisor(unit, unit.weight)
+    return Affine(a, a * (beta - mean) if _decouples(unit) else beta - a * mean)
+
+
+def _divisor(unit, weight):
+    """What a norm divides by at inference; `weight` gives its weights by name."""
     epsilon = unit.config["epsilon"]
     if unit.cls is CBN:
-        root = unit.weight("rho") * np.sqrt(unit.weight("moving_square") + epsilon)
-        a = gamma / root
-        if unit.config["decouple"]:
-            return Affine(a, a * (beta - mean))
-        return Affine(a, beta - a * mean)
+        return weight("rho") * np.sqrt(weight("moving_square") + epsilon)
     if unit.cls is LpNorm:
-        a = gamma / (unit.weight("moving_norm") + epsilon)
-    else:
-        a = gamma / np.sqrt(unit.weight("moving_variance") + epsilon)
-    return Affine(a, beta - a * mean)
+        return weight("moving_norm") + epsilon
+    return np.sqrt(weight("moving_variance") + epsilon)
+
+
+def _decouples(unit):
+    """Whether it is a CBN that scales its shift too."""
+    return unit.cls is CBN and unit.config["decouple"]
 
 
 def become_channel_affine(unit, affine):
@@ -126,14 +127,14 @@ def statistics_of(unit):
     if unit.cls is CBN:
         variance = unit.weight("moving_square")
         beta = unit.weight("beta")
-        if unit.config["decouple"] and beta is not None:
+        if _decouples(unit) and beta is not None:
             variance = variance - np.square(beta)
         weight = float(unit.weight("average_weight"))
     elif unit.cls is LpNorm:
         variance = np.square(unit.weight("moving_norm"))
         if unit.config["norm_of"] != "centered":
             variance = variance - np.square(mean)
-        weight = 0.0 if norm_is_guessed(unit.cls, unit.config) else 1.0
+        weight = 0.0 if norm_is_guessed(unit) else 1.0
     else:
         variance = unit.weight("moving_variance")
     return Statistics(mean, np.maximum(variance, 0), weight=weight)
@@ -141,6 +142,20 @@ def statistics_of(unit):
 
 def unknown(channels):
     return Statistics(np.zeros(channels), np.ones(channels), weight=0.0)
+
+
+def moving_statistics(cls, statistics, shift):
+    """The weights that hold the `Statistics` of the input of a norm, by name.
+
+    `shift` is the beta that a CBN scales too.
+    """
+    mean, variance, norm, weight, _ = statistics
+    if issubclass(cls, CBN):
+        square = variance + shift * shift
+        return {"moving_mean": mean, "moving_square": square, "average_weight": weight}
+    if issubclass(cls, LpNorm):
+        return {"moving_mean": mean, "moving_norm": norm}
+    return {"moving_mean": mean, "moving_variance": variance}
 
 
 def weights_for(unit, affine, statistics):
@@ -153,49 +168,34 @@ def weights_for(unit, affine, statistics):
     square of x' = x - mu + beta. Hence beta = mu - c, sq = variance + beta^2, and
     gamma = a * rho * sqrt(sq + epsilon). The identity is beta = mu.
     """
-    (a, b), cls, config = affine, unit.cls, unit.config
-    mean, variance = statistics.mean, statistics.variance
-    epsilon = config["epsilon"]
-    arrays = {"moving_mean": mean}
-    gamma, beta = a, b + a * mean
-    if cls is CBN:
-        square = variance
-        if config["decouple"]:
-            beta = mean + np.divide(b, a, out=np.zeros_like(b), where=a != 0)
-            square = variance + np.square(beta)
-        gamma = a * config["rho"] * np.sqrt(square + epsilon)
-        arrays["moving_square"] = square
-        arrays["average_weight"] = np.asarray(statistics.weight)
-    elif cls is LpNorm:
-        norm = statistics.norm
-        if norm is None:
-            # Right for p = 2; close to it otherwise, and gamma makes up for it.
-            centered = config["norm_of"] == "centered"
-            norm = np.sqrt(variance if centered else variance + np.square(mean))
-        gamma = a * (norm + epsilon)
-        arrays["moving_norm"] = norm
-    else:
-        gamma = a * np.sqrt(variance + epsilon)
-        arrays["moving_variance"] = variance
-    arrays["gamma"], arrays["beta"] = gamma, beta
+    (a, b), config, mean = affine, unit.config, statistics.mean
+    beta, shift = b + a * mean, 0.0
+    if _decouples(unit):
+        beta = shift = mean + np.divide(b, a, out=np.zeros_like(b), where=a != 0)
+    if statistics.norm is None:
+        # Right for p = 2; close to it otherwise, and gamma makes up for it.
+        is_square = config.get("norm_of", "centered") != "centered"
+        square = statistics.variance + (np.square(mean) if is_square else 0)
+        statistics = statistics._replace(norm=np.sqrt(square))
+    arrays = moving_statistics(unit.cls, statistics, shift)
+    gamma = a * _divisor(unit, {**arrays, "rho": config.get("rho")}.get)
     met = (
         can_be(unit, affine)
         and (config["scale"] or np.allclose(gamma, 1, rtol=1e-6))
         and (config["center"] or np.allclose(beta, 0, atol=1e-7))
     )
-    return arrays, bool(met)
+    return {**arrays, "gamma": gamma, "beta": beta}, bool(met)
 
 
 def can_be(unit, affine):
     """Whether a norm can be this map at all, gamma and beta given."""
     # Where CBN scales its shift too, a channel of scale 0 is 0.
-    decouples = unit.cls is CBN and unit.config["decouple"]
-    return not (decouples and np.any((affine.a == 0) & (affine.b != 0)))
+    return not (_decouples(unit) and np.any((affine.a == 0) & (affine.b != 0)))
 
 
-def norm_is_guessed(cls, config):
-    """Whether LpNorm's statistic does not follow from mean and variance."""
-    return cls is LpNorm and float(config["p"]) != 2
+def norm_is_guessed(unit):
+    """Whether it is an LpNorm whose statistic does not follow from the variance."""
+    return unit.cls is LpNorm and float(unit.config["p"]) != 2
 
 
 def is_on_another_axis(graph, unit):
@@ -226,11 +226,8 @@ def hidden_norms(graph):
             continue
         if issubclass(unit.cls, NORM_CLASSES) and overrides_call(unit.cls):
             names.append(f"{unit.name} (of class {unit.cls.__name__})")
-        names += [
-            f"{inside.name} (in {unit.name})"
-            for inside in _keras.layers_of(unit.layer, include_self=False)
-            if isinstance(inside, NORM_CLASSES)
-        ]
+        inside = _keras.layers_of(unit.layer, NORM_CLASSES, include_self=False)
+        names += [f"{norm.name} (in {unit.name})" for norm in inside]
     return names
 
 

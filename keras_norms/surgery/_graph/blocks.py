@@ -21,16 +21,14 @@ from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery._graph import linear
 from keras_norms.surgery._graph.affine import NORM_CLASSES
 from keras_norms.surgery._graph.graph import Graph, functional_of, is_graph
+from keras_norms.surgery._graph.remake import is_of
 from keras_norms.surgery._graph.trace import Tracer
 
 NORMALIZING = (*NORM_CLASSES, *linear.WRAPPERS, FusedCBN)
 # Bases that say nothing of how a layer calls what is in it.
 _BASES = (
-    keras.layers.Layer,
-    keras.layers.Wrapper,
-    keras.Model,
-    keras.Sequential,
-    _keras.Functional,
+    *(keras.layers.Layer, keras.layers.Wrapper),
+    *(keras.Model, keras.Sequential, _keras.Functional),
 )
 
 
@@ -50,8 +48,8 @@ def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=Non
     left, count = {}, -1
     while len(left) > count:  # A block stays in all of its calls, or in none.
         count = len(left)
-        tracer = Tracer(blocks, left)
-        with tracer.entering(inside):
+        tracer = Tracer(blocks, inside, left)
+        with tracer.entering():
             if is_graph(model):
                 tracer.read(model)
             elif model in blocks and model.built:
@@ -70,8 +68,7 @@ def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=Non
     named = [
         f"'{block.name}' ({type(block).__name__}): {reason}"
         for block, reason in left.values()
-        if id(block) in graph.units
-        and any(isinstance(x, holding) for x in _keras.layers_of(block))
+        if id(block) in graph.units and _keras.layers_of(block, holding)
     ]
     if named:
         warnings.warn(
@@ -87,14 +84,11 @@ def is_block(layer):
     if is_graph(layer) or type(layer) is keras.Sequential:
         return False
     for cls in type(layer).__mro__:
-        package = cls.__module__.partition(".")[0]
-        is_known = package in ("keras", "keras_norms") and cls not in _BASES
+        is_known = is_of(cls, "keras", "keras_norms") and cls not in _BASES
         if is_known and issubclass(cls, keras.layers.Layer):
             return False
-    return any(
-        isinstance(x, NORMALIZING + linear.PLAIN)
-        for x in _keras.layers_of(layer, include_self=False)
-    )
+    kinds = NORMALIZING + linear.PLAIN
+    return bool(_keras.layers_of(layer, kinds, include_self=False))
 
 
 def warn_of_layers(caller, parts):
@@ -120,7 +114,7 @@ def _make_names_unique(graph, blocks):
         for layer in _keras.layers_directly_in(block)
     }
     for one in graph.walk():
-        units = list({id(node.unit): node.unit for node in one.nodes}.values())
+        units = list(dict.fromkeys(node.unit for node in one.nodes))
         count = collections.Counter(unit.name for unit in units)
         for unit in units:
             owner = owners.get(id(unit.source))

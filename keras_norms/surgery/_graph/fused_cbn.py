@@ -2,8 +2,7 @@
 
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.fused_cbn import FusedCBN, can_be_fused
-from keras_norms.surgery._graph.graph import Graph
-from keras_norms.surgery._graph.units import Node, Unit, Value
+from keras_norms.surgery._graph.graph import Graph, Node, Unit, Value
 
 
 class _FusedUnit(Unit):
@@ -30,10 +29,9 @@ def fuse_cbn(model):
     where it or one of these is shared.
     """
     graph = Graph(model)
-    for one in graph.walk():
-        for node in list(one.nodes):
-            if node.unit.cls is CBN and _fits(node):
-                _fuse(node)
+    for unit in graph.all_units():
+        if unit.cls is CBN and len(unit.nodes) == 1 and _fits(*unit.nodes):
+            _fuse(*unit.nodes)
     return graph.make()
 
 
@@ -42,7 +40,6 @@ def _fits(node):
     return (
         not node.output.is_output
         and readers
-        and len(node.unit.nodes) == 1
         and not node.options
         and all(
             len(reader.unit.nodes) == 1
@@ -72,31 +69,20 @@ def _fuse(node):
 def split_fused_cbn(graph, skipped=()):
     """Put a CBN and its linear layers in the place of every FusedCBN of a graph.
 
-    But of the units whose ids are in `skipped`.
+    But of those that are shared, and of the units whose ids are in `skipped`.
     """
-    for one in graph.walk():
-        for node in list(one.nodes):
-            unit = node.unit
-            if (
-                unit.cls is FusedCBN
-                and len(unit.nodes) == 1
-                and id(unit) not in skipped
-            ):
-                _split(node)
+    for unit in graph.all_units():
+        if unit.cls is FusedCBN and len(unit.nodes) == 1 and id(unit) not in skipped:
+            _split(*unit.nodes)
 
 
 def _split(node):
     graph, layer = node.graph, node.unit.layer
-    place = graph.nodes.index(node)
-    graph.nodes.remove(node)
     node.input.readers.remove(node)
     norm = Node(Unit(layer.norm), (node.input,), dict(node.kwargs), graph)
-    value = Value(node.input.shape, node.input.dtype, norm)
-    norm.outputs.append(value)
-    graph.nodes.insert(place, norm)
-    for linear, output in zip(layer.layers, node.outputs):
-        call = Node(Unit(linear), (value,), {}, graph)
-        call.outputs.append(output)
-        output.node = call
-        place += 1
-        graph.nodes.insert(place, call)
+    value = Value(node.input.shape, norm)
+    calls = [Node(Unit(linear), (value,), {}, graph) for linear in layer.layers]
+    for call, output in zip(calls, node.outputs):
+        call.outputs, output.node = [output], call
+    place = graph.nodes.index(node)
+    graph.nodes[place : place + 1] = [norm, *calls]

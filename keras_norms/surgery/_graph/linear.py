@@ -66,7 +66,10 @@ def sees_border(unit):
     if unit.cls in DENSE:
         return False
     if unit.cls in EINSUM:
-        return not _is_dense_like(unit)
+        # A Dense layer all the same: the last axis is summed over, and one takes it.
+        read, kernel, made = _einsum_letters(unit)
+        is_last = read[:-1] == made[:-1] and read[-1] not in made
+        return not (is_last and sorted(kernel) == sorted(read[-1] + made[-1]))
     if all(size == 1 for size in np.ravel(unit.config["kernel_size"])):
         # A transposed convolution with a stride leaves gaps even so.
         strides = np.ravel(unit.config["strides"])
@@ -94,8 +97,8 @@ def plain_dtype(unit):
 
 def absorb_input(unit, a, b):
     """Make `layer(x)` what `layer(a * x + b)` was. Needs b = 0 if it sees a border."""
-    name = "depthwise_kernel" if unit.cls in SEPARABLE else "kernel"
-    kernel, axis = unit.weight(name), kernel_axes(unit)[0]
+    name, axis = kernel_names(unit)[0], kernel_axes(unit)[0]
+    kernel = unit.weight(name)
     if unit.cls in CONV:
         # With groups, each output channel reads a part of the input channels.
         groups, (fan_in, filters) = unit.config["groups"], kernel.shape[-2:]
@@ -121,7 +124,7 @@ def absorb_input(unit, a, b):
 
 def absorb_output(unit, a, b):
     """Make `layer(x)` what `a * layer(x) + b` was. Needs a linear activation."""
-    name = "pointwise_kernel" if unit.cls in SEPARABLE else "kernel"
+    name = kernel_names(unit)[1]
     kernel, bias = unit.weight(name), unit.weight("bias")
     if unit.cls in DEPTHWISE:
         unit.arrays[name] = kernel * a.reshape(kernel.shape[-2:])
@@ -133,8 +136,14 @@ def absorb_output(unit, a, b):
         _add_bias(unit, b)
 
 
+def kernel_names(unit):
+    """The kernels that read the input and that make the output."""
+    is_separable = unit.cls in SEPARABLE
+    return ("depthwise_kernel", "pointwise_kernel") if is_separable else ("kernel",) * 2
+
+
 def kernel_axes(unit):
-    """The axes of a kernel that count the channels of the input and of the output."""
+    """The axes of these that count the channels of the input and of the output."""
     if unit.cls in EINSUM:
         read, kernel, made = _einsum_letters(unit)
         return kernel.find(read[-1]), kernel.find(made[-1])
@@ -147,27 +156,17 @@ def _along(axis, vector, kernel):
     return vector.reshape(shape)
 
 
-def can_absorb_input(unit, b):
-    """Whether `absorb_input` is exact."""
-    if unit.cls in EINSUM and not _einsum_takes(unit, _einsum_letters(unit)[0], b):
-        return False
-    return not np.any(b) or not sees_border(unit)
-
-
-def can_absorb_output(unit, b):
-    """Whether `absorb_output` is exact."""
-    if not has_linear_activation(unit):
-        return False
-    if unit.cls not in EINSUM:
-        return True
-    bias, made = unit.config["bias_axes"], _einsum_letters(unit)[2]
-    return _einsum_takes(unit, made, b) and (bias is None or made[-1] in bias)
-
-
-def _einsum_takes(unit, letters, b):
-    """Whether the kernel has the last axis of a tensor, and `b` can be in the bias."""
-    has_axis = letters[-1] != "." and letters[-1] in _einsum_letters(unit)[1]
-    return has_axis and (not np.any(b) or _einsum_bias_fits(unit))
+def can_absorb(unit, b, as_input):
+    """Whether `absorb_input` is exact, or `absorb_output`."""
+    if unit.cls in EINSUM:
+        read, kernel, made = _einsum_letters(unit)
+        bias = unit.config["bias_axes"] or made[-1]
+        bias_fits = bias[-1] == made[-1] if np.any(b) else as_input or made[-1] in bias
+        if not bias_fits or (read if as_input else made)[-1] not in kernel:
+            return False
+    if as_input:
+        return not np.any(b) or not sees_border(unit)
+    return has_linear_activation(unit)
 
 
 def add_missing_bias(unit):
@@ -203,23 +202,6 @@ def _einsum_letters(unit):
     read, made = unit.config["equation"].replace(" ", "").split("->")
     read, kernel = read.split(",")
     return read, kernel, made
-
-
-def _is_dense_like(unit):
-    """Whether it is a Dense layer: the last axis is summed over, and one takes it."""
-    read, kernel, made = _einsum_letters(unit)
-    return (
-        len(kernel) == 2
-        and read[:-1] == made[:-1]
-        and set(kernel) == {read[-1], made[-1]}
-        and read[-1] not in made
-    )
-
-
-def _einsum_bias_fits(unit):
-    """Whether a bias over the last axis can be added."""
-    bias, made = unit.config["bias_axes"], _einsum_letters(unit)[2]
-    return bias is None or bias[-1] == made[-1]
 
 
 def diagonal_axis(unit, rank):

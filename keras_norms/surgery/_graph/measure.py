@@ -1,4 +1,4 @@
-"""One pass over data that measures what normalisation layers read."""
+"""Data that surgery takes, and one pass over it that measures what norms read."""
 
 import contextlib
 import warnings
@@ -9,18 +9,69 @@ from keras import ops, tree
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms._checks.models import check_inputs
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
-from keras_norms.ops import lp_norm
-from keras_norms.ops.moments import Moments, moments
+from keras_norms.ops.lp_norm import lp_statistics
+from keras_norms.ops.moments import moments
 from keras_norms.ops.shapes import per_channel, reduction_axes
-from keras_norms.surgery._graph.affine import Statistics
-from keras_norms.surgery._graph.comparison import quick_compilation
-from keras_norms.surgery._graph.data import inputs_of, wrong_data
+from keras_norms.surgery._graph.affine import Statistics, moving_statistics
 
 # So many batches are not worth compiling well for.
 _FEW = 8
+
+
+def inputs_of(model, data):
+    """What `predict` takes of data, or an error where the model does not take it."""
+    if isinstance(data, (str, bytes, type, set)) or data is None or np.isscalar(data):
+        raise wrong_data(data)
+    # Of other models than Functional ones it is `None`, which counts as one.
+    one_input = len(tree.flatten(_keras.inputs_of_graph(model))) == 1
+    if isinstance(data, tuple) and len(data) in (2, 3):
+        with_targets = one_input or isinstance(data[0], (list, tuple, dict))
+        return _checked(model, data[0] if with_targets else list(data))
+    is_array = hasattr(data, "shape") and hasattr(data, "dtype")
+    if is_array or isinstance(data, dict):
+        return _checked(model, data)
+    if isinstance(data, keras.utils.PyDataset):
+        return data
+    if isinstance(data, (list, tuple)):
+        if not data:
+            raise wrong_data(data)
+        if not one_input and all(hasattr(x, "shape") for x in data):
+            return _checked(model, list(data))
+        return _as_tuples([_checked(model, _inputs(batch)) for batch in data])
+    known = ("tensorflow", "torch", "grain", "pandas")
+    if any(c.__module__.partition(".")[0] in known for c in type(data).__mro__):
+        return data
+    if hasattr(data, "__iter__"):
+        return _as_tuples(data)
+    raise wrong_data(data)
+
+
+def _checked(model, data):
+    check_inputs(model, data, "data")
+    return data
+
+
+def _inputs(batch):
+    return batch[0] if isinstance(batch, tuple) and batch else batch
+
+
+def _as_tuples(batches):
+    """Batches of inputs alone, in tuples: Keras takes no other generators."""
+    for batch in batches:
+        inputs = _inputs(batch)
+        yield (tuple(inputs) if isinstance(inputs, list) else inputs,)
+
+
+def wrong_data(data):
+    return ValueError(
+        "Argument `data` must be an array, a tf.data.Dataset, a PyDataset, a "
+        "DataLoader or an iterable of batches, and not be empty. "
+        f"Received: data of class {type(data).__name__}"
+    )
 
 
 def measure(
@@ -32,23 +83,15 @@ def measure(
     verbose="auto",
     with_batch_statistics=False,
 ):
-    """Mean and variance of the inputs of normalisation layers, in one pass over data.
+    """The `Statistics` of the inputs of norms of a model, in one pass over data.
 
-    Args:
-        model: A built model, run in inference mode.
-        layers: Normalisation layers in it.
-        data, steps, batch_size, verbose: See `recalibrate`.
-        with_batch_statistics: Whether `layers` normalise with the statistics of each
-            batch instead of their own.
-
-    Returns:
-        A list of `Statistics`, in float64, one for each layer; `None` for a layer that
-        the model does not call.
+    With `with_batch_statistics` the norms normalise with those of each batch instead of
+    their own; all else is at inference. `None` for a norm that the model does not call.
     """
     probe = _Probe(model, layers, with_batch_statistics)
     x = inputs_of(model, data)
-    if isinstance(data, list) and not isinstance(x, list):
-        few = len(data) <= _FEW
+    if steps is None and isinstance(data, list) and not isinstance(x, list):
+        few = len(data) <= _FEW  # a list of batches
     else:
         few = _is_few(x, steps, batch_size)
     if few and keras.backend.backend() == "tensorflow":
@@ -109,8 +152,7 @@ def _recording(layer, rows, with_batch_statistics):
 
     def recorded(method):
         def call(inputs, training=None, mask=None):
-            dtype = "float64" if layer.compute_dtype == "float64" else "float32"
-            count, *batch = _statistics(layer, inputs, mask, dtype)
+            count, *batch = _statistics(layer, inputs, mask)
             row = [ops.broadcast_to(v, ops.shape(batch[0])) for v in (count, *batch)]
             rows.append(ops.stack(row)[None])
             if not with_batch_statistics:
@@ -135,45 +177,32 @@ def stored(layer, statistics, convert):
 
     `convert` makes an array of a variable, of the kind that the statistics are of.
     """
-    mean, variance, norm = statistics[:3]
-    values = {"moving_mean": mean}
-    if isinstance(layer, CBN):
-        beta = convert(layer.beta) if layer.decouple and layer.center else 0.0
-        values["moving_square"] = variance + beta * beta
-        values["average_weight"] = 1.0
-    elif isinstance(layer, LpNorm):
-        values["moving_norm"] = norm
-    else:
-        values["moving_variance"] = variance
-    return values
+    decouples = isinstance(layer, CBN) and layer.decouple and layer.center
+    shift = convert(layer.beta) if decouples else 0.0
+    return moving_statistics(type(layer), statistics, shift)
 
 
-def _statistics(layer, inputs, mask, dtype):
+def _statistics(layer, x, mask):
     """Count, mean, variance and, for LpNorm, the norm of one batch."""
-    axis, mask = layer.axis, arguments.broadcast_mask(mask, inputs, layer.axis)
-    batch = _moments(inputs, dtype, axis, mask)
-    norm = batch.variance
+    dtype = "float64" if layer.compute_dtype == "float64" else "float32"
+    axis, ndim = layer.axis, len(x.shape)
+    mask = arguments.broadcast_mask(mask, x, axis)
+    if mask is None:
+        # Two passes, without the kernels that training has: they would be compiled for
+        # each shape, which takes longer than the pass over the data.
+        axes, wide = reduction_axes(ndim, axis), ops.cast(x, dtype)
+        mean = ops.mean(wide, axes)
+        variance = ops.mean(ops.square(wide - per_channel(mean, ndim, axis)), axes)
+        count = ops.cast(ops.size(x), dtype) / mean.shape[0]
+    else:
+        count, mean, variance = moments(x, dtype, axis, mask)
+    norm = variance
     if isinstance(layer, LpNorm):
         centered = layer.norm_of == "centered"
-        found = lp_norm.lp_statistics(
-            inputs, dtype, p=layer.p, centered=centered, axis=axis, mask=mask
-        )
-        norm = found.norm
-    return batch.count, batch.mean, batch.variance, norm
-
-
-def _moments(x, dtype, axis, mask):
-    if mask is not None:
-        return moments(x, dtype, axis, mask)
-    # Two passes, without the kernels that training has: they would be compiled for
-    # each shape, which takes longer than the pass over the data.
-    ndim = len(x.shape)
-    axes = reduction_axes(ndim, axis)
-    x = ops.cast(x, dtype)
-    mean = ops.mean(x, axes)
-    variance = ops.mean(ops.square(x - per_channel(mean, ndim, axis)), axes)
-    count = ops.cast(ops.size(x), dtype) / mean.shape[0]
-    return Moments(count, mean, variance)
+        norm = lp_statistics(
+            x, dtype, p=layer.p, centered=centered, axis=axis, mask=mask
+        ).norm
+    return count, mean, variance, norm
 
 
 def _combine(calls):
@@ -185,3 +214,20 @@ def _combine(calls):
     total = np.sum(share * mean, 0)
     spread = np.sum(share * (variance + np.square(mean - total)), 0)
     return Statistics(total, spread, np.sum(share * norm, 0), batches=len(calls[0]))
+
+
+@contextlib.contextmanager
+def quick_compilation():
+    """Let JAX compile fast, not well, what runs a few times only."""
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    import jax
+
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

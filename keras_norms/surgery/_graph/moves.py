@@ -31,11 +31,6 @@ MAX = of_any_dimension("MaxPooling")
 AVERAGE = of_any_dimension("AveragePooling")
 GLOBAL_MAX = of_any_dimension("GlobalMaxPooling")
 GLOBAL_AVERAGE = of_any_dimension("GlobalAveragePooling")
-_COMMUTING = (
-    *(*NOISE, *ZERO_PADDING, *CROPPING, *UPSAMPLING, *MAX, *AVERAGE),
-    *(*GLOBAL_MAX, *GLOBAL_AVERAGE),
-    *(layers.Activation, layers.Reshape, layers.Flatten),
-)
 
 
 def take_out(unit):
@@ -50,16 +45,14 @@ def fold_backward(unit, maps, accept=None):
     It then goes from `maps`, a dictionary from map units to their `Affine`. `accept` is
     a predicate of the units that take it; by default all that can.
     """
-    plan = _Plan()
+    plan = _Plan(maps, accept)
     for node in unit.nodes:
         axis = affine_lib.axis_of(unit, node.input.rank)
-        if not _trace_backward(node.input, maps[unit], axis, maps, plan):
+        if not plan.goes_backward(node.input, maps[unit], axis):
             return False
-    if unit in plan.maps or not plan.covers_all_calls():
+    if unit in plan.targets or not plan.covers_all_calls():
         return False
-    if accept is not None and not all(map(accept, plan.maps)):
-        return False
-    for target, (affine, _) in plan.maps.items():
+    for target, (affine, _) in plan.targets.items():
         if target in maps:
             maps[target] = affine.after(maps[target])
         else:
@@ -71,14 +64,11 @@ def fold_backward(unit, maps, accept=None):
 
 def fold_forward(unit, maps, accept=None):
     """Move a map into the layers after it, as `fold_backward` does before it."""
-    plan = _plan_forward([unit], maps, maps, accept)
-    if plan is None:
-        return False
-    _apply_forward(plan, maps)
-    for source in plan.sources:
+    moved = _move_forward([unit], maps, maps, accept)
+    for source in moved:
         take_out(source)
         del maps[source]
-    return True
+    return bool(moved)
 
 
 def fold_scale_forward(unit, maps):
@@ -86,168 +76,145 @@ def fold_scale_forward(unit, maps):
 
     That is what a zero-padded convolution allows: its border is 0 after the map, so
     that a shift must be made before the padding. In a channel of scale 0 the map
-    remains. Returns the units that remain, with what they remain as, or `None`.
+    remains. Returns what remains of units, which then go from `maps`.
     """
     scales = {
         other: Affine(np.where(a == 0, 1.0, a), np.zeros_like(a))
         for other, (a, _) in maps.items()
     }
-    plan = _plan_forward([unit], maps, scales, None)
-    if plan is None:
-        return None
-    _apply_forward(plan, maps)
     return {
-        source: Affine(*(v / scales[source].a for v in maps[source]))
-        for source in plan.sources
+        source: Affine(*(v / scales[source].a for v in maps.pop(source)))
+        for source in _move_forward([unit], maps, scales)
     }
 
 
-class _Plan:
-    """Targets by unit: the map each takes, and the calls it was reached by."""
+def _move_forward(sources, maps, values, accept=None):
+    """Move the `values` of sources forward, with those of all sources that it needs.
 
-    def __init__(self, sources=()):
-        self.maps, self.sources = {}, sources
-
-    def add(self, node, affine):
-        known, calls = self.maps.setdefault(node.unit, (affine, []))
-        if not known.equals(affine):
-            return False
-        calls.append(node)
-        return True
-
-    def covers_all_calls(self):
-        return all(
-            len(calls) == len(unit.nodes) for unit, (_, calls) in self.maps.items()
-        )
-
-
-def _plan_forward(sources, maps, values, accept):
-    """A plan that moves the `values` of sources forward, with all sources it needs."""
+    Returns these, or none of them.
+    """
     while True:
-        plan = _Plan(sources)
+        plan = _Plan(maps, accept)
         for source in sources:
             for node in source.nodes:
                 axis = affine_lib.axis_of(source, node.input.rank)
-                affine = values[source]
-                if not _trace_forward(node.output, affine, axis, maps, plan, accept):
-                    return None
-        if any(source in plan.maps for source in sources):
-            return None
+                if not plan.goes_forward(node.output, values[source], axis):
+                    return []
+        if any(source in plan.targets for source in sources):
+            return []
         if plan.covers_all_calls():
-            return plan
+            break
         # A layer that is shared: what feeds its other calls must move too.
         feeders = [
             _feeding_map(node.input, maps)
-            for target, (_, calls) in plan.maps.items()
+            for target, (_, calls) in plan.targets.items()
             for node in target.nodes
             if node not in calls
         ]
         if any(feeder is None or feeder in sources for feeder in feeders):
-            return None
+            return []
         sources = [*sources, *dict.fromkeys(feeders)]
-
-
-def _apply_forward(plan, maps):
-    for target, (affine, _) in plan.maps.items():
+    for target, (affine, _) in plan.targets.items():
         if target in maps:
             maps[target] = maps[target].after(affine)
         else:
             linear.absorb_input(target, *affine)
+    return sources
 
 
 def _feeding_map(value, maps):
-    node = value.node
-    while node is not None:
-        if node.unit in maps:
-            return node.unit
-        if node.unit.cls not in NOISE + ZERO_PADDING:
-            return None
-        node = node.input.node
-    return None
+    unit = value.node.unit
+    if unit in maps:
+        return unit
+    passes = unit.cls in NOISE + ZERO_PADDING
+    return _feeding_map(value.node.input, maps) if passes else None
 
 
-def _trace_forward(value, affine, axis, maps, plan, accept):
-    """Whether everything that reads `value` can take the map instead."""
-    if value.is_output or not value.readers:
-        return False
-    for node in value.readers:
-        if node.input is None or node.output is None:
+class _Plan:
+    """`targets`: the map that each unit takes, and the calls that it was reached by."""
+
+    def __init__(self, maps, accept):
+        self.maps, self.accept, self.targets = maps, accept, {}
+
+    def covers_all_calls(self):
+        return all(
+            len(calls) == len(unit.nodes) for unit, (_, calls) in self.targets.items()
+        )
+
+    def goes_forward(self, value, affine, axis):
+        """Whether everything that reads `value` can take the map instead."""
+        if value.is_output or not value.readers:
             return False
-        unit = node.unit
-        if unit in maps:
-            fits = affine_lib.axis_of(unit, value.rank) == axis
-        elif linear.is_foldable(unit):
-            fits = linear.channel_axis(unit, value.rank) == axis
-            fits = fits and linear.can_absorb_input(unit, affine.b)
-        else:
-            moved = _through(node, affine, axis, forward=True)
-            if moved is None or not _trace_forward(
-                node.output, *moved, maps, plan, accept
-            ):
-                return False
-            continue
-        accepted = accept is None or accept(unit)
-        if not (accepted and fits and plan.add(node, affine)):
-            return False
-    return True
+        return all(self._takes(node, affine, axis, True) for node in value.readers)
 
-
-def _trace_backward(value, affine, axis, maps, plan):
-    """Whether what makes `value`, which nobody else reads, can take the map."""
-    node = value.node
-    if not value.is_private or node is None:
-        return False
-    unit = node.unit
-    if unit.cls is layers.Concatenate and node.output is value:
-        if unit.config["axis"] % value.rank != axis:
+    def goes_backward(self, value, affine, axis):
+        """Whether what makes `value`, which nobody else reads, can take the map."""
+        node = value.node
+        if not value.is_private or node.output is not value:
             return False
+        if node.unit.cls is not layers.Concatenate:
+            return self._takes(node, affine, axis, False)
         sizes = [x.shape[axis] for x in node.inputs]
-        if None in sizes:
+        if node.unit.config["axis"] % value.rank != axis or None in sizes:
             return False
         parts = [np.split(v, np.cumsum(sizes)[:-1]) for v in affine]
         return all(
-            _trace_backward(x, Affine(a, b), axis, maps, plan)
+            self.goes_backward(x, Affine(a, b), axis)
             for x, a, b in zip(node.inputs, *parts)
         )
-    if node.input is None or node.output is not value:
-        return False
-    if unit in maps:
-        return affine_lib.axis_of(unit, value.rank) == axis and plan.add(node, affine)
-    if linear.is_foldable(unit):
+
+    def _takes(self, node, affine, axis, forward):
+        """Whether a call, or what is on the other side of it, can take the map."""
+        unit, read, made = node.unit, node.input, node.output
+        if read is None or made is None:
+            return False
+        rank = (read if forward else made).rank
+        if unit in self.maps:
+            return affine_lib.axis_of(unit, rank) == axis and self._add(node, affine)
+        if linear.is_foldable(unit):
+            return (
+                linear.channel_axis(unit, rank) == axis
+                and linear.can_absorb(unit, affine.b, as_input=forward)
+                and self._add(node, affine)
+            )
+        moved = _through(node, affine, axis, forward)
+        if moved is None:
+            return False
         return (
-            linear.channel_axis(unit, value.rank) == axis
-            and linear.can_absorb_output(unit, affine.b)
-            and plan.add(node, affine)
+            self.goes_forward(made, *moved)
+            if forward
+            else self.goes_backward(read, *moved)
         )
-    moved = _through(node, affine, axis, forward=False)
-    return moved is not None and _trace_backward(node.input, *moved, maps, plan)
+
+    def _add(self, node, affine):
+        known, calls = self.targets.setdefault(node.unit, (affine, []))
+        calls.append(node)
+        accepted = self.accept is None or self.accept(node.unit)
+        return accepted and np.array_equal(known, affine)
 
 
 def _through(node, affine, axis, forward):
     """The map and its axis on the other side of a layer, if that commutes with it."""
-    cls = node.unit.cls
-    if cls not in _COMMUTING or node.options:
+    unit, read, made = node.unit, node.input, node.output
+    if node.options or unit.layer is None:
         return None
-    if cls in NOISE:
+    cls, layer = unit.cls, unit.layer
+    if cls in NOISE or (
+        cls is layers.Activation and linear.has_linear_activation(unit)
+    ):
         return affine, axis
-    if cls is layers.Activation:
-        return (affine, axis) if linear.has_linear_activation(node.unit) else None
-    config = node.unit.config
-    read, made = node.input, node.output
-    other = made if forward else read
     positive, shifts = np.all(affine.a > 0), np.any(affine.b)
     last = axis == (read if forward else made).rank - 1
     if cls is layers.Reshape and last and read.shape[-1] == made.shape[-1]:
-        return affine, other.rank - 1
+        return affine, (made if forward else read).rank - 1
     if cls is layers.Flatten and last and forward:
-        if config["data_format"] == "channels_first" and read.rank > 2:
-            return None
-        if None in read.shape[1:]:
+        is_moved = layer.data_format == "channels_first" and read.rank > 2
+        if is_moved or None in read.shape[1:]:
             return None
         copies = int(np.prod(read.shape[1:-1]))
         return Affine(*(np.tile(v, copies) for v in affine)), made.rank - 1
     # The others treat positions and channels differently.
-    channel = linear.channel_axis(node.unit, read.rank)
+    channel = linear.channel_axis(unit, read.rank)
     own = channel if made.rank == read.rank else made.rank - 1
     if axis != (channel if forward else own):
         return None
@@ -256,8 +223,11 @@ def _through(node, affine, axis, forward):
     commutes = (
         (cls in ZERO_PADDING and not shifts)
         or cls in CROPPING
-        or (cls in UPSAMPLING and config.get("interpolation", "nearest") == "nearest")
+        or (
+            cls in UPSAMPLING
+            and getattr(layer, "interpolation", "nearest") == "nearest"
+        )
         or (cls in MAX and positive)
-        or (cls in AVERAGE and (config["padding"] == "valid" or not shifts))
+        or (cls in AVERAGE and (layer.padding == "valid" or not shifts))
     )
     return (affine, axis) if commutes else None

@@ -31,10 +31,9 @@ class _Kept:
 
 
 def config_of(thing):
-    """The configuration of a layer, optimizer or metric, which holds its functions.
+    """The configuration of a layer, optimizer or metric, for `from_config` alone.
 
-    Only `from_config` can read it: functions, and objects whose classes are not those
-    of Keras, are in it as they are.
+    Functions, and objects whose classes are not those of Keras, are in it as they are.
     """
     kept = _functions(thing)
     try:
@@ -45,12 +44,7 @@ def config_of(thing):
     finally:
         for part, name, value in kept:
             object.__setattr__(part, name, value)
-    plain = keras.layers.Layer.from_config.__func__
-    takes = {
-        type(part).__name__: type(part).from_config.__func__ is plain
-        for part in _parts(thing)
-        if not _is_of(type(part), "keras")
-    }
+    plain, own = keras.layers.Layer.from_config.__func__, _own_classes(thing)
 
     def fill(entry, is_taken=False):
         """Put functions in; as they are where a constructor takes them."""
@@ -61,7 +55,8 @@ def config_of(thing):
                 value = kept[entry["config"]["number"]][-1]
                 return value if is_taken else {**entry, "config": {"value": value}}
             if "class_name" in entry:
-                is_taken = takes.get(entry["class_name"], False)
+                cls = own.get(entry["class_name"])
+                is_taken = cls is not None and cls.from_config.__func__ is plain
             return {name: fill(each, is_taken) for name, each in entry.items()}
         if type(entry) in (list, tuple):
             return type(entry)(fill(each) for each in entry)
@@ -72,10 +67,8 @@ def config_of(thing):
 
 def from_config(cls, config, source=None):
     """`cls.from_config` of what `config_of` gives of `source`, with its classes."""
-    inside = [] if source is None else [type(part) for part in _parts(source)]
-    own = {each.__name__: each for each in inside if not _is_of(each, "keras")}
+    own = {} if source is None else _own_classes(source)
     own[_Kept.__name__] = _Kept
-    # A constructor may take none of the arguments that all layers have.
     untaken = _untaken(cls, config)
     config = {name: value for name, value in config.items() if name not in untaken}
     with _keras.unsafe_deserialization(), keras.saving.custom_object_scope(own):
@@ -86,7 +79,8 @@ def from_config(cls, config, source=None):
 
 
 def _untaken(cls, config):
-    if _is_of(cls, "keras") or not issubclass(cls, keras.layers.Layer):
+    """Arguments that all layers have, and a constructor of one's own may not take."""
+    if is_of(cls, "keras") or not issubclass(cls, keras.layers.Layer):
         return {}
     taken = inspect.signature(cls.__init__).parameters
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
@@ -97,7 +91,7 @@ def _untaken(cls, config):
 
 def warn_of_what_is_left_out(old, new):
     """Warn where a layer made again is another, for its configuration is not whole."""
-    if _is_of(type(old), "keras", "keras_norms"):
+    if is_of(type(old), "keras", "keras_norms"):
         return
     of_all_layers = vars(keras.layers.Layer())
     found = [
@@ -154,23 +148,21 @@ def is_copied(operation):
     """Whether it has no variables, and its configuration may not be all of it."""
     if not isinstance(operation, keras.layers.Layer) or operation.variables:
         return False
-    return not _is_of(type(operation), "keras") or any(
+    return not is_of(type(operation), "keras") or any(
         name for part, name, _ in _functions(operation) if part is operation
     )
 
 
 def compile_as(old, new):
-    """Compile with the same optimizer, loss and metrics. Slots are not carried over.
+    """Compile with the same optimizer, loss and metrics, functions as they are.
 
-    Functions are used as they are. What cannot be made again leaves the new model
-    without a compile state, and a warning says so.
+    Slots are not carried over. What cannot be made again is a warning.
     """
     if not getattr(old, "compiled", False):
         return
     try:
         if type(old).compile is not keras.Model.compile:
-            config = old.get_compile_config()
-            if config is not None:
+            if (config := old.get_compile_config()) is not None:
                 new.compile_from_config(config)
             return
         settings = _keras.compile_settings(old)
@@ -201,6 +193,12 @@ def _parts(thing):
     return [thing]
 
 
+def _own_classes(thing):
+    """Those in it that Keras does not know, by their names."""
+    own = [type(part) for part in _parts(thing) if not is_of(type(part), "keras")]
+    return {cls.__name__: cls for cls in own}
+
+
 def _functions(thing):
     """What a name in a configuration may not stand for: (owner, attribute, value)."""
     return [
@@ -215,11 +213,12 @@ def _is_kept(value):
     if not callable(value) or isinstance(value, (type, keras.layers.Layer)):
         return False
     if hasattr(value, "get_config"):
-        return not _is_of(type(value), "keras")
+        return not is_of(type(value), "keras")
     # Keras finds these by their names.
     name = getattr(value, "__name__", "")
     return getattr(keras.activations, name, None) is not value
 
 
-def _is_of(cls, *packages):
+def is_of(cls, *packages):
+    """Whether a class is defined in one of these packages."""
     return cls.__module__.partition(".")[0] in packages

@@ -19,6 +19,7 @@ _MERGES = (
     *(layers.Add, layers.Subtract, layers.Multiply, layers.Average),
     *(layers.Maximum, layers.Minimum),
 )
+# Functions of `keras.ops`, such as what `x + y` makes.
 _MERGE_OPERATIONS = {
     *("Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Maximum", "Minimum"),
 }
@@ -67,16 +68,15 @@ class Channels:
 
     def __init__(self, graph):
         self.readers, self.makers, self.passers, self.names = {}, {}, {}, {}
-        self._parents = []
-        self._fixed = []
-        self._labels = {}
-        self._top = graph
+        self._parents, self._fixed = [], set()
+        self._labels, self._top = {}, graph
         inputs = [self._new(v, v.rank - 1) for v in tree.flatten(graph.inputs)]
         for labels in inputs + self._visit(graph, inputs):
             self._fix(labels)
+        self.makers = {unit: made for unit, made in self.makers.items() if made}
         self._roots = np.array([*map(self._find, range(len(self._parents)))], dtype=int)
         self._root_is_fixed = np.zeros(len(self._roots), bool)
-        self._root_is_fixed[self._roots[np.flatnonzero(self._fixed)]] = True
+        self._root_is_fixed[self._roots[sorted(self._fixed)]] = True
 
     def roots(self, ids):
         """What stands for each channel and all that go with it."""
@@ -94,7 +94,6 @@ class Channels:
             return None
         first = len(self._parents)
         self._parents.extend(range(first, first + size))
-        self._fixed.extend([False] * size)
         return Labels(axis, np.arange(first, first + size))
 
     def _find(self, i):
@@ -115,15 +114,12 @@ class Channels:
 
     def _fix(self, labels):
         if labels is not None:
-            for i in labels.ids:
-                self._fixed[i] = True
+            self._fixed.update(labels.ids.tolist())
 
     def _set(self, value, labels):
-        if id(value) in self._labels:
-            # A nested model is called once more.
-            self._join(self._labels[id(value)], labels)
-        else:
-            self._labels[id(value)] = labels
+        known = self._labels.setdefault(id(value), labels)
+        if known is not labels:  # A nested model is called once more.
+            self._join(known, labels)
 
     # Calls
 
@@ -154,17 +150,18 @@ class Channels:
     def _call(self, node, read):
         """The labels of what a call makes, or `None` where channels may be mixed."""
         unit = node.unit
+        operation = unit.cls.__name__ if unit.layer is None else None
         if node.output is None or node.kwargs.get("training"):
             return None
         if unit.cls in _READERS and linear.is_foldable(unit):
             made = self._mixing(node, *read) if len(read) == 1 else None
         elif any(labels is None for labels in read) or not read:
             return None
-        elif unit.cls in _MERGES or _is_operation(unit, _MERGE_OPERATIONS):
+        elif unit.cls in _MERGES or operation in _MERGE_OPERATIONS:
             made = self._merge(node, read)
         elif unit.cls is layers.Concatenate:
             made = self._concatenate(node, read)
-        elif _is_operation(unit, _UNARY_OPERATIONS):
+        elif operation in _UNARY_OPERATIONS:
             made = read[0] if len(node.inputs) == 1 else None
         elif unit.layer is None or node.options or len(read) > 1:
             return None
@@ -200,14 +197,12 @@ class Channels:
             return None
         value, first = node.output, read[0]
         fits = all(
-            v.rank == value.rank and v.shape[first.axis] == value.shape[first.axis]
-            for v in node.inputs
+            v.rank == value.rank
+            and v.shape[first.axis] == value.shape[first.axis]
+            and labels.axis == first.axis
+            for v, labels in zip(node.inputs, read)
         )
-        if not fits or any(labels.axis != first.axis for labels in read):
-            return None
-        for labels in read[1:]:
-            self._join(first, labels)
-        return first
+        return self._joined(read) if fits else None
 
     def _concatenate(self, node, read):
         if any(labels.axis != read[0].axis for labels in read):
@@ -215,6 +210,9 @@ class Channels:
         axis = node.unit.config["axis"] % node.output.rank
         if axis == read[0].axis:
             return Labels(axis, np.concatenate([labels.ids for labels in read]))
+        return self._joined(read)
+
+    def _joined(self, read):
         for labels in read[1:]:
             self._join(read[0], labels)
         return read[0]
@@ -274,8 +272,3 @@ class Channels:
                 made = Labels(axis + 1, along[0])
                 return self._passed(unit, labels, made)
         return None
-
-
-def _is_operation(unit, names):
-    """Whether it is a function of `keras.ops`, such as what `x + y` makes."""
-    return unit.layer is None and unit.cls.__name__ in names

@@ -8,13 +8,39 @@ from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear
 
 
-def absorb_constants(unit, constants):
+def substitute(site, removed):
+    """Let a layer do without what goes; `removed` is that of `select`."""
+    unit = site.unit
+    constants = np.zeros(sum(group.features.size for group in site.groups))
+    targets, sources, scales = [], [], []
+    for group in site.groups:
+        rows = {int(root): row for row, root in enumerate(group.roots)}
+        for root, row in rows.items():
+            if root not in removed:
+                continue
+            other, features = rows.get(removed[root]), group.features[row]
+            if other is None:
+                constants[features] = group.means[row]
+                continue
+            alpha, constants[features] = group.substitute(row, other)
+            targets.extend(group.features[other])
+            sources.extend(features)
+            scales.extend([alpha] * len(features))
+    if np.any(constants):
+        _absorb(unit, constants)
+    if targets:
+        axis = linear.kernel_axes(unit)[0]
+        kernel = np.moveaxis(unit.weight("kernel"), axis, 0).copy()
+        scales = np.reshape(scales, (-1,) + (1,) * (kernel.ndim - 1))
+        np.add.at(kernel, targets, scales * kernel[sources])
+        unit.arrays["kernel"] = np.moveaxis(kernel, 0, axis)
+
+
+def _absorb(unit, constants):
     """Give the bias what the kernel makes of `constants`, a vector over the inputs.
 
     Where a BatchNormalization alone follows a layer without a bias, its mean takes it.
     """
-    if not np.any(constants):
-        return
     norm = None if unit.config["use_bias"] else affine_lib.norm_after(unit)
     linear.absorb_input(unit, np.ones_like(constants), constants)
     if norm is not None:
@@ -23,46 +49,36 @@ def absorb_constants(unit, constants):
         norm.arrays["moving_mean"] = norm.weight("moving_mean") - bias
 
 
-def input_squares(unit):
-    """How much of each input's mean square a kernel passes on, a vector."""
-    if unit.cls not in linear.SEPARABLE:
-        kernel = np.moveaxis(unit.weight("kernel"), linear.kernel_axes(unit)[0], 0)
-        return np.sum(np.square(kernel), axis=tuple(range(1, kernel.ndim)))
-    depth = np.square(unit.weight("depthwise_kernel"))
-    depth = np.sum(depth, axis=tuple(range(depth.ndim - 2)))
-    point = np.square(unit.weight("pointwise_kernel"))
-    return np.sum(depth * np.sum(point.reshape(*depth.shape, -1), -1), -1)
+def resize(channels, gone):
+    """Take channels out, by their roots. Returns what is gone, by name of maker."""
+
+    def stays(labels):
+        return ~np.isin(channels.roots(labels.ids), gone)
+
+    for unit, labels in channels.readers.items():
+        name = linear.kernel_names(unit)[0]
+        _select(unit, name, stays(labels), linear.kernel_axes(unit)[0])
+        if unit.cls in linear.SEPARABLE:
+            each = np.repeat(stays(labels), unit.config["depth_multiplier"])
+            _select(unit, "pointwise_kernel", each, -2)
+    for unit, (read, made) in channels.passers.items():
+        if not np.all(stays(made)):
+            _drop_channels(unit, read.axis, stays(read), made.axis, stays(made))
+    removed = {}
+    for unit, labels in channels.makers.items():
+        mask = stays(labels)
+        if np.all(mask):
+            continue
+        name = linear.kernel_names(unit)[1]
+        _select(unit, name, mask, linear.kernel_axes(unit)[1])
+        _select(unit, "bias", mask, 0)
+        size = "units" if unit.cls in linear.DENSE else "filters"
+        unit.configure(**{size: int(np.sum(mask))})
+        removed[channels.names[unit]] = np.flatnonzero(~mask)
+    return removed
 
 
-def add_inputs(unit, targets, sources, scales):
-    """Let input channels `targets` do what `scales` times them did as `sources`."""
-    axis = linear.kernel_axes(unit)[0]
-    kernel = np.moveaxis(unit.weight("kernel"), axis, 0).copy()
-    scales = scales.reshape((-1,) + (1,) * (kernel.ndim - 1))
-    np.add.at(kernel, targets, scales * kernel[sources])
-    unit.arrays["kernel"] = np.moveaxis(kernel, 0, axis)
-
-
-def drop_inputs(unit, stays):
-    """Drop the input channels of a layer with a kernel where `stays` is false."""
-    if unit.cls in linear.SEPARABLE:
-        _select(unit, "depthwise_kernel", stays, -2)
-        stays = np.repeat(stays, unit.config["depth_multiplier"])
-        _select(unit, "pointwise_kernel", stays, -2)
-    else:
-        _select(unit, "kernel", stays, linear.kernel_axes(unit)[0])
-
-
-def drop_outputs(unit, stays):
-    """Drop the output channels of a layer with a kernel where `stays` is false."""
-    name = "pointwise_kernel" if unit.cls in linear.SEPARABLE else "kernel"
-    _select(unit, name, stays, linear.kernel_axes(unit)[1])
-    _select(unit, "bias", stays, 0)
-    size = "units" if unit.cls in linear.DENSE else "filters"
-    unit.configure(**{size: int(np.sum(stays))})
-
-
-def drop_channels(unit, axis, stays, made_axis, made_stays):
+def _drop_channels(unit, axis, stays, made_axis, made_stays):
     """Drop channels of a layer that keeps them apart: in its input, in its output."""
     cls, config = unit.cls, unit.config
     size = int(np.sum(made_stays))
@@ -94,6 +110,5 @@ def _with(shape, axis, size):
 
 
 def _select(unit, name, stays, axis):
-    array = unit.weight(name)
-    if array is not None:
-        unit.arrays[name] = np.compress(stays, array, axis)
+    if not np.all(stays) and unit.weight(name) is not None:
+        unit.arrays[name] = np.compress(stays, unit.weight(name), axis)

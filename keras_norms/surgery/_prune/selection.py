@@ -1,108 +1,254 @@
-"""Which channels go: the cheapest, as far as tolerances or a share of all allow."""
+"""What can stand for a channel that goes, and which go: the cheapest.
 
+A constant, or a multiple of another channel. Measured where the channel is read: a
+layer with a kernel reads x_c; without it,
+
+    x_c ~ alpha x_d + offset
+
+alpha goes into the kernel rows of channel d, the offset times the kernel into the bias.
+Zero padding does not have the offset, so that there the bias says too much, by the
+offset: the mean square of that counts too, as often as the kernel reads padding.
+"""
+
+import collections
 import math
 
 import numpy as np
 
-from keras_norms.surgery._prune import resize
+from keras_norms import _keras
+from keras_norms.surgery._graph import linear
+from keras_norms.surgery._graph.graph import to_numpy
 
 # A channel that may become any other one is tried with so many of them.
 _TARGETS = 8
+# Relative to the mean square of a channel: what float32 leaves of equal channels.
+_ROUNDING = 1e-11
+_ROWS = 1 << 16
 
 
-class Selection:
-    """Which channels go, and what stands for each of them.
+class Group:
+    """Channels that a layer reads, each at the same number of features.
 
-    Of finished `sites`, and of vectors of the roots of what each layer makes. `removed`
-    has the root of each channel that goes, and that of the channel that stands for it,
-    or `None` for a constant.
+    `roots` is a vector (n,), the numbers of the channels, `features` an array (n, p),
+    where in the input each is, `can_merge` whether kernel rows can take one another.
     """
 
-    def __init__(self, sites, makers, is_fixed, gamma, similarity, ratio, round_to):
-        self._where, self._weights = {}, {}
-        self._by_share = ratio is not None
-        for site in sites:
-            self._weigh(site)
-            for group in site.groups:
-                for row, root in enumerate(group.roots):
-                    self._where.setdefault(int(root), []).append((group, row))
-        families = {}
-        for root, places in self._where.items():
-            family = tuple(id(group) for group, _ in places)
-            families.setdefault(family, []).append(root)
-        candidates = [
-            self._candidates(np.array(roots), is_fixed, gamma, similarity)
-            for roots in families.values()
-        ]
-        choice = _Choice(np.hstack(candidates), makers, round_to)
-        self.removed = choice.of_share(ratio) if self._by_share else choice.made()
+    def __init__(self, roots, features, can_merge):
+        self.roots, self.features, self.can_merge = roots, features, can_merge
+        n, p = features.shape
+        self.padding, self._count = 0.0, 0
+        self._sums = np.zeros((n, p))
+        self._products = np.zeros((n, n))
 
-    def _weigh(self, site):
-        """What a mean square of 1 in each channel is to what the layer makes."""
-        if not self._by_share:
-            self._weights |= {id(g): np.ones(len(g.roots)) for g in site.groups}
-            return
-        squares = resize.input_squares(site.unit)
-        weights = [np.sum(squares[group.features], axis=1) for group in site.groups]
-        made = sum(
-            np.sum(w * group.variances) for w, group in zip(weights, site.groups)
-        )
-        for group, weight in zip(site.groups, weights):
-            self._weights[id(group)] = weight / made if made > 0 else weight
+    def record(self, x):
+        """Add rows of inputs, an array (rows, features)."""
+        n, p = self.features.shape
+        for start in range(0, len(x), _ROWS):
+            rows = x[start : start + _ROWS, self.features.ravel()].astype("float64")
+            rows = rows.reshape(-1, n, p)
+            self._sums += rows.sum(0)
+            rows = np.moveaxis(rows, 1, -1).reshape(-1, n)
+            self._products += rows.T @ rows
+        self._count += len(x)
 
-    def _candidates(self, roots, is_fixed, gamma, similarity):
-        """What can stand for each of some channels that the same layers read.
+    def finish(self):
+        """Take means. Before, nothing but `record` can be called."""
+        p = self.features.shape[1]
+        self.means = self._sums / self._count
+        self._squares = self._products / (self._count * p)
+        self._products = None
+        self._mean_squares = self.means @ self.means.T / p
+        self._covariances = self._squares - self._mean_squares
+        self.noise = _ROUNDING * np.diag(self._squares)
+        variances = np.maximum(np.diag(self._covariances), 0)
+        self.variances = np.where(variances <= self.noise, 0, variances)
 
-        Columns of error, variance, minus the number of the channel, the root of what
-        goes, and that of what stands for it (-1: a constant).
+    def constant_errors(self, rows):
+        """The mean square of what the mean leaves of channels, a vector."""
+        squares = np.diag(self._mean_squares)[rows]
+        return self.variances[rows] + self._of_padding(squares)
+
+    def substitute(self, row, other):
+        """Alpha and offset, one a feature, with which a row stands for another one."""
+        _, alpha, with_offset = self.fits(np.array([row]), np.array([other]))
+        alpha = float(alpha[0, 0])
+        offset = self.means[row] - alpha * self.means[other]
+        return alpha, offset * with_offset[0, 0]
+
+    def _of_padding(self, squares):
+        # Of an infinite padding too, where nothing is nothing.
+        found = np.zeros_like(squares)
+        return np.multiply(self.padding, squares, out=found, where=squares != 0)
+
+    def fits(self, rows, others):
+        """What multiples of channels d leave of channels c, arrays (c, d).
+
+        Errors, factors, and whether there is an offset, of least squares.
         """
-        places = [self._where[root] for root in roots]
-        n = len(roots)
-        constant, merged, variance = np.zeros(n), np.zeros((n, n)), np.zeros(n)
-        may_be = np.full(n, gamma is not None) & ~is_fixed(roots)
-        may_merge = ~np.eye(n, dtype=bool) & (similarity is not None)
-        may_merge &= ~is_fixed(roots)[:, None]
-        for place in range(len(places[0])):
-            group = places[0][place][0]
-            rows = np.array([p[place][1] for p in places])
-            variances, noise = group.variances[rows], group.noise[rows]
-            variance = np.maximum(variance, variances)
-            weights = self._weights[id(group)][rows]
-            # At a border errors may be infinite, and weights 0.
-            weights = np.maximum(weights, np.finfo("float64").tiny)
-            if gamma is not None:
-                errors = group.constant_errors(rows)
-                constant = self._joined(constant, errors * weights)
-                may_be &= errors <= (np.inf if self._by_share else gamma**2 + noise)
-            if similarity is not None:
-                errors = group.merge_errors(rows)
-                merged = self._joined(merged, errors * weights[:, None])
-                allowed = (1 - similarity**2) * variances
-                allowed = np.maximum(allowed, (gamma or 0) ** 2) + noise
-                fits = self._by_share | (errors <= allowed[:, None])
-                may_merge &= group.can_merge & fits
-        may_be &= np.isfinite(constant)
-        if self._by_share:
-            may_merge &= _cheapest(merged, may_merge)
-        c = np.flatnonzero(may_be)
-        first = np.stack([constant[c], variance[c], -c, roots[c], np.full(len(c), -1)])
-        c, d = np.nonzero(may_merge)
-        return np.hstack(
-            [first, np.stack([merged[c, d], variance[c], -c, roots[c], roots[d]])]
-        )
+        pairs = np.ix_(rows, others)
+        squares, means = np.diag(self._squares), np.diag(self._mean_squares)
 
-    def _joined(self, costs, others):
-        """Tolerances hold at each layer; costs of a share of all add up."""
-        return costs + others if self._by_share else np.maximum(costs, others)
+        def fit(products, own, their):
+            zeros = np.zeros_like(products)
+            alpha = np.divide(products, their, out=zeros, where=their > 0)
+            return alpha, np.maximum(own[:, None] - alpha * products, 0)
 
-    def substitutes(self, group):
-        """The rows of a group that go, each with its `Substitute`."""
-        rows = {int(root): row for row, root in enumerate(group.roots)}
-        return {
-            row: group.substitute(row, rows.get(self.removed[root]))
-            for root, row in rows.items()
-            if root in self.removed
-        }
+        covariances = self._covariances[pairs]
+        alpha, errors = fit(covariances, self.variances[rows], self.variances[others])
+        offsets = means[rows][:, None] + np.square(alpha) * means[others]
+        offsets = offsets - 2 * alpha * self._mean_squares[pairs]
+        noise = self.noise[rows][:, None]
+        offsets = np.where(offsets <= noise, 0, offsets)
+        errors = errors + self._of_padding(offsets)
+        # Through the origin nothing is wrong at the border.
+        plain_alpha, plain = fit(self._squares[pairs], squares[rows], squares[others])
+        with_offset = (errors <= plain + noise) & (offsets > 0)
+        errors = np.where(with_offset, errors, np.minimum(plain, errors))
+        alpha = np.where(with_offset, alpha, plain_alpha)
+        return errors, alpha, with_offset
+
+
+class Site:
+    """The input of one layer with a kernel in all calls, with its labels and roots."""
+
+    def __init__(self, unit, labels, roots):
+        self.unit, self.axis = unit, labels.axis
+        self.groups = []
+        can_merge = unit.cls not in linear.SEPARABLE
+        by_root = {}
+        for feature, root in enumerate(roots):
+            by_root.setdefault(int(root), []).append(feature)
+        for p in sorted(set(map(len, by_root.values()))):
+            chosen = {root: each for root, each in by_root.items() if len(each) == p}
+            features = np.array(list(chosen.values()))
+            self.groups.append(Group(np.array(list(chosen)), features, can_merge))
+
+    def recording(self):
+        """A scope in which calls of the layer add their inputs."""
+        original = self.unit.layer.call
+
+        def call(inputs, *args, **kwargs):
+            x = to_numpy(inputs)
+            padding = _padding(self.unit, x.shape)
+            x = np.moveaxis(x, self.axis, -1)
+            for group in self.groups:
+                group.padding = max(group.padding, padding)
+                group.record(x.reshape(-1, x.shape[-1]))
+            return original(inputs, *args, **kwargs)
+
+        return _keras.replaced(self.unit.layer, call=call)
+
+
+def _padding(unit, shape):
+    """How often a kernel reads padding, for each time that it reads a position.
+
+    Infinite for a transposed convolution with a border: there a constant does not give
+    the same everywhere whatever is done at the border.
+    """
+    if not linear.sees_border(unit):
+        return 0.0
+    if unit.cls in linear.TRANSPOSED:
+        return np.inf
+    config = unit.config
+    positions = shape[2:] if config["data_format"] == "channels_first" else shape[1:-1]
+    inside, everything = 1, 1
+    for n, size, stride, dilation in zip(
+        positions,
+        *(np.ravel(config[k]) for k in ("kernel_size", "strides", "dilation_rate")),
+    ):
+        span = dilation * (size - 1)
+        made = -(-n // stride)
+        before = span
+        if config["padding"] != "causal":
+            before = max((made - 1) * stride + span + 1 - n, 0) // 2
+        taps = np.arange(made)[:, None] * stride + np.arange(size) * dilation - before
+        inside *= np.sum((taps >= 0) & (taps < n))
+        everything *= taps.size
+    return everything / inside - 1
+
+
+def select(sites, makers, is_fixed, gamma, similarity, ratio, round_to):
+    """The root of each channel that goes, and of what stands for it: `None` a constant.
+
+    `sites` are finished, `makers` has a vector for each layer: the roots of what it
+    makes.
+    """
+    by_share = ratio is not None
+    places = {}  # By root, where it is read: the group, the row in it, the weight.
+    for site in sites:
+        for group, weights in zip(site.groups, _weights(site, by_share)):
+            for row, root in enumerate(group.roots):
+                place = group, row, weights[row]
+                places.setdefault(int(root), []).append(place)
+    families = {}  # The places of channels that the same layers read.
+    for where in places.values():
+        family = tuple(id(group) for group, _, _ in where)
+        families.setdefault(family, []).append(where)
+    limits = is_fixed, gamma, similarity, by_share
+    candidates = [_candidates(family, *limits) for family in families.values()]
+    choice = _Choice(np.hstack(candidates), makers, round_to)
+    return choice.of_share(ratio) if by_share else choice.made()
+
+
+def _weights(site, by_share):
+    """What a mean square of 1 in each channel is to what the layer makes, by group."""
+    if not by_share:
+        return [np.ones(len(group.roots)) for group in site.groups]
+    squares = _input_squares(site.unit)
+    weights = [np.sum(squares[group.features], axis=1) for group in site.groups]
+    made = sum(np.sum(w * group.variances) for w, group in zip(weights, site.groups))
+    return [weight / made if made > 0 else weight for weight in weights]
+
+
+def _input_squares(unit):
+    """How much of each input's mean square a kernel passes on, a vector."""
+    if unit.cls not in linear.SEPARABLE:
+        kernel = np.moveaxis(unit.weight("kernel"), linear.kernel_axes(unit)[0], 0)
+        return np.sum(np.square(kernel), axis=tuple(range(1, kernel.ndim)))
+    depth = np.square(unit.weight("depthwise_kernel"))
+    depth = np.sum(depth, axis=tuple(range(depth.ndim - 2)))
+    point = np.square(unit.weight("pointwise_kernel"))
+    return np.sum(depth * np.sum(point.reshape(*depth.shape, -1), -1), -1)
+
+
+def _candidates(places, is_fixed, gamma, similarity, by_share):
+    """What can stand for each of some channels that the same layers read.
+
+    Columns of error, variance, minus the number of the channel, the root of what goes,
+    and that of what stands for it (-1: a constant).
+    """
+    roots = np.array([group.roots[row] for (group, row, _), *_ in places])
+    n, fixed = len(roots), is_fixed(roots)
+    constant, merged, variance = np.zeros(n), np.zeros((n, n)), np.zeros(n)
+    may_be = ~fixed & (gamma is not None)
+    may_merge = ~np.eye(n, dtype=bool) & ~fixed[:, None] & (similarity is not None)
+    # Tolerances hold at each layer; costs of a share of all add up.
+    join = np.add if by_share else np.maximum
+    for of_group in zip(*places):
+        group = of_group[0][0]
+        rows, weights = (np.array(each) for each in list(zip(*of_group))[1:])
+        variances, noise = group.variances[rows], group.noise[rows]
+        variance = np.maximum(variance, variances)
+        # At a border errors may be infinite, and weights 0.
+        weights = np.maximum(weights, np.finfo("float64").tiny)
+        if gamma is not None:
+            errors = group.constant_errors(rows)
+            constant = join(constant, errors * weights)
+            may_be &= errors <= (np.inf if by_share else gamma**2 + noise)
+        if similarity is not None:
+            errors = group.fits(rows, rows)[0]
+            merged = join(merged, errors * weights[:, None])
+            allowed = (1 - similarity**2) * variances
+            allowed = np.maximum(allowed, (gamma or 0) ** 2) + noise
+            may_merge &= group.can_merge & (by_share | (errors <= allowed[:, None]))
+    may_be &= np.isfinite(constant)
+    if by_share:
+        may_merge &= _cheapest(merged, may_merge)
+    c = np.flatnonzero(may_be)
+    first = np.stack([constant[c], variance[c], -c, roots[c], np.full(len(c), -1)])
+    c, d = np.nonzero(may_merge)
+    second = np.stack([merged[c, d], variance[c], -c, roots[c], roots[d]])
+    return np.hstack([first, second])
 
 
 def _cheapest(costs, allowed):
@@ -115,7 +261,7 @@ def _cheapest(costs, allowed):
 
 
 class _Choice:
-    """Takes the cheapest of `Selection._candidates` first."""
+    """Takes the cheapest of `_candidates` first."""
 
     def __init__(self, candidates, makers, round_to):
         order = np.lexsort(candidates[2::-1])
@@ -123,11 +269,13 @@ class _Choice:
         self._sizes = [len(np.unique(roots)) for roots in makers]
         self._total = sum(map(len, makers))
         self._round_to = round_to
-        self._made_by, self._channels = {}, {}
+        # By root: the layers that make it, and how many channels it stands for.
+        self._made_by = collections.defaultdict(list)
+        self._channels = collections.Counter()
         for maker, roots in enumerate(makers):
             for root, count in zip(*np.unique(roots, return_counts=True)):
-                self._made_by.setdefault(int(root), []).append(maker)
-                self._channels[int(root)] = self._channels.get(int(root), 0) + count
+                self._made_by[int(root)].append(maker)
+                self._channels[int(root)] += int(count)
 
     def of_share(self, ratio):
         """What goes if that share of all channels goes, or less."""
@@ -138,31 +286,29 @@ class _Choice:
             found = self.made(middle)
             if self._count(found) > most:
                 high = middle
-                continue
-            low = middle
-            best = max(best, found, key=self._count)
+            else:
+                low = middle
+                best = max(best, found, key=self._count)
         return best
 
     def _count(self, removed):
-        return sum(self._channels.get(root, 0) for root in removed)
+        return sum(self._channels[root] for root in removed)
 
     def made(self, most=math.inf):
         """What goes, of `most` channels at most. What stands for a channel stays."""
         left, removed, needed, count = list(self._sizes), {}, set(), 0
         for root, target in self._pairs:
-            makes = self._made_by.get(root, [])
             if root in removed or root in needed or target in removed:
                 continue
-            if any(left[maker] == 1 for maker in makes):
-                continue  # A layer keeps one channel.
-            if count + self._channels.get(root, 0) > most:
+            # A layer keeps one channel.
+            is_last = any(left[maker] == 1 for maker in self._made_by[root])
+            if is_last or count + self._channels[root] > most:
                 continue
             removed[root] = None if target < 0 else target
-            if target >= 0:
-                needed.add(target)
-            for maker in makes:
+            needed.add(target)
+            count += self._channels[root]
+            for maker in self._made_by[root]:
                 left[maker] -= 1
-            count += self._channels.get(root, 0)
         return self._rounded(removed, left)
 
     def _rounded(self, removed, left):
@@ -171,7 +317,7 @@ class _Choice:
         while changes:
             changes = False
             for root in reversed(list(removed)):
-                makes = self._made_by.get(root, [])
+                makes = self._made_by[root]
                 if any(
                     left[maker] < self._sizes[maker] and left[maker] % self._round_to
                     for maker in makes
