@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_norms._types import Tensor
 from keras_norms.ops.functions import ops
-from keras_norms.ops.passes import channel_sums
+from keras_norms.ops.passes import channel_sums, visible
 from keras_norms.ops.replicas import (
     devices_share_batches,
     gather_replicas,
@@ -249,8 +249,8 @@ def _around(x, shift, count, axis, mask=None):
     x = ops.cast(x, shift.dtype)
     divisor = ops.maximum(count, ops.ones_like(count))
     # Two differences, not one: XLA on CPU would write a shared one to memory.
-    ahead = _visible(x + per_channel(-shift, len(x.shape), axis), mask)
-    behind = _visible(per_channel(shift, len(x.shape), axis) - x, mask)
+    ahead = visible(x + per_channel(-shift, len(x.shape), axis), mask)
+    behind = visible(per_channel(shift, len(x.shape), axis) - x, mask)
     mean = channel_sums(ahead, axis) / divisor
     square = channel_sums(ops.square(behind), axis) / divisor
     variance = ops.relu(square - ops.square(mean))
@@ -258,12 +258,8 @@ def _around(x, shift, count, axis, mask=None):
 
 
 def _mean(x, dtype, count, axis, mask=None):
-    total = channel_sums(_visible(ops.cast(x, dtype), mask), axis)
+    total = channel_sums(visible(ops.cast(x, dtype), mask), axis)
     return total / ops.maximum(count, ops.ones_like(count))
-
-
-def _visible(x, mask):
-    return x if mask is None else ops.where(mask, x, ops.zeros_like(x))
 
 
 def _masked_and_shared(x, mask, prior, axis):
@@ -281,10 +277,8 @@ def _masked_moments(x, mask, *, axis, dtype):
     count = channel_sums(ops.cast(mask, dtype), axis)
     divisor = ops.maximum(count, ops.ones_like(count))
     # A second pass: a prior mean may be far from the few elements that a mask leaves.
-    mean = channel_sums(ops.where(mask, x, ops.zeros_like(x)), axis) / divisor
-    centered = ops.where(
-        mask, x - per_channel(mean, len(x.shape), axis), ops.zeros_like(x)
-    )
+    mean = channel_sums(visible(x, mask), axis) / divisor
+    centered = visible(x - per_channel(mean, len(x.shape), axis), mask)
     return count, mean, channel_sums(ops.square(centered), axis) / divisor
 
 

@@ -14,14 +14,7 @@ from keras_norms.ops.custom_gradient import (
 )
 from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import Moments, after_batch, moments
-from keras_norms.ops.passes import (
-    affine,
-    gradient_sums,
-    gradient_x,
-    masked_affine,
-    masked_gradient_sums,
-    masked_gradient_x,
-)
+from keras_norms.ops.passes import affine, gradient_sums, gradient_x
 from keras_norms.ops.recomputation import without_gradient
 from keras_norms.ops.replicas import number_of_replicas, sum_over_replicas
 from keras_norms.ops.shapes import Axis
@@ -210,7 +203,7 @@ def cbn_scale_and_shift(
             of_mean, of_square = both[0], both[1]
         count = ops.maximum(batch_map.count, ops.ones_like(batch_map.count))
         vectors = batch_map.mean, 2 * of_square / count, of_mean / count
-        dx = (masked_affine if mask else affine)(x, *vectors, *mask, axis=settings.axis)
+        dx = affine(x, *vectors, *mask, axis=settings.axis)
         return dx, dgamma, dbeta, *[None] * len(rest)
 
     masks = () if mask is None else (mask,)
@@ -402,16 +395,14 @@ def _normalize(x, gamma, beta, batch_map, mask, settings, remake=None):
 
     def gradient(upstream, x, gamma, beta, *rest):
         batch_map, mask = _map_and_mask(x, beta, rest, remake)
-        sums = masked_gradient_sums if mask else gradient_sums
-        local = total = sums(upstream, x, batch_map.center, *mask, axis=axis)
+        local = total = gradient_sums(upstream, x, batch_map.center, *mask, axis=axis)
         replicas = 1
         if settings.synchronized:
             total, replicas = sum_over_replicas(local), number_of_replicas()
         vectors, dgamma, dbeta = _gradient_vectors(
             local, total, gamma, batch_map, replicas=replicas, settings=settings
         )
-        to_x = masked_gradient_x if mask else gradient_x
-        dx = to_x(upstream, x, *vectors, *mask, axis=axis)
+        dx = gradient_x(upstream, x, *vectors, *mask, axis=axis)
         return dx, dgamma, dbeta, *[None] * len(rest)
 
     masks = () if mask is None else (mask,)
