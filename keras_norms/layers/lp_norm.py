@@ -4,10 +4,9 @@ import math
 from typing import Any
 
 import keras
-from keras import initializers
 
 from keras_norms._checks import arguments
-from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
+from keras_norms._types import Constraint, Initializer, Regularizer, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import lp_norm
@@ -107,6 +106,8 @@ class LpNorm(Recomputable, ChannelNormalization):
     equal parts to all elements that attain it.
     """
 
+    averages = "moving_mean", "moving_norm"
+
     def __init__(
         self,
         p: float | str = 2,
@@ -135,13 +136,17 @@ class LpNorm(Recomputable, ChannelNormalization):
             center=center,
             scale=scale,
             synchronized=synchronized,
-            beta_initializer=beta_initializer,
-            gamma_initializer=gamma_initializer,
-            beta_regularizer=beta_regularizer,
-            gamma_regularizer=gamma_regularizer,
-            beta_constraint=beta_constraint,
-            gamma_constraint=gamma_constraint,
             group_size=group_size,
+            of_weights={
+                "beta_initializer": beta_initializer,
+                "gamma_initializer": gamma_initializer,
+                "moving_mean_initializer": moving_mean_initializer,
+                "moving_norm_initializer": moving_norm_initializer,
+                "beta_regularizer": beta_regularizer,
+                "gamma_regularizer": gamma_regularizer,
+                "beta_constraint": beta_constraint,
+                "gamma_constraint": gamma_constraint,
+            },
             **kwargs,
         )
         is_text = isinstance(p, str) and p == "inf"
@@ -149,42 +154,23 @@ class LpNorm(Recomputable, ChannelNormalization):
         if not self.p >= 1:
             raise arguments.wrong("p", "a number of at least 1, `math.inf` included", p)
         self.norm_of = arguments.choice("norm_of", norm_of, ("input", "centered"))
-        self.moving_mean_initializer = arguments.initializer(
-            "moving_mean_initializer", moving_mean_initializer
-        )
-        self.moving_norm_initializer = arguments.initializer(
-            "moving_norm_initializer", moving_norm_initializer
-        )
-        self.moving_mean = None
-        self.moving_norm = None
-
-    def build(self, input_shape: Shape) -> None:
-        channels = self.build_affine(input_shape)
-        self.moving_mean = self.add_statistic(
-            "moving_mean", (channels,), self.moving_mean_initializer
-        )
-        self.moving_norm = self.add_statistic(
-            "moving_norm", (channels,), self.moving_norm_initializer
-        )
 
     @moves_state
     def call(
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
-        gamma, beta = self.affine()
         if not training or not self.trainable:
+            gamma, beta = self.affine()
             return lp_norm.lp_inference(
                 inputs,
                 gamma,
                 beta,
-                ops.cast(self.moving_mean, gamma.dtype),
-                ops.cast(self.moving_norm, gamma.dtype),
+                *self.stored(),
                 epsilon=self.epsilon,
                 axis=self.axis,
             )
-        mask = arguments.broadcast_mask(mask, inputs, self.axis)
-        x, gamma, beta, mask, axis = self.in_groups(inputs, gamma, beta, mask)
+        x, gamma, beta, mask, axis = self.in_groups(inputs, mask)
         static = {
             "p": self.p,
             "centered": self.norm_of == "centered",
@@ -192,32 +178,13 @@ class LpNorm(Recomputable, ChannelNormalization):
             "mask": mask,
             "synchronized": self.synchronized,
         }
-        batch = lp_norm.lp_statistics(
-            x, gamma.dtype, prior=self.prior(self.moving_mean), **static
-        )
+        batch = lp_norm.lp_statistics(x, gamma.dtype, prior=self.prior(), **static)
         outputs = lp_norm.lp_normalization(
             x, gamma, beta, batch, epsilon=self.epsilon, **static
         )
-        self.update_statistics(
-            batch.count,
-            (self.moving_mean, batch.mean),
-            (self.moving_norm, batch.norm),
-        )
+        self.update_statistics(*batch)
         return out_of_groups(outputs, inputs)
 
     def get_config(self) -> dict[str, Any]:
-        config = super().get_config()
-        config.update(
-            {
-                # JSON has no infinity.
-                "p": "inf" if self.p == math.inf else self.p,
-                "norm_of": self.norm_of,
-                "moving_mean_initializer": initializers.serialize(
-                    self.moving_mean_initializer
-                ),
-                "moving_norm_initializer": initializers.serialize(
-                    self.moving_norm_initializer
-                ),
-            }
-        )
-        return config
+        p = "inf" if self.p == math.inf else self.p  # JSON has no infinity.
+        return {**super().get_config(), "p": p, "norm_of": self.norm_of}

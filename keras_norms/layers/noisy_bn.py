@@ -3,10 +3,9 @@
 from typing import Any
 
 import keras
-from keras import initializers
 
 from keras_norms._checks import arguments
-from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
+from keras_norms._types import Constraint, Initializer, Regularizer, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import noise, normalize
@@ -120,6 +119,8 @@ class NoisyBN(Recomputable, ChannelNormalization):
       https://arxiv.org/abs/1805.11604
     """
 
+    averages = "moving_mean", "moving_variance"
+
     def __init__(
         self,
         axis: int = -1,
@@ -152,13 +153,17 @@ class NoisyBN(Recomputable, ChannelNormalization):
             center=center,
             scale=scale,
             synchronized=synchronized,
-            beta_initializer=beta_initializer,
-            gamma_initializer=gamma_initializer,
-            beta_regularizer=beta_regularizer,
-            gamma_regularizer=gamma_regularizer,
-            beta_constraint=beta_constraint,
-            gamma_constraint=gamma_constraint,
             group_size=group_size,
+            of_weights={
+                "beta_initializer": beta_initializer,
+                "gamma_initializer": gamma_initializer,
+                "moving_mean_initializer": moving_mean_initializer,
+                "moving_variance_initializer": moving_variance_initializer,
+                "beta_regularizer": beta_regularizer,
+                "gamma_regularizer": gamma_regularizer,
+                "beta_constraint": beta_constraint,
+                "gamma_constraint": gamma_constraint,
+            },
             **kwargs,
         )
         self.mean_range = arguments.number("mean_range", mean_range, at_least=0)
@@ -173,42 +178,16 @@ class NoisyBN(Recomputable, ChannelNormalization):
             seed = arguments.integer("seed", seed, at_least=0, at_most=2**31 - 1)
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(self.seed)
-        self.moving_mean_initializer = arguments.initializer(
-            "moving_mean_initializer", moving_mean_initializer
-        )
-        self.moving_variance_initializer = arguments.initializer(
-            "moving_variance_initializer", moving_variance_initializer
-        )
-        self.moving_mean = None
-        self.moving_variance = None
-
-    def build(self, input_shape: Shape) -> None:
-        channels = self.build_affine(input_shape)
-        self.moving_mean = self.add_statistic(
-            "moving_mean", (channels,), self.moving_mean_initializer
-        )
-        self.moving_variance = self.add_statistic(
-            "moving_variance", (channels,), self.moving_variance_initializer
-        )
 
     @moves_state
     def call(
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
-        gamma, beta = self.affine()
         training = training and self.trainable
         if training:
-            mask = arguments.broadcast_mask(mask, inputs, self.axis)
-            x, gamma, beta, mask, axis = self.in_groups(inputs, gamma, beta, mask)
-            batch = moments(
-                x,
-                gamma.dtype,
-                axis,
-                mask,
-                self.synchronized,
-                self.prior(self.moving_mean),
-            )
+            x, gamma, beta, mask, axis = self.in_groups(inputs, mask)
+            batch = moments(x, gamma.dtype, axis, mask, self.synchronized, self.prior())
             outputs = normalize.batch_normalization(
                 x,
                 gamma,
@@ -220,18 +199,14 @@ class NoisyBN(Recomputable, ChannelNormalization):
                 synchronized=self.synchronized,
             )
             outputs = out_of_groups(outputs, inputs)
-            self.update_statistics(
-                batch.count,
-                (self.moving_mean, batch.mean),
-                (self.moving_variance, batch.variance),
-            )
+            self.update_statistics(*batch)
         else:
+            gamma, beta = self.affine()
             outputs = normalize.batch_normalization_inference(
                 inputs,
                 gamma,
                 beta,
-                ops.cast(self.moving_mean, gamma.dtype),
-                ops.cast(self.moving_variance, gamma.dtype),
+                *self.stored(),
                 epsilon=self.epsilon,
                 axis=self.axis,
             )
@@ -250,21 +225,12 @@ class NoisyBN(Recomputable, ChannelNormalization):
         return outputs
 
     def get_config(self) -> dict[str, Any]:
-        config = super().get_config()
-        config.update(
-            {
-                "mean_range": self.mean_range,
-                "scale_range": self.scale_range,
-                "mean_jitter": self.mean_jitter,
-                "scale_jitter": self.scale_jitter,
-                "noise_at_inference": self.noise_at_inference,
-                "seed": self.seed,
-                "moving_mean_initializer": initializers.serialize(
-                    self.moving_mean_initializer
-                ),
-                "moving_variance_initializer": initializers.serialize(
-                    self.moving_variance_initializer
-                ),
-            }
-        )
-        return config
+        return {
+            **super().get_config(),
+            "mean_range": self.mean_range,
+            "scale_range": self.scale_range,
+            "mean_jitter": self.mean_jitter,
+            "scale_jitter": self.scale_jitter,
+            "noise_at_inference": self.noise_at_inference,
+            "seed": self.seed,
+        }
