@@ -11,11 +11,11 @@ from keras_norms.ops.custom_gradient import (
     custom_gradient,
     is_differentiated,
     is_eager_torch,
+    without_gradient,
 )
 from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import Moments, after_batch, moments
 from keras_norms.ops.passes import affine, gradient_sums, gradient_x
-from keras_norms.ops.recomputation import without_gradient
 from keras_norms.ops.replicas import number_of_replicas, sum_over_replicas
 from keras_norms.ops.shapes import Axis
 from keras_norms.ops.single_pass import single_pass
