@@ -94,14 +94,10 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             as `False`. On JAX they always are those of the whole batch. If not, the
             averages of replicas are their mean on TensorFlow, and on PyTorch those of
             each process: a warning says so.
-        beta_initializer: Initializer of `beta`.
-        gamma_initializer: Initializer of `gamma`.
-        moving_mean_initializer: Initializer of the moving mean.
-        moving_square_initializer: Initializer of the moving mean square.
-        beta_regularizer: Optional regularizer of `beta`.
-        gamma_regularizer: Optional regularizer of `gamma`.
-        beta_constraint: Optional constraint of `beta`.
-        gamma_constraint: Optional constraint of `gamma`.
+        beta_initializer, gamma_initializer: Initializers of the affine weights.
+        moving_mean_initializer, moving_square_initializer: Those of the averages.
+        beta_regularizer, gamma_regularizer: Optional regularizers.
+        beta_constraint, gamma_constraint: Optional constraints.
         group_size: Optional positive integer. In training, each group of that many
             consecutive samples of a batch is normalised with its own statistics, see
             above. Not with `synchronized`.
@@ -116,11 +112,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             `inputs`. Where it hides a whole channel, the averages stay and are used.
             Inference does without it.
 
-    Input shape:
+    Input and output shape:
         Any of rank 2 or more, with a known size of `axis`.
-
-    Output shape:
-        The input shape.
 
     Weights:
         `gamma` and `beta`, trainable, of shape `(channels,)`; `moving_mean` and

@@ -59,40 +59,25 @@ class NoisyBN(Recomputable, ChannelNormalization):
         noise_at_inference: Whether there is noise at inference as well.
         seed: 0 to 2^31 - 1, or `None`. The same seed gives the same noise again,
             call by call.
-        synchronized: Whether statistics are those of all replicas, of a
-            `tf.distribute` strategy or of `torch.distributed`, on one device the same
-            as `False`. On JAX they always are those of the whole batch. If not, moving
-            statistics of replicas are their mean on TensorFlow, and on PyTorch those of
-            each process: a warning says so.
-        beta_initializer: Initializer of `beta`.
-        gamma_initializer: Initializer of `gamma`.
-        moving_mean_initializer: Initializer of the moving mean.
-        moving_variance_initializer: Initializer of the moving variance.
-        beta_regularizer: Regularizer of `beta`.
-        gamma_regularizer: Regularizer of `gamma`.
-        beta_constraint: Constraint of `beta`.
-        gamma_constraint: Constraint of `gamma`.
-        group_size: Positive integer, or `None`. In training, each group of that many
-            consecutive samples of a batch is normalised with its own statistics, and
-            the moving ones follow the mean over groups of each statistic. The batch
-            size is a multiple of it. Not with `synchronized`. The noise of a channel is
-            that of the whole batch.
+        synchronized: Whether statistics are those of all replicas, see `CBN`.
+        beta_initializer, gamma_initializer: Initializers of the affine weights.
+        moving_mean_initializer, moving_variance_initializer: Those of the averages.
+        beta_regularizer, gamma_regularizer: Optional regularizers.
+        beta_constraint, gamma_constraint: Optional constraints.
+        group_size: Optional positive integer, how many consecutive samples of a
+            training batch are normalised with statistics of their own, see `CBN`; the
+            moving ones follow their mean over groups. The noise of a channel is that of
+            the whole batch.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
         inputs: Tensor of rank 2 or more.
         training: Boolean, see above.
-        mask: Optional boolean tensor. Elements where it is `False` are kept out of the
-            statistics. Its shape is that of `inputs` without the channel axis, or the
-            leading part of it, or any shape of the rank of `inputs` that broadcasts to
-            `inputs`. Where it hides a whole channel, the mean and variance of the batch
-            are 0 and the moving ones stay. Inference does without it.
+        mask: Optional boolean tensor, see `CBN`. Where it hides a whole channel, the
+            mean and variance of the batch are 0 and the moving ones stay.
 
-    Input shape:
+    Input and output shape:
         Any of rank 2 or more, with a known size of `axis`.
-
-    Output shape:
-        The input shape.
 
     Weights:
         Those of `keras.layers.BatchNormalization`, in its order: `gamma`, `beta`,
@@ -100,9 +85,7 @@ class NoisyBN(Recomputable, ChannelNormalization):
         float32 in mixed precision.
 
     Raises:
-        ValueError: If an argument is out of its range, if `axis` is not an axis of the
-            input or has no known size, if a mask does not fit the input, or if
-            `group_size` does not divide the batch size (see `CBN`).
+        ValueError: If an argument is out of its range, and as `CBN` does.
 
     Example:
 
