@@ -117,10 +117,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
                 each.build(input_shape)
 
     def call(
-        self,
-        inputs: Tensor,
-        training: bool | None = None,
-        mask: Tensor | None = None,
+        self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor | list[Tensor]:
         inputs = ops.cast(inputs, self.norm.compute_dtype)
         size = self.norm.group_size if training and self.norm.trainable else None

@@ -70,15 +70,14 @@ class FollowsLearningRate(keras.layers.Layer):
         """
         if self.built:  # before that, JAX need not be running
             self._check_state(rate)
-        is_number = isinstance(rate, numbers.Real)
-        is_scalar = not is_number and getattr(rate, "shape", None) == ()
-        is_known = True
-        if is_scalar and arguments.is_numeric(rate):
-            value = _value(rate)
-            is_known = value is not None
-            rate = value if is_known else rate
-        if is_known:
-            self._first_rate = rate = arguments.number("rate", rate)
+        is_tensor = (
+            not isinstance(rate, numbers.Real)
+            and getattr(rate, "shape", None) == ()
+            and arguments.is_numeric(rate)
+        )
+        value = _value(rate) if is_tensor else rate
+        if value is not None or not is_tensor:
+            self._first_rate = rate = arguments.number("rate", value)
         elif not self.built:
             raise ValueError(
                 f"Layer '{self.name}' must be built before a compiled step sets its "

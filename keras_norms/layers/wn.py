@@ -1,7 +1,6 @@
 """WN: weight normalization."""
 
 import math
-from typing import Any
 
 import keras
 import numpy as np
@@ -53,9 +52,6 @@ class WN(KernelNormalization):
 
     The paper has no `epsilon` and lets `g` start from data, which is `data_init`.
     """
-
-    def __init__(self, layer: keras.layers.Layer, epsilon: float = 1e-5, **kwargs: Any):
-        super().__init__(layer, epsilon, **kwargs)
 
     def _normalize(self, weight, axes, gain):
         return weight_norms.wn(weight, axes, gain, self.epsilon)

@@ -99,7 +99,7 @@ def ws(
 def cwn(
     weight: Tensor, axes: Axes, gain: Tensor | None = None, epsilon: float = 1e-5
 ) -> Tensor:
-    """`gain * (w - mean(w)) / sqrt(|w - mean(w)|^2 + epsilon)`: centered weight norm."""
+    """Centered weight norm: `gain * c / sqrt(|c|^2 + epsilon)`, `c = w - mean(w)`."""
     return _times(gain, unit_norm(center(weight, axes), axes, epsilon), axes)
 
 
