@@ -96,10 +96,9 @@ class KernelNormalization(keras.layers.Wrapper):
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor:
         accepted = self.layer.call_signature_parameters
-        optional = {"training": training, "mask": mask}
         optional = {
             name: value
-            for name, value in optional.items()
+            for name, value in (("training", training), ("mask", mask))
             if name in accepted and value is not None
         }
         outputs = self._call_layer(self.normalized_kernels(), inputs, **optional)

@@ -47,17 +47,8 @@ class FollowsLearningRate(keras.layers.Layer):
 
         In a compiled step, such as a `train_step` of one's own, it assigns the rate
         each time that the step runs: `layer.set_learning_rate(optimizer.learning_rate)`
-        before the model is called. On JAX, whose steps hold all state, write
-
-        ```
-        variables = [*model.non_trainable_variables, *optimizer.variables]
-        values = [*non_trainable_variables, *optimizer_variables]
-        with keras.StatelessScope(zip(variables, values)) as scope:
-            layer.set_learning_rate(optimizer.learning_rate)
-        non_trainable_variables = [
-            scope.get_current_value(v) for v in model.non_trainable_variables
-        ]
-        ```
+        before the model is called. On JAX, whose steps hold all state, it does so in a
+        `keras.StatelessScope` of that state (docs/guides/loop_jax.md).
 
         Args:
             rate: Float, or such a scalar tensor or `keras.Variable`; negative for
@@ -100,7 +91,7 @@ class FollowsLearningRate(keras.layers.Layer):
                 f"The learning rate of layer '{self.name}' cannot be set in a compiled "
                 "step on JAX, whose state is in its arguments. Set it in a "
                 "`keras.StatelessScope` that maps `model.non_trainable_variables` and "
-                "`optimizer.variables` to their values, see `set_learning_rate`, or "
+                "`optimizer.variables` to their values (docs/guides/loop_jax.md), or "
                 "pass `callbacks=[keras_norms.AMAT()]` to `fit()`."
             )
 

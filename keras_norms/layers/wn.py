@@ -57,10 +57,7 @@ class WN(KernelNormalization):
         return weight_norms.wn(weight, axes, gain, self.epsilon)
 
     def _gain_initializer_of(self, kernel):
-        def lengths(shape, dtype=None):
-            return ops.cast(self._lengths(kernel), dtype)
-
-        return lengths
+        return lambda shape, dtype: ops.cast(self._lengths(kernel), dtype)
 
     def _lengths(self, kernel):
         return weight_norms.norm(self._stored(kernel), kernel.fan_in, self.epsilon)

@@ -121,15 +121,10 @@ def lp_normalization(
 ) -> Tensor:
     """gamma * (x - mean) / (norm + epsilon) + beta (Santurkar et al., Section 3.3).
 
-    Args:
-        x: Tensor of rank 2 or more.
-        gamma, beta: Of the shape of the statistics, in the dtype to compute in.
-        batch: What `lp_statistics` returns for `x` and the same other arguments: the
-            gradient passes through it. Where several elements attain the maximum, the
-            gradient of s_inf goes to them in equal parts.
-
-    Returns:
-        The output.
+    `batch` is what `lp_statistics` returns for `x` and the same arguments: the gradient
+    passes through it. Where several elements attain the maximum, the gradient of s_inf
+    goes to them in equal parts. `gamma` and `beta` are of the shape of the statistics,
+    in the dtype to compute in.
     """
 
     # With a = gamma / (norm + epsilon) and g = `upstream`, the derivative that arrives

@@ -70,10 +70,16 @@ def moments(
         count = _elements(x, axis, dtype)
         mean, variance = mean_and_variance(x, prior, count, axis=axis)
     elif _is_shared(axis):
-        count, mean, variance = _masked_and_shared(x, mask, prior, axis)
+        mask = ops.broadcast_to(mask, ops.shape(x))
+        count = ops.sum(ops.cast(mask, dtype), reduction_axes(len(x.shape), axis))
+        found = _around_prior_if_near(x, prior, count, axis, mask)
+        mean, variance = (ops.where(count > 0, v, ops.zeros_like(v)) for v in found)
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
-    local = Moments(count, mean, _bounded(variance))
+    # A number, with which averages go on, also where squares add up to more.
+    largest = float(np.finfo(keras.backend.standardize_dtype(variance.dtype)).max) / 4
+    bound = ops.full_like(variance, largest)
+    local = Moments(count, mean, ops.where(variance > bound, bound, variance))
     return combine_replicas(local)[0] if synchronized else local
 
 
@@ -89,8 +95,8 @@ def moving_averages(
         count: How many elements the batch has, a scalar or `(channels,)`.
 
     Returns:
-        The averages after the batch. A channel without an element, or with a statistic
-        that is not finite, keeps all that it had. See `after_batch` for groups.
+        The averages after the batch, see `after_batch`. A channel without an element,
+        or with a statistic that is not finite, keeps all that it had.
     """
     usable = count > 0
     for statistic in new:
@@ -141,13 +147,6 @@ def _elements(x, axis, dtype):
         if not isinstance(size, int):
             count = count * ops.cast(size, dtype)
     return count
-
-
-def _bounded(variance):
-    """A number, with which averages go on, also where squares add up to more."""
-    dtype = keras.backend.standardize_dtype(variance.dtype)
-    largest = ops.full_like(variance, float(np.finfo(dtype).max) / 4)
-    return ops.where(variance > largest, largest, variance)
 
 
 @single_pass()
@@ -260,14 +259,6 @@ def _around(x, shift, count, axis, mask=None):
 def _mean(x, dtype, count, axis, mask=None):
     total = channel_sums(visible(ops.cast(x, dtype), mask), axis)
     return total / ops.maximum(count, ops.ones_like(count))
-
-
-def _masked_and_shared(x, mask, prior, axis):
-    mask = ops.broadcast_to(mask, ops.shape(x))
-    count = ops.sum(ops.cast(mask, prior.dtype), reduction_axes(len(x.shape), axis))
-    mean, variance = _around_prior_if_near(x, prior, count, axis, mask)
-    nothing = ops.zeros_like(mean)
-    return count, *(ops.where(count > 0, v, nothing) for v in (mean, variance))
 
 
 @single_pass()

@@ -340,25 +340,12 @@ def batch_normalization(
 ) -> Tensor:
     """gamma * (x - mean) / sqrt(variance + epsilon) + beta.
 
-    Args:
-        x: Tensor of rank 2 or more.
-        gamma, beta: Of the shape of the moments, in the dtype to compute in.
-        batch: The `Moments` of `x`, with the same `mask` and `synchronized`: the
-            gradient passes through them.
-        epsilon, axis, mask, synchronized: See `cbn_training` and `CBNSettings`.
-
-    Returns:
-        The output.
+    `batch` holds the `Moments` of `x`, of the same `mask` and `synchronized`: the
+    gradient passes through them. See `cbn_training` for the other arguments.
     """
-    batch_map = BatchMap(
-        center=batch.mean,
-        inverse=1 / ops.sqrt(batch.variance + epsilon),
-        offset=beta,
-        mean=batch.mean,
-        square=batch.variance,
-        mean_weight=ops.ones_like(batch.mean),
-        count=batch.count,
-    )
+    count, mean, variance = batch
+    inverse, one = 1 / ops.sqrt(variance + epsilon), ops.ones_like(mean)
+    batch_map = BatchMap(mean, inverse, beta, mean, variance, one, count)
     settings = CBNSettings(epsilon, axis, decouple=False, synchronized=synchronized)
     return _normalize(x, gamma, beta, batch_map, mask, settings)
 
