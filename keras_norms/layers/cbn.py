@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import keras
-from keras import initializers
 
 from keras_norms._checks import arguments
 from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
@@ -95,14 +94,10 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             as `False`. On JAX they always are those of the whole batch. If not, the
             averages of replicas are their mean on TensorFlow, and on PyTorch those of
             each process: a warning says so.
-        beta_initializer: Initializer of `beta`.
-        gamma_initializer: Initializer of `gamma`.
-        moving_mean_initializer: Initializer of the moving mean.
-        moving_square_initializer: Initializer of the moving mean square.
-        beta_regularizer: Optional regularizer of `beta`.
-        gamma_regularizer: Optional regularizer of `gamma`.
-        beta_constraint: Optional constraint of `beta`.
-        gamma_constraint: Optional constraint of `gamma`.
+        beta_initializer, gamma_initializer: Initializers of the affine weights.
+        moving_mean_initializer, moving_square_initializer: Those of the averages.
+        beta_regularizer, gamma_regularizer: Optional regularizers.
+        beta_constraint, gamma_constraint: Optional constraints.
         group_size: Optional positive integer. In training, each group of that many
             consecutive samples of a batch is normalised with its own statistics, see
             above. Not with `synchronized`.
@@ -117,11 +112,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             `inputs`. Where it hides a whole channel, the averages stay and are used.
             Inference does without it.
 
-    Input shape:
+    Input and output shape:
         Any of rank 2 or more, with a known size of `axis`.
-
-    Output shape:
-        The input shape.
 
     Weights:
         `gamma` and `beta`, trainable, of shape `(channels,)`; `moving_mean` and
@@ -165,6 +157,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     ones. The paper does not say how averages are made without AMAT; here by `momentum`.
     """
 
+    averages = "moving_mean", "moving_square"
+
     def __init__(
         self,
         axis: int = -1,
@@ -195,13 +189,17 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             center=center,
             scale=scale,
             synchronized=synchronized,
-            beta_initializer=beta_initializer,
-            gamma_initializer=gamma_initializer,
-            beta_regularizer=beta_regularizer,
-            gamma_regularizer=gamma_regularizer,
-            beta_constraint=beta_constraint,
-            gamma_constraint=gamma_constraint,
             group_size=group_size,
+            of_weights={
+                "beta_initializer": beta_initializer,
+                "gamma_initializer": gamma_initializer,
+                "moving_mean_initializer": moving_mean_initializer,
+                "moving_square_initializer": moving_square_initializer,
+                "beta_regularizer": beta_regularizer,
+                "gamma_regularizer": gamma_regularizer,
+                "beta_constraint": beta_constraint,
+                "gamma_constraint": gamma_constraint,
+            },
             **kwargs,
         )
         self.initial_rho = arguments.number("rho", rho, above=0)
@@ -210,25 +208,11 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         self.mean_gradient = arguments.choice(
             "mean_gradient", mean_gradient, ("shift", "ratio")
         )
-        self.moving_mean_initializer = arguments.initializer(
-            "moving_mean_initializer", moving_mean_initializer
-        )
-        self.moving_square_initializer = arguments.initializer(
-            "moving_square_initializer", moving_square_initializer
-        )
-        self.moving_mean: Any = None
-        self.moving_square: Any = None
         self.average_weight: Any = None
         self.rho: Any = None
 
     def build(self, input_shape: Shape) -> None:
-        channels = self.build_affine(input_shape)
-        self.moving_mean = self.add_statistic(
-            "moving_mean", (channels,), self.moving_mean_initializer
-        )
-        self.moving_square = self.add_statistic(
-            "moving_square", (channels,), self.moving_square_initializer
-        )
+        super().build(input_shape)
         self.average_weight = self.add_statistic("average_weight", (), "zeros")
         self.rho = self.add_weight(
             name="rho",
@@ -243,32 +227,20 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 
     @moves_state
     def call(
-        self,
-        inputs: Tensor,
-        training: bool | None = None,
-        mask: Tensor | None = None,
+        self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
+        if training and self.trainable:
+            (outputs,) = self._train(normalize.cbn_training, inputs, mask)
+            return out_of_groups(outputs, inputs)
         gamma, beta = self.affine()
-        state, rho, settings = self._state(), self._rho(), self._settings()
-        if not training or not self.trainable:
-            return normalize.cbn_inference(inputs, gamma, beta, state, rho, settings)
-        mask = arguments.broadcast_mask(mask, inputs, self.axis)
-        rate = self._learning_rate()
-        x, gamma, beta, mask, axis = self.in_groups(inputs, gamma, beta, mask)
-        _warn_if_alone(x.shape, axis)
-        outputs, state = normalize.cbn_training(
-            x, gamma, beta, state, rho, rate, settings._replace(axis=axis), mask
+        return normalize.cbn_inference(
+            inputs, gamma, beta, *self._state_and_rho(), self._settings(self.axis)
         )
-        self._assign(state)
-        return out_of_groups(outputs, inputs)
 
     @moves_state
     def scale_and_shift(
-        self,
-        inputs: Tensor,
-        training: bool | None = None,
-        mask: Tensor | None = None,
+        self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """What `call` does with `inputs`, as vectors: `scale * inputs + shift`.
 
@@ -281,28 +253,33 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             Two tensors of shape `(channels,)`, float32 in mixed precision. In training
             with `group_size`, a row for each group: `(groups, channels)`.
         """
-        inputs = ops.cast(inputs, self.compute_dtype)
+        if training and self.trainable:
+            inputs = ops.cast(inputs, self.compute_dtype)
+            scale, shift = self._train(normalize.cbn_scale_and_shift, inputs, mask)
+            return scale, shift
         gamma, beta = self.affine()
-        state, rho, settings = self._state(), self._rho(), self._settings()
-        if not training or not self.trainable:
-            return normalize.cbn_stored_scale_and_shift(
-                gamma, beta, state, rho, settings
-            )
-        mask = arguments.broadcast_mask(mask, inputs, self.axis)
-        rate = self._learning_rate()
-        x, gamma, beta, mask, axis = self.in_groups(inputs, gamma, beta, mask)
-        _warn_if_alone(x.shape, axis)
-        scale, shift, state = normalize.cbn_scale_and_shift(
-            x, gamma, beta, state, rho, rate, settings._replace(axis=axis), mask
+        return normalize.cbn_stored_scale_and_shift(
+            gamma, beta, *self._state_and_rho(), self._settings(self.axis)
         )
-        self._assign(state)
-        return scale, shift
 
-    def _settings(self) -> normalize.CBNSettings:
-        """What the functions of `keras_norms.ops.normalize` take of this layer."""
+    def _train(self, function, inputs, mask):
+        """What a function of `normalize` makes of a batch, by which the state moves."""
+        state, rho = self._state_and_rho()
+        rate = ops.cast(self.learning_rate_of_this_step(), self.statistics_dtype)
+        x, gamma, beta, mask, axis = self.in_groups(inputs, mask)
+        _warn_if_alone(x.shape, axis)
+        settings = self._settings(axis)
+        *outputs, state = function(x, gamma, beta, state, rho, rate, settings, mask)
+        warn_of_drift(self)
+        self.moving_mean.assign(state.mean)
+        self.moving_square.assign(state.square)
+        self.average_weight.assign(state.weight)
+        return outputs
+
+    def _settings(self, axis):
         return normalize.CBNSettings(
             epsilon=self.epsilon,
-            axis=self.axis,
+            axis=axis,
             omega=self.omega,
             momentum=self.momentum,
             decouple=self.decouple,
@@ -310,42 +287,20 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             synchronized=self.synchronized,
         )
 
-    def _state(self):
+    def _state_and_rho(self) -> tuple[normalize.CBNState, Tensor]:
         variables = self.moving_mean, self.moving_square, self.average_weight
         # Copies: PyTorch assigns in place, and gradients need what was there before.
-        return normalize.CBNState(
-            *(ops.copy(ops.cast(v, self.statistics_dtype)) for v in variables)
-        )
-
-    def _assign(self, state):
-        warn_of_drift(self)
-        self.moving_mean.assign(state.mean)
-        self.moving_square.assign(state.square)
-        self.average_weight.assign(state.weight)
-
-    def _rho(self):
-        return ops.cast(self.rho, self.statistics_dtype)
-
-    def _learning_rate(self):
-        return ops.cast(self.learning_rate_of_this_step(), self.statistics_dtype)
+        state = (ops.copy(ops.cast(v, self.statistics_dtype)) for v in variables)
+        return normalize.CBNState(*state), ops.cast(self.rho, self.statistics_dtype)
 
     def get_config(self) -> dict:
-        config = super().get_config()
-        config.update(
-            {
-                "rho": self.initial_rho,
-                "omega": self.omega,
-                "decouple": self.decouple,
-                "mean_gradient": self.mean_gradient,
-                "moving_mean_initializer": initializers.serialize(
-                    self.moving_mean_initializer
-                ),
-                "moving_square_initializer": initializers.serialize(
-                    self.moving_square_initializer
-                ),
-            }
-        )
-        return config
+        return {
+            **super().get_config(),
+            "rho": self.initial_rho,
+            "omega": self.omega,
+            "decouple": self.decouple,
+            "mean_gradient": self.mean_gradient,
+        }
 
 
 def _warn_if_alone(shape, axis):

@@ -1,23 +1,26 @@
 """What the layers that normalise the channels of an activation have in common."""
 
 import keras
-from keras import constraints, initializers, regularizers
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms._types import Shape
 from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import moving_averages
 from keras_norms.ops.replicas import check_strategy, warn_of_drift
-from keras_norms.ops.shapes import in_groups, not_divisible
+from keras_norms.ops.shapes import in_groups
 
 
 class ChannelNormalization(keras.layers.Layer):
-    """Base of a layer with statistics, `gamma` and `beta` for each channel.
+    """Base of a layer with averages, `gamma` and `beta` for each channel.
 
-    A subclass calls `build_affine` in `build`, adds its statistics with
-    `add_statistic`, and gets `gamma` and `beta` from `affine` in `call`. Statistics and
-    affine weights are float64 under the policy float64, and float32 under all others.
+    A subclass names its averages, passes its arguments on (`of_weights`: initializers
+    of the four weights, regularizers and constraints of two, by name), and in `call`
+    gets what maps take from `affine` and `stored`, in training from `in_groups`. All
+    weights are float64 under the policy float64, and float32 under all others.
     """
+
+    averages: tuple[str, str]
 
     def __init__(
         self,
@@ -27,13 +30,8 @@ class ChannelNormalization(keras.layers.Layer):
         center,
         scale,
         synchronized,
-        beta_initializer,
-        gamma_initializer,
-        beta_regularizer,
-        gamma_regularizer,
-        beta_constraint,
-        gamma_constraint,
         group_size,
+        of_weights,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -43,29 +41,16 @@ class ChannelNormalization(keras.layers.Layer):
         self.center = arguments.boolean("center", center)
         self.scale = arguments.boolean("scale", scale)
         self.synchronized = arguments.boolean("synchronized", synchronized)
-        self.beta_initializer = arguments.initializer(
-            "beta_initializer", beta_initializer
-        )
-        self.gamma_initializer = arguments.initializer(
-            "gamma_initializer", gamma_initializer
-        )
-        self.beta_regularizer = arguments.regularizer(
-            "beta_regularizer", beta_regularizer
-        )
-        self.gamma_regularizer = arguments.regularizer(
-            "gamma_regularizer", gamma_regularizer
-        )
-        self.beta_constraint = arguments.constraint("beta_constraint", beta_constraint)
-        self.gamma_constraint = arguments.constraint(
-            "gamma_constraint", gamma_constraint
-        )
         self.group_size = arguments.group_size(group_size, self.synchronized)
+        for name, value in of_weights.items():
+            check = getattr(arguments, name.rpartition("_")[2])
+            setattr(self, name, check(name, value))
+        self._of_weights = tuple(of_weights)
         self.supports_masking = True
-        self.gamma = None
-        self.beta = None
+        for name in ("gamma", "beta", *self.averages):
+            setattr(self, name, None)
 
-    def build_affine(self, input_shape):
-        """Make `gamma` and `beta`. Returns the number of channels."""
+    def build(self, input_shape: Shape) -> None:
         check_strategy(self)
         channels = arguments.channels(self, input_shape)
         if self.group_size and self.axis % len(input_shape) == 0:
@@ -74,30 +59,24 @@ class ChannelNormalization(keras.layers.Layer):
                 f"channels, not of samples. Received: group_size={self.group_size} "
                 f"with axis={self.axis}"
             )
-        if self.scale:
-            self.gamma = self.add_weight(
-                name="gamma",
-                shape=(channels,),
-                dtype=self.statistics_dtype,
-                initializer=self.gamma_initializer,
-                regularizer=self.gamma_regularizer,
-                constraint=self.gamma_constraint,
-                autocast=False,
-            )
-        if self.center:
-            self.beta = self.add_weight(
-                name="beta",
-                shape=(channels,),
-                dtype=self.statistics_dtype,
-                initializer=self.beta_initializer,
-                regularizer=self.beta_regularizer,
-                constraint=self.beta_constraint,
-                autocast=False,
-            )
+        for name, is_there in (("gamma", self.scale), ("beta", self.center)):
+            if is_there:
+                weight = self.add_weight(
+                    name=name,
+                    shape=(channels,),
+                    dtype=self.statistics_dtype,
+                    initializer=getattr(self, f"{name}_initializer"),
+                    regularizer=getattr(self, f"{name}_regularizer"),
+                    constraint=getattr(self, f"{name}_constraint"),
+                    autocast=False,
+                )
+                setattr(self, name, weight)
+        for name in self.averages:
+            initializer = getattr(self, f"{name}_initializer")
+            setattr(self, name, self.add_statistic(name, (channels,), initializer))
         self.input_spec = keras.layers.InputSpec(
             ndim=len(input_shape), axes={self.axis: channels}
         )
-        return channels
 
     def add_statistic(self, name, shape, initializer):
         # Replicas that normalise each with their own batch keep one common average.
@@ -112,24 +91,22 @@ class ChannelNormalization(keras.layers.Layer):
             aggregation="none" if self.synchronized else "mean",
         )
 
-    def update_statistics(self, count, *pairs):
-        """Move averages on by `momentum`.
+    def stored(self):
+        """The averages in `statistics_dtype`."""
+        averages = (getattr(self, name) for name in self.averages)
+        return tuple(ops.cast(each, self.statistics_dtype) for each in averages)
 
-        Args:
-            count: How many elements the batch has.
-            *pairs: An average of this layer, and the statistic of the batch.
-        """
-        warn_of_drift(self)
-        averages, values = zip(*pairs)
-        stored = tuple(ops.cast(average, self.statistics_dtype) for average in averages)
-        moved = moving_averages(stored, values, self.momentum, count)
-        for average, value in zip(averages, moved):
-            average.assign(value)
-
-    def prior(self, moving_mean):
-        """What `moments` is told of a mean."""
+    def prior(self):
+        """What `moments` is told of the mean."""
         # A copy: PyTorch assigns in place, and gradients need what was there before.
-        return ops.copy(ops.cast(moving_mean, self.statistics_dtype))
+        return ops.copy(ops.cast(self.moving_mean, self.statistics_dtype))
+
+    def update_statistics(self, count, *statistics):
+        """Move the averages on by `momentum`, after a batch of `count` elements."""
+        warn_of_drift(self)
+        moved = moving_averages(self.stored(), statistics, self.momentum, count)
+        for name, value in zip(self.averages, moved):
+            getattr(self, name).assign(value)
 
     @property
     def statistics_dtype(self):
@@ -150,14 +127,12 @@ class ChannelNormalization(keras.layers.Layer):
         )
         return gamma, beta
 
-    def in_groups(self, inputs, gamma, beta, mask):
+    def in_groups(self, inputs, mask):
         """What maps of training take; see `keras_norms.ops.shapes.in_groups`."""
-        size, batch = self.group_size, inputs.shape[0]
-        if _keras.in_symbolic_scope():
-            size = None  # JAX and PyTorch make up a size of the batch there.
-        elif size and batch is not None and batch % size:
-            raise ValueError(not_divisible(size, batch))
-        return in_groups(inputs, gamma, beta, mask, self.axis, size)
+        mask = arguments.broadcast_mask(mask, inputs, self.axis)
+        # JAX and PyTorch make up a size of the batch in a symbolic call.
+        size = None if _keras.in_symbolic_scope() else self.group_size
+        return in_groups(inputs, *self.affine(), mask, self.axis, size)
 
     def compute_output_shape(self, input_shape):
         arguments.channels(self, input_shape, known=False)
@@ -165,21 +140,9 @@ class ChannelNormalization(keras.layers.Layer):
 
     def get_config(self):
         config = super().get_config()
-        config.update(
-            {
-                "axis": self.axis,
-                "momentum": self.momentum,
-                "epsilon": self.epsilon,
-                "center": self.center,
-                "scale": self.scale,
-                "synchronized": self.synchronized,
-                "beta_initializer": initializers.serialize(self.beta_initializer),
-                "gamma_initializer": initializers.serialize(self.gamma_initializer),
-                "beta_regularizer": regularizers.serialize(self.beta_regularizer),
-                "gamma_regularizer": regularizers.serialize(self.gamma_regularizer),
-                "beta_constraint": constraints.serialize(self.beta_constraint),
-                "gamma_constraint": constraints.serialize(self.gamma_constraint),
-                "group_size": self.group_size,
-            }
-        )
+        names = "axis", "momentum", "epsilon", "center", "scale", "synchronized"
+        for name in (*names, "group_size"):
+            config[name] = getattr(self, name)
+        for name in self._of_weights:
+            config[name] = keras.saving.serialize_keras_object(getattr(self, name))
         return config

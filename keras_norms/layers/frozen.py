@@ -18,10 +18,7 @@ class Frozen:
     """
 
     def call(
-        self,
-        inputs: Tensor,
-        training: bool | None = None,
-        mask: Tensor | None = None,
+        self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Any:
         return super().call(inputs, training=False)  # type: ignore[misc]
 
@@ -36,10 +33,7 @@ class FrozenCBN(Frozen, CBN):
     """`CBN` with stored statistics."""
 
     def scale_and_shift(
-        self,
-        inputs: Tensor,
-        training: bool | None = None,
-        mask: Tensor | None = None,
+        self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return super().scale_and_shift(inputs, training=False)
 

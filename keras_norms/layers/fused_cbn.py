@@ -42,11 +42,8 @@ class FusedCBN(Recomputable, keras.layers.Layer):
     it. Inference is fused.
 
     Layers may have LoRA, enabled before or after. Layers that are quantized
-    (`model.quantize`) are called on the tensor that CBN writes, as without fusion. Then
-    expect what quantization costs BatchNormalization too: three Dense layers trained on
-    digits change their outputs by 0.7 % (int8) and 5.8 % (int4) of their deviation,
-    root mean square, and at most by 4 % and 27 %; with BatchNormalization by 0.6 % and
-    6.1 %, at most 2 % and 27 % (`python -m benchmarks.quantization`, PyTorch).
+    (`model.quantize`) are called on the tensor that CBN writes, as without fusion. That
+    costs what it costs BatchNormalization (`python -m benchmarks.quantization`).
 
     Args:
         layer: A `Dense`, `Conv1D`, `Conv2D`, `Conv3D`, `DepthwiseConv1D` or
@@ -117,10 +114,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
                 each.build(input_shape)
 
     def call(
-        self,
-        inputs: Tensor,
-        training: bool | None = None,
-        mask: Tensor | None = None,
+        self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor | list[Tensor]:
         inputs = ops.cast(inputs, self.norm.compute_dtype)
         size = self.norm.group_size if training and self.norm.trainable else None

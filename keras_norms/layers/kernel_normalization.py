@@ -23,7 +23,7 @@ class KernelNormalization(keras.layers.Wrapper):
 
     smallest_fan_in = 1
 
-    def __init__(self, layer: keras.layers.Layer, epsilon: float, **kwargs: Any):
+    def __init__(self, layer: keras.layers.Layer, epsilon: float = 1e-5, **kwargs: Any):
         check_layer(layer)
         super().__init__(layer, **{"dtype": layer.dtype_policy, **kwargs})
         if not self.trainable:
@@ -41,9 +41,24 @@ class KernelNormalization(keras.layers.Wrapper):
 
     def build(self, input_shape: Shape) -> None:
         super().build(input_shape)
-        kernels = kernels_of(self.layer)
-        gains = {kernel.name: self._add_gain(kernel) for kernel in kernels}
-        self.gains = {name: gain for name, gain in gains.items() if gain is not None}
+        for kernel in kernels_of(self.layer):
+            shape = tuple(getattr(self.layer, kernel.name).shape)
+            if math.prod(shape[i] for i in kernel.fan_in) < self.smallest_fan_in:
+                raise ValueError(
+                    f"{type(self).__name__} cannot normalise `{kernel.name}` of layer "
+                    f"'{self.layer.name}', in which a unit has a single weight: less "
+                    "its mean it is zero. Use WN, or leave the layer unwrapped. "
+                    f"Received: {kernel.name}.shape={shape}"
+                )
+            initializer = self._gain_initializer_of(kernel)
+            if initializer is not None:
+                self.gains[kernel.name] = self.add_weight(
+                    name=kernel.name.replace("kernel", "gain"),
+                    shape=kernel.unit_shape(shape),
+                    initializer=initializer,
+                    dtype=self.layer.variable_dtype,
+                    autocast=False,
+                )
         self.input_spec = self.layer.input_spec
 
     @property
@@ -53,26 +68,6 @@ class KernelNormalization(keras.layers.Wrapper):
                 f"Layer '{self.name}' has no weights yet. Call it, or its `build`."
             )
         return kernels_of(self.layer)
-
-    def _add_gain(self, kernel):
-        shape = tuple(getattr(self.layer, kernel.name).shape)
-        if math.prod(shape[i] for i in kernel.fan_in) < self.smallest_fan_in:
-            raise ValueError(
-                f"{type(self).__name__} cannot normalise `{kernel.name}` of layer "
-                f"'{self.layer.name}', in which a unit has a single weight: less its "
-                "mean it is zero. Use WN, or leave the layer unwrapped. "
-                f"Received: {kernel.name}.shape={shape}"
-            )
-        initializer = self._gain_initializer_of(kernel)
-        if initializer is None:
-            return None
-        return self.add_weight(
-            name=kernel.name.replace("kernel", "gain"),
-            shape=kernel.unit_shape(shape),
-            initializer=initializer,
-            dtype=self.layer.variable_dtype,
-            autocast=False,
-        )
 
     def _stored(self, kernel):
         """The kernel as it is stored: in a call, mixed precision would cast it."""
@@ -101,10 +96,9 @@ class KernelNormalization(keras.layers.Wrapper):
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor:
         accepted = self.layer.call_signature_parameters
-        optional = {"training": training, "mask": mask}
         optional = {
             name: value
-            for name, value in optional.items()
+            for name, value in (("training", training), ("mask", mask))
             if name in accepted and value is not None
         }
         outputs = self._call_layer(self.normalized_kernels(), inputs, **optional)

@@ -47,17 +47,8 @@ class FollowsLearningRate(keras.layers.Layer):
 
         In a compiled step, such as a `train_step` of one's own, it assigns the rate
         each time that the step runs: `layer.set_learning_rate(optimizer.learning_rate)`
-        before the model is called. On JAX, whose steps hold all state, write
-
-        ```
-        variables = [*model.non_trainable_variables, *optimizer.variables]
-        values = [*non_trainable_variables, *optimizer_variables]
-        with keras.StatelessScope(zip(variables, values)) as scope:
-            layer.set_learning_rate(optimizer.learning_rate)
-        non_trainable_variables = [
-            scope.get_current_value(v) for v in model.non_trainable_variables
-        ]
-        ```
+        before the model is called. On JAX, whose steps hold all state, it does so in a
+        `keras.StatelessScope` of that state (docs/guides/loop_jax.md).
 
         Args:
             rate: Float, or such a scalar tensor or `keras.Variable`; negative for
@@ -70,15 +61,14 @@ class FollowsLearningRate(keras.layers.Layer):
         """
         if self.built:  # before that, JAX need not be running
             self._check_state(rate)
-        is_number = isinstance(rate, numbers.Real)
-        is_scalar = not is_number and getattr(rate, "shape", None) == ()
-        is_known = True
-        if is_scalar and arguments.is_numeric(rate):
-            value = _value(rate)
-            is_known = value is not None
-            rate = value if is_known else rate
-        if is_known:
-            self._first_rate = rate = arguments.number("rate", rate)
+        is_tensor = (
+            not isinstance(rate, numbers.Real)
+            and getattr(rate, "shape", None) == ()
+            and arguments.is_numeric(rate)
+        )
+        value = _value(rate) if is_tensor else rate
+        if value is not None or not is_tensor:
+            self._first_rate = rate = arguments.number("rate", value)
         elif not self.built:
             raise ValueError(
                 f"Layer '{self.name}' must be built before a compiled step sets its "
@@ -101,7 +91,7 @@ class FollowsLearningRate(keras.layers.Layer):
                 f"The learning rate of layer '{self.name}' cannot be set in a compiled "
                 "step on JAX, whose state is in its arguments. Set it in a "
                 "`keras.StatelessScope` that maps `model.non_trainable_variables` and "
-                "`optimizer.variables` to their values, see `set_learning_rate`, or "
+                "`optimizer.variables` to their values (docs/guides/loop_jax.md), or "
                 "pass `callbacks=[keras_norms.AMAT()]` to `fit()`."
             )
 

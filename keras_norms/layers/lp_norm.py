@@ -4,10 +4,9 @@ import math
 from typing import Any
 
 import keras
-from keras import initializers
 
 from keras_norms._checks import arguments
-from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
+from keras_norms._types import Constraint, Initializer, Regularizer, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import lp_norm
@@ -46,48 +45,31 @@ class LpNorm(Recomputable, ChannelNormalization):
         epsilon: Positive, added to the norm.
         center: Whether there is a `beta`.
         scale: Whether there is a `gamma`.
-        synchronized: Whether statistics are those of all replicas, of a
-            `tf.distribute` strategy or of `torch.distributed`, on one device the same
-            as `False`. On JAX they always are those of the whole batch. If not, moving
-            statistics of replicas are their mean on TensorFlow, and on PyTorch those of
-            each process: a warning says so.
-        beta_initializer: Initializer of `beta`.
-        gamma_initializer: Initializer of `gamma`.
-        moving_mean_initializer: Initializer of the moving mean.
-        moving_norm_initializer: Initializer of the moving norm.
-        beta_regularizer: Regularizer of `beta`.
-        gamma_regularizer: Regularizer of `gamma`.
-        beta_constraint: Constraint of `beta`.
-        gamma_constraint: Constraint of `gamma`.
-        group_size: Positive integer, or `None`. In training, each group of that many
-            consecutive samples of a batch is normalised with its own statistics, and
-            the moving ones follow the mean over groups of each statistic. The batch
-            size is a multiple of it. Not with `synchronized`.
+        synchronized: Whether statistics are those of all replicas, see `CBN`.
+        beta_initializer, gamma_initializer: Initializers of the affine weights.
+        moving_mean_initializer, moving_norm_initializer: Those of the averages.
+        beta_regularizer, gamma_regularizer: Optional regularizers.
+        beta_constraint, gamma_constraint: Optional constraints.
+        group_size: Optional positive integer, how many consecutive samples of a
+            training batch are normalised with statistics of their own, see `CBN`; the
+            moving ones follow their mean over groups.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
         inputs: Tensor of rank 2 or more.
         training: Boolean, see above.
-        mask: Optional boolean tensor. Elements where it is `False` are kept out of the
-            statistics. Its shape is that of `inputs` without the channel axis, or the
-            leading part of it, or any shape of the rank of `inputs` that broadcasts to
-            `inputs`. Where it hides a whole channel, the mean and norm of the batch
-            are 0 and the moving ones stay. Inference does without it.
+        mask: Optional boolean tensor, see `CBN`. Where it hides a whole channel, the
+            mean and norm of the batch are 0 and the moving ones stay.
 
-    Input shape:
+    Input and output shape:
         Any of rank 2 or more, with a known size of `axis`.
-
-    Output shape:
-        The input shape.
 
     Weights:
         `gamma` and `beta`, trainable, `moving_mean` and `moving_norm`, each of shape
         `(channels,)`. They stay in float32 in mixed precision.
 
     Raises:
-        ValueError: If an argument is out of its range, if `axis` is not an axis of the
-            input or has no known size, if a mask does not fit the input, or if
-            `group_size` does not divide the batch size (see `CBN`).
+        ValueError: If an argument is out of its range, and as `CBN` does.
 
     Example:
 
@@ -106,6 +88,8 @@ class LpNorm(Recomputable, ChannelNormalization):
     the mean is removed, which is `norm_of="input"`. The gradient of the maximum goes in
     equal parts to all elements that attain it.
     """
+
+    averages = "moving_mean", "moving_norm"
 
     def __init__(
         self,
@@ -135,13 +119,17 @@ class LpNorm(Recomputable, ChannelNormalization):
             center=center,
             scale=scale,
             synchronized=synchronized,
-            beta_initializer=beta_initializer,
-            gamma_initializer=gamma_initializer,
-            beta_regularizer=beta_regularizer,
-            gamma_regularizer=gamma_regularizer,
-            beta_constraint=beta_constraint,
-            gamma_constraint=gamma_constraint,
             group_size=group_size,
+            of_weights={
+                "beta_initializer": beta_initializer,
+                "gamma_initializer": gamma_initializer,
+                "moving_mean_initializer": moving_mean_initializer,
+                "moving_norm_initializer": moving_norm_initializer,
+                "beta_regularizer": beta_regularizer,
+                "gamma_regularizer": gamma_regularizer,
+                "beta_constraint": beta_constraint,
+                "gamma_constraint": gamma_constraint,
+            },
             **kwargs,
         )
         is_text = isinstance(p, str) and p == "inf"
@@ -149,42 +137,23 @@ class LpNorm(Recomputable, ChannelNormalization):
         if not self.p >= 1:
             raise arguments.wrong("p", "a number of at least 1, `math.inf` included", p)
         self.norm_of = arguments.choice("norm_of", norm_of, ("input", "centered"))
-        self.moving_mean_initializer = arguments.initializer(
-            "moving_mean_initializer", moving_mean_initializer
-        )
-        self.moving_norm_initializer = arguments.initializer(
-            "moving_norm_initializer", moving_norm_initializer
-        )
-        self.moving_mean = None
-        self.moving_norm = None
-
-    def build(self, input_shape: Shape) -> None:
-        channels = self.build_affine(input_shape)
-        self.moving_mean = self.add_statistic(
-            "moving_mean", (channels,), self.moving_mean_initializer
-        )
-        self.moving_norm = self.add_statistic(
-            "moving_norm", (channels,), self.moving_norm_initializer
-        )
 
     @moves_state
     def call(
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
-        gamma, beta = self.affine()
         if not training or not self.trainable:
+            gamma, beta = self.affine()
             return lp_norm.lp_inference(
                 inputs,
                 gamma,
                 beta,
-                ops.cast(self.moving_mean, gamma.dtype),
-                ops.cast(self.moving_norm, gamma.dtype),
+                *self.stored(),
                 epsilon=self.epsilon,
                 axis=self.axis,
             )
-        mask = arguments.broadcast_mask(mask, inputs, self.axis)
-        x, gamma, beta, mask, axis = self.in_groups(inputs, gamma, beta, mask)
+        x, gamma, beta, mask, axis = self.in_groups(inputs, mask)
         static = {
             "p": self.p,
             "centered": self.norm_of == "centered",
@@ -192,32 +161,13 @@ class LpNorm(Recomputable, ChannelNormalization):
             "mask": mask,
             "synchronized": self.synchronized,
         }
-        batch = lp_norm.lp_statistics(
-            x, gamma.dtype, prior=self.prior(self.moving_mean), **static
-        )
+        batch = lp_norm.lp_statistics(x, gamma.dtype, prior=self.prior(), **static)
         outputs = lp_norm.lp_normalization(
             x, gamma, beta, batch, epsilon=self.epsilon, **static
         )
-        self.update_statistics(
-            batch.count,
-            (self.moving_mean, batch.mean),
-            (self.moving_norm, batch.norm),
-        )
+        self.update_statistics(*batch)
         return out_of_groups(outputs, inputs)
 
     def get_config(self) -> dict[str, Any]:
-        config = super().get_config()
-        config.update(
-            {
-                # JSON has no infinity.
-                "p": "inf" if self.p == math.inf else self.p,
-                "norm_of": self.norm_of,
-                "moving_mean_initializer": initializers.serialize(
-                    self.moving_mean_initializer
-                ),
-                "moving_norm_initializer": initializers.serialize(
-                    self.moving_norm_initializer
-                ),
-            }
-        )
-        return config
+        p = "inf" if self.p == math.inf else self.p  # JSON has no infinity.
+        return {**super().get_config(), "p": p, "norm_of": self.norm_of}

@@ -3,10 +3,9 @@
 from typing import Any
 
 import keras
-from keras import initializers
 
 from keras_norms._checks import arguments
-from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
+from keras_norms._types import Constraint, Initializer, Regularizer, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import noise, normalize
@@ -60,40 +59,25 @@ class NoisyBN(Recomputable, ChannelNormalization):
         noise_at_inference: Whether there is noise at inference as well.
         seed: 0 to 2^31 - 1, or `None`. The same seed gives the same noise again,
             call by call.
-        synchronized: Whether statistics are those of all replicas, of a
-            `tf.distribute` strategy or of `torch.distributed`, on one device the same
-            as `False`. On JAX they always are those of the whole batch. If not, moving
-            statistics of replicas are their mean on TensorFlow, and on PyTorch those of
-            each process: a warning says so.
-        beta_initializer: Initializer of `beta`.
-        gamma_initializer: Initializer of `gamma`.
-        moving_mean_initializer: Initializer of the moving mean.
-        moving_variance_initializer: Initializer of the moving variance.
-        beta_regularizer: Regularizer of `beta`.
-        gamma_regularizer: Regularizer of `gamma`.
-        beta_constraint: Constraint of `beta`.
-        gamma_constraint: Constraint of `gamma`.
-        group_size: Positive integer, or `None`. In training, each group of that many
-            consecutive samples of a batch is normalised with its own statistics, and
-            the moving ones follow the mean over groups of each statistic. The batch
-            size is a multiple of it. Not with `synchronized`. The noise of a channel is
-            that of the whole batch.
+        synchronized: Whether statistics are those of all replicas, see `CBN`.
+        beta_initializer, gamma_initializer: Initializers of the affine weights.
+        moving_mean_initializer, moving_variance_initializer: Those of the averages.
+        beta_regularizer, gamma_regularizer: Optional regularizers.
+        beta_constraint, gamma_constraint: Optional constraints.
+        group_size: Optional positive integer, how many consecutive samples of a
+            training batch are normalised with statistics of their own, see `CBN`; the
+            moving ones follow their mean over groups. The noise of a channel is that of
+            the whole batch.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
         inputs: Tensor of rank 2 or more.
         training: Boolean, see above.
-        mask: Optional boolean tensor. Elements where it is `False` are kept out of the
-            statistics. Its shape is that of `inputs` without the channel axis, or the
-            leading part of it, or any shape of the rank of `inputs` that broadcasts to
-            `inputs`. Where it hides a whole channel, the mean and variance of the batch
-            are 0 and the moving ones stay. Inference does without it.
+        mask: Optional boolean tensor, see `CBN`. Where it hides a whole channel, the
+            mean and variance of the batch are 0 and the moving ones stay.
 
-    Input shape:
+    Input and output shape:
         Any of rank 2 or more, with a known size of `axis`.
-
-    Output shape:
-        The input shape.
 
     Weights:
         Those of `keras.layers.BatchNormalization`, in its order: `gamma`, `beta`,
@@ -101,9 +85,7 @@ class NoisyBN(Recomputable, ChannelNormalization):
         float32 in mixed precision.
 
     Raises:
-        ValueError: If an argument is out of its range, if `axis` is not an axis of the
-            input or has no known size, if a mask does not fit the input, or if
-            `group_size` does not divide the batch size (see `CBN`).
+        ValueError: If an argument is out of its range, and as `CBN` does.
 
     Example:
 
@@ -119,6 +101,8 @@ class NoisyBN(Recomputable, ChannelNormalization):
       Optimization?, NeurIPS 2018, Section 2.1 and Algorithm 1.
       https://arxiv.org/abs/1805.11604
     """
+
+    averages = "moving_mean", "moving_variance"
 
     def __init__(
         self,
@@ -152,13 +136,17 @@ class NoisyBN(Recomputable, ChannelNormalization):
             center=center,
             scale=scale,
             synchronized=synchronized,
-            beta_initializer=beta_initializer,
-            gamma_initializer=gamma_initializer,
-            beta_regularizer=beta_regularizer,
-            gamma_regularizer=gamma_regularizer,
-            beta_constraint=beta_constraint,
-            gamma_constraint=gamma_constraint,
             group_size=group_size,
+            of_weights={
+                "beta_initializer": beta_initializer,
+                "gamma_initializer": gamma_initializer,
+                "moving_mean_initializer": moving_mean_initializer,
+                "moving_variance_initializer": moving_variance_initializer,
+                "beta_regularizer": beta_regularizer,
+                "gamma_regularizer": gamma_regularizer,
+                "beta_constraint": beta_constraint,
+                "gamma_constraint": gamma_constraint,
+            },
             **kwargs,
         )
         self.mean_range = arguments.number("mean_range", mean_range, at_least=0)
@@ -173,42 +161,16 @@ class NoisyBN(Recomputable, ChannelNormalization):
             seed = arguments.integer("seed", seed, at_least=0, at_most=2**31 - 1)
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(self.seed)
-        self.moving_mean_initializer = arguments.initializer(
-            "moving_mean_initializer", moving_mean_initializer
-        )
-        self.moving_variance_initializer = arguments.initializer(
-            "moving_variance_initializer", moving_variance_initializer
-        )
-        self.moving_mean = None
-        self.moving_variance = None
-
-    def build(self, input_shape: Shape) -> None:
-        channels = self.build_affine(input_shape)
-        self.moving_mean = self.add_statistic(
-            "moving_mean", (channels,), self.moving_mean_initializer
-        )
-        self.moving_variance = self.add_statistic(
-            "moving_variance", (channels,), self.moving_variance_initializer
-        )
 
     @moves_state
     def call(
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
-        gamma, beta = self.affine()
         training = training and self.trainable
         if training:
-            mask = arguments.broadcast_mask(mask, inputs, self.axis)
-            x, gamma, beta, mask, axis = self.in_groups(inputs, gamma, beta, mask)
-            batch = moments(
-                x,
-                gamma.dtype,
-                axis,
-                mask,
-                self.synchronized,
-                self.prior(self.moving_mean),
-            )
+            x, gamma, beta, mask, axis = self.in_groups(inputs, mask)
+            batch = moments(x, gamma.dtype, axis, mask, self.synchronized, self.prior())
             outputs = normalize.batch_normalization(
                 x,
                 gamma,
@@ -220,18 +182,14 @@ class NoisyBN(Recomputable, ChannelNormalization):
                 synchronized=self.synchronized,
             )
             outputs = out_of_groups(outputs, inputs)
-            self.update_statistics(
-                batch.count,
-                (self.moving_mean, batch.mean),
-                (self.moving_variance, batch.variance),
-            )
+            self.update_statistics(*batch)
         else:
+            gamma, beta = self.affine()
             outputs = normalize.batch_normalization_inference(
                 inputs,
                 gamma,
                 beta,
-                ops.cast(self.moving_mean, gamma.dtype),
-                ops.cast(self.moving_variance, gamma.dtype),
+                *self.stored(),
                 epsilon=self.epsilon,
                 axis=self.axis,
             )
@@ -250,21 +208,12 @@ class NoisyBN(Recomputable, ChannelNormalization):
         return outputs
 
     def get_config(self) -> dict[str, Any]:
-        config = super().get_config()
-        config.update(
-            {
-                "mean_range": self.mean_range,
-                "scale_range": self.scale_range,
-                "mean_jitter": self.mean_jitter,
-                "scale_jitter": self.scale_jitter,
-                "noise_at_inference": self.noise_at_inference,
-                "seed": self.seed,
-                "moving_mean_initializer": initializers.serialize(
-                    self.moving_mean_initializer
-                ),
-                "moving_variance_initializer": initializers.serialize(
-                    self.moving_variance_initializer
-                ),
-            }
-        )
-        return config
+        return {
+            **super().get_config(),
+            "mean_range": self.mean_range,
+            "scale_range": self.scale_range,
+            "mean_jitter": self.mean_jitter,
+            "scale_jitter": self.scale_jitter,
+            "noise_at_inference": self.noise_at_inference,
+            "seed": self.seed,
+        }

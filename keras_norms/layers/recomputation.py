@@ -1,17 +1,14 @@
 """Layers whose training calls checkpointing (`keras.remat`) may run twice."""
 
 import functools
+import sys
 from typing import Any, NamedTuple
 
 import keras
 
 from keras_norms import _keras
+from keras_norms.ops.custom_gradient import without_gradient
 from keras_norms.ops.functions import ops
-from keras_norms.ops.recomputation import (
-    current_graph,
-    recomputation,
-    without_gradient,
-)
 
 _MOST = 32  # first passes that a layer remembers
 _SAME = 1e-6  # relative difference of two states that are the same
@@ -60,7 +57,7 @@ def moves_state(call):
 
         if not training or not self.trainable:
             return run()
-        which = recomputation(_keras.get_stateless_scope())
+        which = _WHICH[keras.backend.backend()]()
         if which is None:
             return run()
         if which == "lost":
@@ -91,14 +88,14 @@ class _FirstPasses:
         self._repeated = 0
 
     def add(self, before, after):
-        graph = current_graph()
+        graph = _current_graph()
         if graph is not self._graph or self._repeated >= len(self._passes):
             self._passes, self._graph, self._repeated = [], graph, 0
         self._passes = [_Pass(before, after, 0.0), *self._passes[: _MOST - 1]]
 
     def repeated_by(self, run_from, name):
         """The state before the pass that this one repeats."""
-        in_graph = current_graph() is not None
+        in_graph = _current_graph() is not None
         if not self._passes or in_graph != (self._graph is not None):
             raise ValueError(
                 f"Layer '{name}' was called in training mode in a backward pass, where "
@@ -146,3 +143,63 @@ def _gap(actual, expected):
         if "float" in keras.backend.standardize_dtype(a.dtype)
     ]
     return ops.max(ops.stack([ops.cast(gap, "float32") for gap in gaps]))
+
+
+def _current_graph():
+    """The TensorFlow graph that is being built, `None` where there is none."""
+    if keras.backend.backend() != "tensorflow":
+        return None
+    import tensorflow as tf
+
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+# Which run of a function that is run again in the backward pass this is: "first" where
+# what runs now may be run once more in a backward pass, "second" where it is, and
+# `None` elsewhere. On JAX, which differentiates the program of the first run, "lost"
+# where no update can leave the function that is traced, and `None` elsewhere.
+
+
+def _in_tensorflow():
+    # tf.recompute_grad leaves no other trace than the names of its functions.
+    found, frame = None, sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in ("inner", "inner_recompute_grad") and (
+            frame.f_globals.get("__name__") == "tensorflow.python.ops.custom_gradient"
+        ):
+            if name == "inner_recompute_grad":
+                return "second"
+            found = "first"
+        frame = frame.f_back
+    return found
+
+
+def _in_torch():
+    import torch
+
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._current_graph_task_id() != -1:  # within a backward pass
+        return "second"
+    # Checkpointing hooks what is saved, or, the reentrant one, has nothing saved.
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return "first" if hooked or not torch.is_grad_enabled() else None
+
+
+def _in_jax():
+    frame, inside = sys._getframe(1), []
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "jax._src.ad_checkpoint":
+            break
+        inside.append(frame)
+        frame = frame.f_back
+    else:
+        return None
+    scope = _keras.get_stateless_scope()
+    # A scope that was entered in that function can hand updates out of it.
+    names = (value for frame in inside for value in frame.f_locals.values())
+    return None if scope and any(value is scope for value in names) else "lost"
+
+
+_WHICH = {"tensorflow": _in_tensorflow, "jax": _in_jax, "torch": _in_torch}

@@ -1,7 +1,6 @@
 """WN: weight normalization."""
 
 import math
-from typing import Any
 
 import keras
 import numpy as np
@@ -54,17 +53,11 @@ class WN(KernelNormalization):
     The paper has no `epsilon` and lets `g` start from data, which is `data_init`.
     """
 
-    def __init__(self, layer: keras.layers.Layer, epsilon: float = 1e-5, **kwargs: Any):
-        super().__init__(layer, epsilon, **kwargs)
-
     def _normalize(self, weight, axes, gain):
         return weight_norms.wn(weight, axes, gain, self.epsilon)
 
     def _gain_initializer_of(self, kernel):
-        def lengths(shape, dtype=None):
-            return ops.cast(self._lengths(kernel), dtype)
-
-        return lengths
+        return lambda shape, dtype: ops.cast(self._lengths(kernel), dtype)
 
     def _lengths(self, kernel):
         return weight_norms.norm(self._stored(kernel), kernel.fan_in, self.epsilon)

@@ -46,14 +46,10 @@ class WS(KernelNormalization):
 
     Call arguments:
         inputs: The input of the wrapped layer.
-        training: Passed on where the wrapped layer takes it.
-        mask: Passed on where the wrapped layer takes it.
+        training, mask: Passed on where the wrapped layer takes them.
 
-    Input shape:
-        That of the wrapped layer.
-
-    Output shape:
-        That of the wrapped layer.
+    Input and output shape:
+        Those of the wrapped layer.
 
     Weights:
         With `gain=True`, `gain`, one number per unit in the order of the kernel's axes

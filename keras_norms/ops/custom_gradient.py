@@ -1,5 +1,6 @@
 """Hand-written gradients, by the means of each backend."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -91,6 +92,15 @@ def is_differentiated() -> bool:
     import torch
 
     return torch.is_grad_enabled()
+
+
+def without_gradient():
+    """A context in which PyTorch keeps nothing for a backward pass."""
+    if keras.backend.backend() != "torch":
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.no_grad()
 
 
 @functools.cache

@@ -4,7 +4,6 @@ As in `normalize`: `x` is an activation tensor, a statistic is a vector over its
 axis, float32 or wider.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -17,8 +16,7 @@ from keras_norms.ops.passes import (
     channel_sums,
     gradient_sums,
     gradient_x,
-    masked_gradient_sums,
-    masked_gradient_x,
+    visible,
 )
 from keras_norms.ops.replicas import gather_replicas, sum_over_replicas
 from keras_norms.ops.shapes import Axis, per_channel, reduction_axes
@@ -123,32 +121,55 @@ def lp_normalization(
 ) -> Tensor:
     """gamma * (x - mean) / (norm + epsilon) + beta (Santurkar et al., Section 3.3).
 
-    Args:
-        x: Tensor of rank 2 or more.
-        gamma, beta: Of the shape of the statistics, in the dtype to compute in.
-        batch: What `lp_statistics` returns for `x` and the same other arguments: the
-            gradient passes through it. Where several elements attain the maximum, the
-            gradient of s_inf goes to them in equal parts.
-
-    Returns:
-        The output.
+    `batch` is what `lp_statistics` returns for `x` and the same arguments: the gradient
+    passes through it. Where several elements attain the maximum, the gradient of s_inf
+    goes to them in equal parts. `gamma` and `beta` are of the shape of the statistics,
+    in the dtype to compute in.
     """
+
+    # With a = gamma / (norm + epsilon) and g = `upstream`, the derivative that arrives
+    # at the norm is -a * sum(g * (x - mean)) / (norm + epsilon).
 
     def forward(x, gamma, beta, mean, norm, *for_gradient):
         return lp_inference(x, gamma, beta, mean, norm, epsilon=epsilon, axis=axis)
 
-    normalize = custom_gradient(
-        forward,
-        functools.partial(
-            _gradient,
-            p=p,
-            centered=centered,
-            epsilon=epsilon,
-            axis=axis,
-            synchronized=synchronized,
-        ),
-    )
+    def gradient(upstream, x, gamma, beta, mean, norm, count, *mask):
+        # All leave out the factor a.
+        inverse = 1 / (norm + epsilon)
+        center = mean if centered else ops.zeros_like(mean)
+        sums = local = gradient_sums(upstream, x, mean, *mask, axis=axis)
+        if p == 2:
+            # (x - center) / norm: linear in x, and its mean is 0 where it is centered.
+            direction = x
+            pivot = center
+            unit = 1 / ops.where(norm > 0, norm, ops.ones_like(norm))
+        else:
+            direction = _direction(
+                x, center, norm, *mask, p=p, centered=centered, axis=axis
+            )
+            pivot = ops.zeros_like(mean)
+            unit = ops.ones_like(mean)
+            if p == math.inf or centered:
+                axes = reduction_axes(len(x.shape), axis)
+                attained = ops.sum(ops.abs(direction), axes)
+                sums = ops.concatenate(
+                    [local, ops.stack([ops.sum(direction, axes), attained])]
+                )
+        total = sum_over_replicas(sums) if synchronized else sums
+        count = ops.maximum(count, ops.ones_like(count))
+        through_norm = -total[1] * inverse
+        # The factor that `_direction` left out.
+        shares = ops.maximum(total[3], ops.ones_like(mean)) if p == math.inf else count
+        k = -through_norm / shares * unit
+        constant = total[0] / count
+        if centered and p != 2:
+            constant = constant - k * total[2] / count
+        vectors = gamma * inverse, k, pivot, constant
+        dx = gradient_x(upstream, direction, *vectors, *mask, axis=axis)
+        return dx, local[1] * inverse, local[0], *[None] * (3 + len(mask))
+
     masks = () if mask is None else (mask,)
+    normalize = custom_gradient(forward, gradient)
     return normalize(x, gamma, beta, batch.mean, batch.norm, batch.count, *masks)
 
 
@@ -180,9 +201,7 @@ def _offset(x, center, centered, axis):
 
 @single_pass()
 def _norm(x, center, mask=None, *, p, centered, axis):
-    size = ops.abs(_offset(x, center, centered, axis))
-    if mask is not None:
-        size = ops.where(mask, size, ops.zeros_like(size))
+    size = visible(ops.abs(_offset(x, center, centered, axis)), mask)
     return _norm_of_norms(size, p, axis)
 
 
@@ -215,70 +234,4 @@ def _direction(x, center, norm, mask=None, *, p, centered, axis):
     elif p != 1:
         norm = ops.where(norm > 0, norm, ops.ones_like(norm))
         direction = direction * (ops.abs(u) / norm) ** (p - 1)
-    if mask is not None:
-        direction = ops.where(mask, direction, ops.zeros_like(u))
-    return direction
-
-
-def _gradient(
-    upstream,
-    x,
-    gamma,
-    beta,
-    mean,
-    norm,
-    count,
-    mask=None,
-    *,
-    p,
-    centered,
-    epsilon,
-    axis,
-    synchronized,
-):
-    """Gradients with respect to x, gamma and beta, through mean and norm.
-
-    With a = gamma / (norm + epsilon) and g = `upstream`, the derivative that arrives at
-    the norm is -a * sum(g * (x - mean)) / (norm + epsilon). All leave out the factor a.
-    """
-    inverse = 1 / (norm + epsilon)
-    masks = () if mask is None else (mask,)
-    center = mean if centered else ops.zeros_like(mean)
-    if mask is None:
-        local = gradient_sums(upstream, x, mean, axis=axis)
-    else:
-        local = masked_gradient_sums(upstream, x, mean, mask, axis=axis)
-    sums = local
-    if p == 2:
-        # (x - center) / norm: linear in x, and its mean is 0 where it is centered.
-        direction = x
-        pivot = center
-        unit = 1 / ops.where(norm > 0, norm, ops.ones_like(norm))
-    else:
-        direction = _direction(
-            x, center, norm, *masks, p=p, centered=centered, axis=axis
-        )
-        pivot = ops.zeros_like(mean)
-        unit = ops.ones_like(mean)
-        if p == math.inf or centered:
-            axes = reduction_axes(len(x.shape), axis)
-            attained = ops.sum(ops.abs(direction), axes)
-            sums = ops.concatenate(
-                [local, ops.stack([ops.sum(direction, axes), attained])]
-            )
-    total = sum_over_replicas(sums) if synchronized else sums
-    count = ops.maximum(count, ops.ones_like(count))
-    through_norm = -total[1] * inverse
-    # The factor that `_direction` left out.
-    shares = ops.maximum(total[3], ops.ones_like(mean)) if p == math.inf else count
-    k = -through_norm / shares * unit
-    constant = total[0] / count
-    if centered and p != 2:
-        constant = constant - k * total[2] / count
-    vectors = gamma * inverse, k, pivot, constant
-    if mask is None:
-        dx = gradient_x(upstream, direction, *vectors, axis=axis)
-    else:
-        dx = masked_gradient_x(upstream, direction, *vectors, mask, axis=axis)
-    statistics_and_mask = 3 + len(masks)
-    return dx, local[1] * inverse, local[0], *[None] * statistics_and_mask
+    return visible(direction, mask)

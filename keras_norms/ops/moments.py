@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_norms._types import Tensor
 from keras_norms.ops.functions import ops
-from keras_norms.ops.passes import channel_sums
+from keras_norms.ops.passes import channel_sums, visible
 from keras_norms.ops.replicas import (
     devices_share_batches,
     gather_replicas,
@@ -70,10 +70,16 @@ def moments(
         count = _elements(x, axis, dtype)
         mean, variance = mean_and_variance(x, prior, count, axis=axis)
     elif _is_shared(axis):
-        count, mean, variance = _masked_and_shared(x, mask, prior, axis)
+        mask = ops.broadcast_to(mask, ops.shape(x))
+        count = ops.sum(ops.cast(mask, dtype), reduction_axes(len(x.shape), axis))
+        found = _around_prior_if_near(x, prior, count, axis, mask)
+        mean, variance = (ops.where(count > 0, v, ops.zeros_like(v)) for v in found)
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
-    local = Moments(count, mean, _bounded(variance))
+    # A number, with which averages go on, also where squares add up to more.
+    largest = float(np.finfo(keras.backend.standardize_dtype(variance.dtype)).max) / 4
+    bound = ops.full_like(variance, largest)
+    local = Moments(count, mean, ops.where(variance > bound, bound, variance))
     return combine_replicas(local)[0] if synchronized else local
 
 
@@ -89,8 +95,8 @@ def moving_averages(
         count: How many elements the batch has, a scalar or `(channels,)`.
 
     Returns:
-        The averages after the batch. A channel without an element, or with a statistic
-        that is not finite, keeps all that it had. See `after_batch` for groups.
+        The averages after the batch, see `after_batch`. A channel without an element,
+        or with a statistic that is not finite, keeps all that it had.
     """
     usable = count > 0
     for statistic in new:
@@ -141,13 +147,6 @@ def _elements(x, axis, dtype):
         if not isinstance(size, int):
             count = count * ops.cast(size, dtype)
     return count
-
-
-def _bounded(variance):
-    """A number, with which averages go on, also where squares add up to more."""
-    dtype = keras.backend.standardize_dtype(variance.dtype)
-    largest = ops.full_like(variance, float(np.finfo(dtype).max) / 4)
-    return ops.where(variance > largest, largest, variance)
 
 
 @single_pass()
@@ -249,8 +248,8 @@ def _around(x, shift, count, axis, mask=None):
     x = ops.cast(x, shift.dtype)
     divisor = ops.maximum(count, ops.ones_like(count))
     # Two differences, not one: XLA on CPU would write a shared one to memory.
-    ahead = _visible(x + per_channel(-shift, len(x.shape), axis), mask)
-    behind = _visible(per_channel(shift, len(x.shape), axis) - x, mask)
+    ahead = visible(x + per_channel(-shift, len(x.shape), axis), mask)
+    behind = visible(per_channel(shift, len(x.shape), axis) - x, mask)
     mean = channel_sums(ahead, axis) / divisor
     square = channel_sums(ops.square(behind), axis) / divisor
     variance = ops.relu(square - ops.square(mean))
@@ -258,20 +257,8 @@ def _around(x, shift, count, axis, mask=None):
 
 
 def _mean(x, dtype, count, axis, mask=None):
-    total = channel_sums(_visible(ops.cast(x, dtype), mask), axis)
+    total = channel_sums(visible(ops.cast(x, dtype), mask), axis)
     return total / ops.maximum(count, ops.ones_like(count))
-
-
-def _visible(x, mask):
-    return x if mask is None else ops.where(mask, x, ops.zeros_like(x))
-
-
-def _masked_and_shared(x, mask, prior, axis):
-    mask = ops.broadcast_to(mask, ops.shape(x))
-    count = ops.sum(ops.cast(mask, prior.dtype), reduction_axes(len(x.shape), axis))
-    mean, variance = _around_prior_if_near(x, prior, count, axis, mask)
-    nothing = ops.zeros_like(mean)
-    return count, *(ops.where(count > 0, v, nothing) for v in (mean, variance))
 
 
 @single_pass()
@@ -281,10 +268,8 @@ def _masked_moments(x, mask, *, axis, dtype):
     count = channel_sums(ops.cast(mask, dtype), axis)
     divisor = ops.maximum(count, ops.ones_like(count))
     # A second pass: a prior mean may be far from the few elements that a mask leaves.
-    mean = channel_sums(ops.where(mask, x, ops.zeros_like(x)), axis) / divisor
-    centered = ops.where(
-        mask, x - per_channel(mean, len(x.shape), axis), ops.zeros_like(x)
-    )
+    mean = channel_sums(visible(x, mask), axis) / divisor
+    centered = visible(x - per_channel(mean, len(x.shape), axis), mask)
     return count, mean, channel_sums(ops.square(centered), axis) / divisor
 
 

@@ -11,18 +11,11 @@ from keras_norms.ops.custom_gradient import (
     custom_gradient,
     is_differentiated,
     is_eager_torch,
+    without_gradient,
 )
 from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import Moments, after_batch, moments
-from keras_norms.ops.passes import (
-    affine,
-    gradient_sums,
-    gradient_x,
-    masked_affine,
-    masked_gradient_sums,
-    masked_gradient_x,
-)
-from keras_norms.ops.recomputation import without_gradient
+from keras_norms.ops.passes import affine, gradient_sums, gradient_x
 from keras_norms.ops.replicas import number_of_replicas, sum_over_replicas
 from keras_norms.ops.shapes import Axis
 from keras_norms.ops.single_pass import single_pass
@@ -210,7 +203,7 @@ def cbn_scale_and_shift(
             of_mean, of_square = both[0], both[1]
         count = ops.maximum(batch_map.count, ops.ones_like(batch_map.count))
         vectors = batch_map.mean, 2 * of_square / count, of_mean / count
-        dx = (masked_affine if mask else affine)(x, *vectors, *mask, axis=settings.axis)
+        dx = affine(x, *vectors, *mask, axis=settings.axis)
         return dx, dgamma, dbeta, *[None] * len(rest)
 
     masks = () if mask is None else (mask,)
@@ -347,25 +340,12 @@ def batch_normalization(
 ) -> Tensor:
     """gamma * (x - mean) / sqrt(variance + epsilon) + beta.
 
-    Args:
-        x: Tensor of rank 2 or more.
-        gamma, beta: Of the shape of the moments, in the dtype to compute in.
-        batch: The `Moments` of `x`, with the same `mask` and `synchronized`: the
-            gradient passes through them.
-        epsilon, axis, mask, synchronized: See `cbn_training` and `CBNSettings`.
-
-    Returns:
-        The output.
+    `batch` holds the `Moments` of `x`, of the same `mask` and `synchronized`: the
+    gradient passes through them. See `cbn_training` for the other arguments.
     """
-    batch_map = BatchMap(
-        center=batch.mean,
-        inverse=1 / ops.sqrt(batch.variance + epsilon),
-        offset=beta,
-        mean=batch.mean,
-        square=batch.variance,
-        mean_weight=ops.ones_like(batch.mean),
-        count=batch.count,
-    )
+    count, mean, variance = batch
+    inverse, one = 1 / ops.sqrt(variance + epsilon), ops.ones_like(mean)
+    batch_map = BatchMap(mean, inverse, beta, mean, variance, one, count)
     settings = CBNSettings(epsilon, axis, decouple=False, synchronized=synchronized)
     return _normalize(x, gamma, beta, batch_map, mask, settings)
 
@@ -402,16 +382,14 @@ def _normalize(x, gamma, beta, batch_map, mask, settings, remake=None):
 
     def gradient(upstream, x, gamma, beta, *rest):
         batch_map, mask = _map_and_mask(x, beta, rest, remake)
-        sums = masked_gradient_sums if mask else gradient_sums
-        local = total = sums(upstream, x, batch_map.center, *mask, axis=axis)
+        local = total = gradient_sums(upstream, x, batch_map.center, *mask, axis=axis)
         replicas = 1
         if settings.synchronized:
             total, replicas = sum_over_replicas(local), number_of_replicas()
         vectors, dgamma, dbeta = _gradient_vectors(
             local, total, gamma, batch_map, replicas=replicas, settings=settings
         )
-        to_x = masked_gradient_x if mask else gradient_x
-        dx = to_x(upstream, x, *vectors, *mask, axis=axis)
+        dx = gradient_x(upstream, x, *vectors, *mask, axis=axis)
         return dx, dgamma, dbeta, *[None] * len(rest)
 
     masks = () if mask is None else (mask,)

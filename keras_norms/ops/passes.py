@@ -26,59 +26,50 @@ def channel_sums(x, axis):
     return ops.sum(x, reduction_axes(len(x.shape), axis))
 
 
+def visible(x, mask):
+    """x, and 0 where there is a mask that is false, where x may be NaN."""
+    return x if mask is None else ops.where(mask, x, ops.zeros_like(x))
+
+
 @single_pass()  # not by XLA: inference is exported to where there is none
-def affine(x, center, scale, offset=None, *, axis):
-    """scale * (x - center) + offset; subtracting first keeps digits."""
-    ndim = len(x.shape)
+def affine(x, center, scale, offset=None, mask=None, *, axis):
+    """scale * (x - center) + offset, which keeps digits; 0 where a mask is false."""
+    x, ndim = visible(x, mask), len(x.shape)
     center, scale = (per_channel(v, ndim, axis) for v in (center, scale))
     y = (ops.cast(x, center.dtype) - center) * scale
     if offset is not None:
         y = y + per_channel(offset, ndim, axis)
-    return ops.cast(y, x.dtype)
+    return visible(ops.cast(y, x.dtype), mask)
 
 
 @single_pass()
-def masked_affine(x, center, scale, offset, mask, *, axis):
-    """The same where the mask is true, 0 elsewhere, where x may be NaN."""
-    x = ops.where(mask, x, ops.zeros_like(x))
-    y = affine.__wrapped__(x, center, scale, offset, axis=axis)
-    return ops.where(mask, y, ops.zeros_like(y))
+def gradient_sums(upstream, x, center, mask=None, *, axis):
+    """sum(g) and sum(g * (x - center)) over a channel, stacked.
 
-
-@single_pass()
-def gradient_sums(upstream, x, center, *, axis):
-    """sum(g) and sum(g * (x - center)) over a channel, stacked."""
+    Not of hidden elements without a gradient, which may be NaN.
+    """
     ndim = len(x.shape)
     g, x = ops.cast(upstream, center.dtype), ops.cast(x, center.dtype)
+    if mask is not None:
+        counts = ops.logical_or(mask, ops.not_equal(upstream, 0))
+        x = ops.where(counts, x, per_channel(center, ndim, axis))
     # Not x - center, which the forward pass has: XLA on CPU would write it to memory.
     shifted = x + per_channel(-center, ndim, axis)
     return ops.stack([channel_sums(g, axis), channel_sums(g * shifted, axis)])
 
 
-@single_pass()
-def masked_gradient_sums(upstream, x, center, mask, *, axis):
-    """The same, but for hidden elements without a gradient, which may be NaN."""
-    ndim = len(x.shape)
-    counts = ops.logical_or(mask, ops.not_equal(upstream, 0))
-    x = ops.where(counts, ops.cast(x, center.dtype), per_channel(center, ndim, axis))
-    return gradient_sums.__wrapped__(upstream, x, center, axis=axis)
-
-
 @single_pass(xla="large")
-def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
-    """scale * (g - k * (x - pivot) - constant); k may be as small as x is large."""
+def gradient_x(upstream, x, scale, k, pivot, constant, mask=None, *, axis):
+    """scale * (g - k * (x - pivot) - constant); k may be as small as x is large.
+
+    Where a mask is false, scale * g.
+    """
     ndim = len(x.shape)
     scale, k, pivot, constant = (
         per_channel(v, ndim, axis) for v in (scale, k, pivot, constant)
     )
     g, x = ops.cast(upstream, scale.dtype), ops.cast(x, scale.dtype)
-    return ops.cast(scale * (g - k * (x - pivot) - constant), upstream.dtype)
-
-
-@single_pass(xla="large")
-def masked_gradient_x(upstream, x, scale, k, pivot, constant, mask, *, axis):
-    """The same where the mask is true, scale * g elsewhere."""
-    visible = gradient_x.__wrapped__(upstream, x, scale, k, pivot, constant, axis=axis)
-    scale = per_channel(scale, len(x.shape), axis)
-    hidden = ops.cast(scale * ops.cast(upstream, scale.dtype), upstream.dtype)
-    return ops.where(mask, visible, hidden)
+    dx = ops.cast(scale * (g - k * (x - pivot) - constant), upstream.dtype)
+    if mask is None:
+        return dx
+    return ops.where(mask, dx, ops.cast(scale * g, upstream.dtype))

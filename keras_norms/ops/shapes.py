@@ -63,12 +63,26 @@ def in_groups(
     Returns:
         `x` and `mask` as `(groups, group_size, ...)`, `gamma` and `beta` as `(groups,
         channels)`, and the axis for them. All is as it was where one group is all.
+
+    Raises:
+        ValueError: If the size of a group does not divide that of the batch; where that
+            is known when a graph runs, a `tf.errors.InvalidArgumentError`.
     """
     if group_size is None or x.shape[0] == group_size:
         return x, gamma, beta, mask, axis
     size = ops.shape(x)[0]
-    if x.shape[0] is None:
-        size = _divisible(size, group_size)
+    wrong = (
+        "Argument `group_size` must divide the batch size. "
+        f"Received: group_size={group_size} with a batch size of "
+    )
+    if x.shape[0] is None:  # TensorFlow knows it when the graph runs.
+        import tensorflow as tf
+
+        check = tf.debugging.Assert(size % group_size == 0, [wrong, size])
+        with tf.control_dependencies([check]):
+            size = tf.identity(size)
+    elif size % group_size:
+        raise ValueError(f"{wrong}{size}")
     groups = size // group_size
 
     def cut(x):
@@ -88,25 +102,6 @@ def in_groups(
 def out_of_groups(y: Tensor, x: Tensor) -> Tensor:
     """`y` in the shape of the batch `x`."""
     return y if len(y.shape) == len(x.shape) else ops.reshape(y, ops.shape(x))
-
-
-def _divisible(size, group_size):
-    """A size that TensorFlow knows only when the graph runs, and then checks."""
-    import tensorflow as tf
-
-    check = tf.debugging.Assert(
-        size % group_size == 0, [not_divisible(group_size), size]
-    )
-    with tf.control_dependencies([check]):
-        return tf.identity(size)
-
-
-def not_divisible(group_size: int, batch: int | str = "") -> str:
-    """What is wrong with a batch that is no whole number of groups."""
-    return (
-        "Argument `group_size` must divide the batch size. "
-        f"Received: group_size={group_size} with a batch size of {batch}"
-    )
 
 
 def channel_groups(shape: Any) -> int:

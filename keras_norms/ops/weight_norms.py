@@ -1,8 +1,10 @@
 """Weights that are centered and of unit norm or variance, one unit at a time.
 
-A unit is a vector `v` of `n` numbers that lie along `axes` of a tensor, whose other
-axes count units. Everything is computed in float32 or wider and returned in that dtype.
-Functions may be differentiated twice.
+A unit is a vector of `n` numbers that lie along `axes` of a tensor, `v` or `weight`,
+whose other axes count units. `epsilon` is not negative; `gain` is `None` for 1, or of
+the shape of the tensor without `axes`. What is returned has the shape of the tensor,
+unless a function says otherwise, and the dtype that all is computed in, float32 or
+wider. Functions may be differentiated twice.
 
 Vectors are divided by their largest magnitude before they are squared, so that nothing
 overflows or vanishes for magnitudes of 1e-18 to 1e18. The result does not depend on
@@ -47,27 +49,15 @@ class LinearMap(NamedTuple):
 def center(v: Tensor, axes: Axes = -1) -> Tensor:
     """`v - mean(v)`, the projection onto the hyperplane orthogonal to `(1, ..., 1)`.
 
-    Args:
-        v: The vectors.
-        axes: The axes of a vector.
-
-    Returns:
-        A tensor of the shape of `v`, exactly zero where a vector is constant.
+    Exactly zero where a vector is constant.
     """
     return _mean_and_centered(_wide(v), _normal(axes, v))[1]
 
 
 def norm(v: Tensor, axes: Axes = -1, epsilon: float = 0.0) -> Tensor:
-    """`sqrt(|v|^2 + epsilon)`, the length of each vector.
+    """`sqrt(|v|^2 + epsilon)`, the length of each vector: of the shape without `axes`.
 
-    Args:
-        v: The vectors.
-        axes: The axes of a vector.
-        epsilon: Not negative.
-
-    Returns:
-        A tensor of the shape of `v` without `axes`. Without `epsilon`, the gradient is
-        zero where `v` is.
+    Without `epsilon`, the gradient is zero where `v` is.
     """
     axes = _normal(axes, v)
     return _squeeze(_length(_wide(v), axes, _sum, epsilon), axes)
@@ -76,41 +66,22 @@ def norm(v: Tensor, axes: Axes = -1, epsilon: float = 0.0) -> Tensor:
 def unit_norm(v: Tensor, axes: Axes = -1, epsilon: float = 0.0) -> Tensor:
     """`v / sqrt(|v|^2 + epsilon)`, the projection onto the sphere of radius 1.
 
-    Args:
-        v: The vectors.
-        axes: The axes of a vector.
-        epsilon: Not negative.
-
-    Returns:
-        A tensor of the shape of `v`, zero where a vector is zero.
+    Zero where a vector is zero.
     """
     return _over_length(_wide(v), _normal(axes, v), _sum, epsilon)
 
 
 def standardize(v: Tensor, axes: Axes = -1, epsilon: float = 0.0) -> Tensor:
-    """`N(v) = (v - mean(v)) / sqrt(var(v) + epsilon)`.
+    """`N(v) = (v - mean(v)) / sqrt(var(v) + epsilon)`, zero where `v` is constant.
 
     Without `epsilon`, `N(v)` lies on the sphere of radius `sqrt(n)` in the hyperplane
     orthogonal to `(1, ..., 1)`, and `N(a v + t) = N(v)` for `a > 0`.
-
-    Args:
-        v: The vectors.
-        axes: The axes of a vector.
-        epsilon: Not negative.
-
-    Returns:
-        A tensor of the shape of `v`, zero where a vector is constant.
     """
     return _over_length(center(v, axes), _normal(axes, v), _mean, epsilon)
 
 
 def decompose(v: Tensor, axes: Axes = -1) -> Decomposition:
-    """Split `v = gamma * N(v) + beta` (Lemma 1); `|v|^2 = n * (gamma^2 + beta^2)`.
-
-    Args:
-        v: The vectors.
-        axes: The axes of a vector.
-    """
+    """Split `v = gamma * N(v) + beta` (Lemma 1); `|v|^2 = n * (gamma^2 + beta^2)`."""
     axes = _normal(axes, v)
     mean, centered = _mean_and_centered(_wide(v), axes)
     gamma = _length(centered, axes, _mean, 0.0)
@@ -121,34 +92,14 @@ def decompose(v: Tensor, axes: Axes = -1) -> Decomposition:
 def ws(
     weight: Tensor, axes: Axes, gain: Tensor | None = None, epsilon: float = 1e-5
 ) -> Tensor:
-    """`gain * (w - mean(w)) / sqrt(var(w) + epsilon)`: weight standardization.
-
-    Args:
-        weight: The weights of all units.
-        axes: The axes that a unit sums over (its fan-in).
-        gain: `None` for 1, or of the shape of `weight` without `axes`.
-        epsilon: Not negative.
-
-    Returns:
-        A tensor of the shape of `weight`.
-    """
+    """`gain * (w - mean(w)) / sqrt(var(w) + epsilon)`: weight standardization."""
     return _times(gain, standardize(weight, axes, epsilon), axes)
 
 
 def cwn(
     weight: Tensor, axes: Axes, gain: Tensor | None = None, epsilon: float = 1e-5
 ) -> Tensor:
-    """`gain * (w - mean(w)) / sqrt(|w - mean(w)|^2 + epsilon)`: centered weight norm.
-
-    Args:
-        weight: The weights of all units.
-        axes: The axes that a unit sums over (its fan-in).
-        gain: `None` for 1, or of the shape of `weight` without `axes`.
-        epsilon: Not negative.
-
-    Returns:
-        A tensor of the shape of `weight`.
-    """
+    """Centered weight norm: `gain * c / sqrt(|c|^2 + epsilon)`, `c = w - mean(w)`."""
     return _times(gain, unit_norm(center(weight, axes), axes, epsilon), axes)
 
 
@@ -158,15 +109,6 @@ def wn(
     """`gain * w / sqrt(|w|^2 + epsilon)`: weight normalization.
 
     With `gain = norm(weight, axes, epsilon)` it returns `weight`.
-
-    Args:
-        weight: The weights of all units.
-        axes: The axes that a unit sums over (its fan-in).
-        gain: `None` for 1, or of the shape of `weight` without `axes`.
-        epsilon: Not negative.
-
-    Returns:
-        A tensor of the shape of `weight`.
     """
     return _times(gain, unit_norm(weight, axes, epsilon), axes)
 
@@ -191,20 +133,17 @@ def effective_weight(
 
     Args:
         kernel: `(inputs, units)`, a unit in each column, as in `keras.layers.Dense`.
-        gamma: `(units,)`, the scale of the batch normalization.
-        beta: `(units,)`, its shift.
+        gamma, beta: `(units,)`, those of the batch normalization, as is `epsilon`.
         mean: `(inputs,)`, the mean of the inputs.
-        covariance: `(inputs, inputs)`, the covariance of the inputs, divided by the
-            batch size.
-        epsilon: Not negative, of the batch normalization.
+        covariance: `(inputs, inputs)`, their covariance, divided by the batch size.
 
     Returns:
         `W'`, `(inputs, units)`, and `b'`, `(units,)`. Where the output of a unit does
         not vary and there is no `epsilon`, its `W'` is zero.
     """
-    kernel, gamma, beta, mean, covariance = _alike(
-        kernel, gamma, beta, mean, covariance
-    )
+    tensors = [_wide(x) for x in (kernel, gamma, beta, mean, covariance)]
+    widest = max(keras.backend.standardize_dtype(x.dtype) for x in tensors)
+    kernel, gamma, beta, mean, covariance = (ops.cast(x, widest) for x in tensors)
     kernel_size = _size(kernel, (0,), 0.0)
     # The root of the largest covariance is a magnitude of inputs.
     input_size = ops.sqrt(_size(covariance, (0, 1), 0.0))
@@ -232,13 +171,6 @@ def _wide(x):
     x = ops.convert_to_tensor(x)
     wide = keras.backend.standardize_dtype(x.dtype) == "float64"
     return x if wide else ops.cast(x, "float32")
-
-
-def _alike(*tensors):
-    """`tensors` in float64 where one of them is that, else in float32."""
-    tensors = [_wide(x) for x in tensors]
-    dtypes = {keras.backend.standardize_dtype(x.dtype) for x in tensors}
-    return [ops.cast(x, max(dtypes)) for x in tensors]
 
 
 def _normal(axes, v):
@@ -282,13 +214,10 @@ def _size(v, axes, epsilon):
     """What to divide `v` by before it is squared: positive, and no gradient."""
     v = ops.abs(ops.stop_gradient(v))
     largest = ops.max(v, axis=axes, keepdims=True) if axes else v
-    size = _larger(largest, _root_of(epsilon, v))
-    return ops.where(size > 0, size, ops.ones_like(size))
-
-
-def _larger(a, b):
+    root = _root_of(epsilon, v)
     # On PyTorch, `ops.maximum` has the precision of float32 only.
-    return ops.where(a > b, a, b)
+    size = ops.where(largest > root, largest, root)
+    return ops.where(size > 0, size, ops.ones_like(size))
 
 
 def _root_of(epsilon, v):

@@ -27,7 +27,7 @@ def applies_to(x, *others, axis):
         and x.shape[-1] is not None
         and is_large(x)
         and channel_groups(x.shape) * x.shape[-1] % ALIGNED == 0
-        and all(tensor.dtype in (tf.float32, tf.bool) for tensor in (x, *others))
+        and all(tensor.dtype == tf.float32 for tensor in (x, *others))
         and not in_xla()
     )
 

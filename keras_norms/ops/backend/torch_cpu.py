@@ -16,11 +16,10 @@ _LARGE = 2**16  # elements; below, what is saved is less than a custom function 
 
 def applies_to(x, *others, axis):
     """Whether the functions below can compute for these arguments."""
-    tensors = [tensor for tensor in (x, *others) if tensor.dtype != torch.bool]
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.float64)
-        and all(tensor.dtype == x.dtype for tensor in tensors)
+        and all(tensor.dtype == x.dtype for tensor in others)
         and isinstance(axis, int)
         and axis % x.ndim == x.ndim - 1
         and x.numel() >= _LARGE
