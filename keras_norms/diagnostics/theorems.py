@@ -40,10 +40,7 @@ def _array(name, value, ndim=1, m=None):
     shape = found.shape[:1] * ndim if m is None else (m,) * ndim
     if found.shape != shape or not found.ndim or not np.all(np.isfinite(found)):
         size = "of any length" if m is None else f"of shape {shape}"
-        raise ValueError(
-            f"Argument `{name}` must be finite numbers {size}. "
-            f"Received: {name}={arguments.shown(value)} of shape {found.shape}"
-        )
+        raise arguments.wrong(name, f"finite numbers {size}", value)
     return found
 
 

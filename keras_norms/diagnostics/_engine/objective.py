@@ -34,8 +34,7 @@ class ModelLoss:
     """
 
     def __init__(self, model, loss=None, layer=None, side="input", training=True):
-        self._model = weakref.ref(model)
-        self._layer = None if layer is None else weakref.ref(layer)
+        self._model, self._layer = _weak(model), _weak(layer)
         self._side = side
         self._training = training
         self._loss = None if loss is None else _keras.CompileLoss(loss)
@@ -45,17 +44,9 @@ class ModelLoss:
         self.hessian_vector_product = compiled(self._hessian_vector_product)
 
     @property
-    def model(self):
-        return self._model()
-
-    @property
-    def layer(self):
-        return None if self._layer is None else self._layer()
-
-    @property
     def _variables(self):
         """The weights, none where there is a layer, and all else that a call reads."""
-        model = self.model
+        model = self._model()
         weights = model.trainable_variables
         others = [*model.non_trainable_variables, *model.metrics_variables]
         return (weights, others) if self._layer is None else ([], [*weights, *others])
@@ -63,13 +54,13 @@ class ModelLoss:
     def values(self):
         """Read what the loss is a function of, and the state: two lists of tensors."""
         if keras.backend.backend() == "jax":
-            self.model.jax_state_sync()  # In `fit`, the trainer holds the state.
+            self._model().jax_state_sync()  # In `fit`, the trainer holds the state.
         weights, others = self._variables
         return [v.value for v in weights], [v.value for v in others]
 
     def build(self, x, y):
         """Make what the loss makes when it sees its first batch."""
-        model, loss = self.model, self._loss
+        model, loss = self._model(), self._loss
         compiled = _keras.compiled_loss(model) if loss is None else loss
         if compiled is not None and y is None:
             raise ValueError(
@@ -92,7 +83,7 @@ class ModelLoss:
 
         With a layer, `values` holds one in place of its input or output.
         """
-        model, replacing = self.model, contextlib.nullcontext()
+        model, replacing = self._model(), contextlib.nullcontext()
         if self._layer is not None:
             replacing = self._intercepting(lambda a: ops.cast(values[0], a.dtype))
         with self._scope(values, state), replacing:
@@ -138,24 +129,22 @@ class ModelLoss:
             return _flat(differentiate(slope, values)[1], scale)
 
     def _forward(self, x):
-        model, mode = self.model, {"training": self._training}
+        model, mode = self._model(), {"training": self._training}
         return model(x, **mode if _keras.takes_training(model) else {})
 
     @contextlib.contextmanager
     def _scope(self, values, state):
-        weights, others = self._variables
+        model, (weights, others) = self._model(), self._variables
         mapping = [*zip(weights, values), *zip(others, state)]
-        with (
-            _keras.keeping_losses(self.model),
-            keras.StatelessScope(mapping, collect_losses=True),
-        ):
-            _keras.clear_losses(self.model)
+        scope = keras.StatelessScope(mapping, collect_losses=True)
+        with _keras.keeping_losses(model), scope:
+            _keras.clear_losses(model)
             yield
 
     @contextlib.contextmanager
     def _intercepting(self, function):
         """Apply `function` to the layer's input or output on the way."""
-        layer, side, calls = self.layer, self._side, []
+        layer, side, calls = self._layer(), self._side, []
 
         def of_one_tensor(value):
             calls.append(value)
@@ -373,23 +362,27 @@ def _check_shape(name, found, expected):
 
 def _loss_of(model, loss, layer, side, training):
     """Return the `ModelLoss` of these settings, a new one if the model has changed."""
-    variables = [*model.variables, *model.metrics_variables]
     made_for = (
+        _weak(layer),
         # `compile`, and `AMAT` where it changes the step, have the step made anew.
-        None if model.train_function is None else weakref.ref(model.train_function),
+        _weak(model.train_function),
         _keras.compiled_loss(model),
-        *(id(variable) for variable in variables),
+        *map(id, [*model.variables, *model.metrics_variables]),
         *(each.trainable for each in _keras.layers_of(model)),
     )
     kept = _LOSSES.setdefault(model, {})
     key = (id(loss), id(layer), side, training)
     found, then, _ = kept.pop(key, (None, None, None))
-    if then != made_for or found.layer is not layer:
+    if then != made_for:
         found = ModelLoss(model, loss, layer, side, training)
         while len(kept) >= _LOSSES_OF_A_MODEL:
             del kept[next(iter(kept))]  # the one that was used least lately
     kept[key] = (found, made_for, loss)
     return found
+
+
+def _weak(value):
+    return None if value is None else weakref.ref(value)
 
 
 def _loss_scale(model):
