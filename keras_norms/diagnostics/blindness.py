@@ -11,7 +11,7 @@ from keras_norms._checks import arguments
 from keras_norms._checks.models import check_batch, check_layers, check_model
 from keras_norms._types import Data, LayerOrName, Layers, Loss
 from keras_norms.diagnostics._engine import differentiation
-from keras_norms.diagnostics._engine.objective import Objective, intercepting
+from keras_norms.diagnostics._engine.objective import Objective, replacing_call
 from keras_norms.diagnostics._engine.reading import (
     aligned,
     by_channel,
@@ -106,10 +106,6 @@ def blindness(
     does: there batch normalization has a gradient of the size of `epsilon^(-1/2)`.
 
     Nothing of the model changes. It costs six gradients for each layer and batch.
-
-    Example:
-
-    >>> print(diagnostics.blindness(model, x, y))
 
     Args:
         model, x, y, loss, training: See `Objective`.
@@ -291,9 +287,6 @@ def second_order(
             features)`.
         source: See `blindness`.
 
-    Returns:
-        A `SecondOrder`.
-
     Reference:
 
     - Zhou et al., 2022, Lemma 2, Theorem 3, Tables 3 and 4. See `blindness`.
@@ -372,7 +365,7 @@ class _Slopes(Objective):
     def _slope_of_sum(self, values, weight, disturbance, *context):
         def weighted(values):
             seen = []
-            with intercepting(self._layer, on_output=lambda y: seen.append(y) or y):
+            with replacing_call(self._layer, lambda x, f: seen.append(f(x)) or seen[0]):
                 loss = self._loss(values, *context)
             term = ops.sum(disturbance * ops.cast(seen[0], disturbance.dtype))
             return weight * ops.cast(loss, weight.dtype) + term

@@ -48,9 +48,6 @@ def decompose(v: Tensor, axes: int | Sequence[int] = -1) -> Decomposition:
         v: Array of real numbers, or a tensor.
         axes: The axes of a vector.
 
-    Returns:
-        A `Decomposition`.
-
     Reference:
 
     - Sun et al., New Interpretations of Normalization Methods in Deep Learning, AAAI
@@ -270,18 +267,11 @@ def weight_geometry(
     Nothing of the model changes. It costs one gradient, and at most two for each
     weight.
 
-    Example:
-
-    >>> print(weight_geometry(model, x[:128], y[:128]))
-
     Args:
         model, x, y, loss, training: See `Objective`.
         learning_rate: Positive; the optimizer's present one if `None`.
         tolerance: Positive, the largest deviation of an invariant weight.
         seed: Of the factors of units.
-
-    Returns:
-        A `WeightGeometry`.
 
     Reference:
 

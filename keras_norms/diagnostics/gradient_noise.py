@@ -109,14 +109,9 @@ def gradient_noise(
         squared_norm = float(mean @ mean) - variance / n
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = float(np.divide(squared_norm, variance))
-    return GradientNoise(
-        variance=variance,
-        squared_norm=squared_norm,
-        signal_to_noise=ratio,
-        loss=float(np.mean(losses)) if losses else np.nan,
-        batches=index + 1,
-        not_finite=tuple(not_finite),
-    )
+    loss = float(np.mean(losses)) if losses else np.nan
+    skipped = tuple(not_finite)
+    return GradientNoise(variance, squared_norm, ratio, loss, index + 1, skipped)
 
 
 class GradientNoiseProbe(Probe):

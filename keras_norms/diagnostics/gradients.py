@@ -167,9 +167,6 @@ def hessian_trace(
         samples: The number of vectors, at least 2.
         seed: Of the vectors.
 
-    Returns:
-        A `Trace`.
-
     Raises:
         ValueError: If a product is not finite.
     """

@@ -74,9 +74,6 @@ def landscape(
             `g`.
         seed: Of the random direction.
 
-    Returns:
-        A `Landscape`.
-
     Reference:
 
     - Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help

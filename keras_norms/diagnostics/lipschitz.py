@@ -53,9 +53,6 @@ def lipschitz_terms(
         model, x, y, loss: See `Objective`.
         layer: A `keras.layers.BatchNormalization` that is not frozen, or its name.
 
-    Returns:
-        A `LipschitzTerms`.
-
     Reference:
 
     - Santurkar et al., NeurIPS 2018, Theorem 4.1 and Eq. 9. See `landscape`.

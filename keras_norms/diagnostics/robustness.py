@@ -126,18 +126,11 @@ def robustness(
     The noisy input is `x + n`, with `n` of mean 0 and standard deviation `noise`,
     clipped to `bounds`. The attack is `bim`, and layers run as they do there.
 
-    Example:
-
-    >>> robustness(model, x_test, y_test, noise=0.1, epsilon=8 / 255)
-
     Args:
         model, x, y, loss, epsilon, norm, steps, step_size, bounds, batch_size, verbose:
             See `bim`.
         noise: Non-negative, in units of `x`.
         seed: Of the noise.
-
-    Returns:
-        A `Robustness`.
 
     Reference:
 

@@ -146,7 +146,7 @@ class ModelLoss:
         """Apply `function` to the layer's input or output on the way."""
         layer, side, calls = self._layer(), self._side, []
 
-        def of_one_tensor(value):
+        def one_tensor(value):
             calls.append(value)
             if not ops.is_tensor(value):
                 raise ValueError(
@@ -155,7 +155,10 @@ class ModelLoss:
                 )
             return function(value)
 
-        with intercepting(layer, **{f"on_{side}": of_one_tensor}):
+        def call_with(x, call):
+            return call(one_tensor(x)) if side == "input" else one_tensor(call(x))
+
+        with replacing_call(layer, call_with):
             yield
         if len(calls) != 1:
             raise ValueError(
@@ -164,19 +167,17 @@ class ModelLoss:
             )
 
 
-def intercepting(layer, on_input=lambda value: value, on_output=lambda value: value):
-    """A scope in which a layer has `on_input` of its first input, and `on_output`."""
+def replacing_call(layer, function):
+    """A scope in which a layer computes `function` of its first input and its call."""
     call = layer.call
 
-    def intercepted(*args, **kwargs):
+    def replaced(*args, **kwargs):
         if args:
-            args = (on_input(args[0]), *args[1:])
-        else:
-            first = next(iter(kwargs))
-            kwargs = {**kwargs, first: on_input(kwargs[first])}
-        return on_output(call(*args, **kwargs))
+            return function(args[0], lambda x: call(x, *args[1:], **kwargs))
+        first = next(iter(kwargs))
+        return function(kwargs[first], lambda x: call(**{**kwargs, first: x}))
 
-    return _keras.replaced(layer, call=intercepted)
+    return _keras.replaced(layer, call=replaced)
 
 
 def _widest(dtypes):
@@ -418,12 +419,11 @@ def record(model, layers, x, training):
     calls = []
 
     def recording(layer):
-        inputs = []
-        return intercepting(
-            layer,
-            on_input=lambda x: inputs.append(x) or x,
-            on_output=lambda y: calls.append(Call(layer, inputs.pop(), y)) or y,
-        )
+        def call_with(x, call):
+            calls.append(Call(layer, x, call(x)))
+            return calls[-1].output
+
+        return replacing_call(layer, call_with)
 
     with drawing_from(randomness()), contextlib.ExitStack() as stack:
         for layer in layers:
