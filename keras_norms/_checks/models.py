@@ -1,6 +1,5 @@
 """Checks of models, and of what goes with one: batches, losses, layers in it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -9,6 +8,7 @@ from keras import tree
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms._types import Data, LayerOrName, Layers, Loss
 
 
 def check_model(model: object) -> None:
@@ -20,7 +20,7 @@ def check_model(model: object) -> None:
         )
 
 
-def check_compiled_or_loss(model: keras.Model, loss: Any) -> None:
+def check_compiled_or_loss(model: keras.Model, loss: Loss) -> None:
     """Raise ValueError unless the model is built and compiled, or there is a loss."""
     check_model(model)
     check_loss(loss)
@@ -28,7 +28,7 @@ def check_compiled_or_loss(model: keras.Model, loss: Any) -> None:
         raise arguments.wrong("loss", "given, for the model is not compiled", loss)
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: Loss) -> None:
     """Raise ValueError unless it is `None`, or what `compile` takes as a loss."""
     parts = [part for part in tree.flatten(loss) if part is not None]
     if loss is not None and not (parts and all(map(_is_loss, parts))):
@@ -42,7 +42,7 @@ def _is_loss(part):
         return False
 
 
-def check_inputs(model: keras.Model | None, x: Any, name: str = "x") -> None:
+def check_inputs(model: keras.Model | None, x: Data, name: str = "x") -> None:
     """Raise ValueError unless `x` is a batch that fits the model, if there is one."""
     inputs = _inputs_of(model)
     text = any(keras.backend.standardize_dtype(i.dtype) == "string" for i in inputs)
@@ -62,7 +62,7 @@ def check_inputs(model: keras.Model | None, x: Any, name: str = "x") -> None:
 
 
 def check_batch(
-    model: keras.Model | None, x: Any, y: Any, names: tuple[str, str] = ("x", "y")
+    model: keras.Model | None, x: Data, y: Data, names: tuple[str, str] = ("x", "y")
 ) -> None:
     """Raise ValueError unless `x` fits the model, and `y` is `None` or fits `x`."""
     check_inputs(model, x, names[0])
@@ -89,7 +89,7 @@ def check_pair(
     return x, y
 
 
-def check_layers(layers: Sequence[keras.layers.Layer | str] | None) -> None:
+def check_layers(layers: Layers | None) -> None:
     """Raise ValueError unless it is `None`, or a list of layers or of names."""
     if layers is None:
         return
@@ -99,7 +99,7 @@ def check_layers(layers: Sequence[keras.layers.Layer | str] | None) -> None:
 
 
 def matching_layers(
-    model: keras.Model, layer: keras.layers.Layer | str, argument: str = "layers"
+    model: keras.Model, layer: LayerOrName, argument: str = "layers"
 ) -> list[keras.layers.Layer]:
     """List the layers of a model, nested ones too, that an argument means: one or more.
 
