@@ -1,7 +1,10 @@
 """Types that public signatures share."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
+
+import keras
 
 # A tensor of the backend, or what `keras.ops` makes one of.
 Tensor: TypeAlias = Any
@@ -11,3 +14,14 @@ Shape: TypeAlias = Sequence[int | None]
 Initializer: TypeAlias = Any
 Regularizer: TypeAlias = Any
 Constraint: TypeAlias = Any
+# Arrays, or a structure of them, as `fit` takes them.
+Data: TypeAlias = Any
+# What `compile` takes as `loss`.
+Loss: TypeAlias = Any
+# A layer of a model, or its name.
+LayerOrName: TypeAlias = keras.layers.Layer | str
+Layers: TypeAlias = Sequence[LayerOrName]
+# A batch `(x, y)`, and one or a function of the step that returns one.
+Batch: TypeAlias = tuple[Data, Data]
+BatchOrFunction: TypeAlias = Batch | Callable[[int], Batch]
+Directory: TypeAlias = str | os.PathLike[str]

@@ -1,7 +1,4 @@
-"""Checks of arguments: a wrong one says what it is, what it got and what fits.
-
-Of layers, and of what stands on layers: `keras_norms.surgery` and `.diagnostics`.
-"""
+"""Checks of arguments: a wrong one says what it is, what it got and what fits."""
 
 import math
 import numbers
@@ -36,22 +33,34 @@ def shown(value: object) -> str:
     return f"an object of class {type(value).__name__}{of_shape}"
 
 
-def number(
-    name: str,
-    value: object,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-) -> float:
-    """Return `value` if it is a finite real number in the given range."""
-    found = real(value)
-    limits = {"greater than": above, "at least": at_least}
-    limits |= {"less than": below, "at most": at_most}
-    if not math.isfinite(found) or not _is_within(found, limits):
-        words = {("greater than", 0): "positive", ("at least", 0): "non-negative"}
-        raise wrong(name, f"a number, {_range(limits, words) or 'finite'}", value)
+_RELATIONS = {
+    "above": ("greater than", operator.gt),
+    "at_least": ("at least", operator.ge),
+    "below": ("less than", operator.lt),
+    "at_most": ("at most", operator.le),
+}
+
+
+def number(name: str, value: object, **limits: float) -> float:
+    """Return `value` if it is a finite real number within limits of `_RELATIONS`."""
+    return _within(limits, name, value, "a finite number", real(value))
+
+
+def integer(name: str, value: Any, **limits: int) -> int:
+    """Return `value` if it is an integer within limits of `_RELATIONS`."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    found = int(value) if is_integer else math.nan
+    return _within(limits, name, value, "an integer", found)
+
+
+def _within(limits, name, value, kind, found):
+    expected, fits = [kind], -math.inf < found < math.inf
+    for relation, limit in limits.items():
+        words, compare = _RELATIONS[relation]
+        fits = fits and compare(found, limit)
+        expected.append(f"{words} {limit}")
+    if not fits:
+        raise wrong(name, ", ".join(expected), value)
     return found
 
 
@@ -63,42 +72,6 @@ def real(value: Any) -> float:
         return float(value)
     except OverflowError:
         return -math.inf if value < 0 else math.inf
-
-
-def integer(
-    name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None
-) -> int:
-    """Return `value` if it is an integer in the given range."""
-    limits = {"at least": at_least, "at most": at_most}
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or not _is_within(int(value), limits):
-        words = {("at least", 1): "positive", ("at least", 0): "non-negative"}
-        expected = ["an integer", _range(limits, words)]
-        raise wrong(name, ", ".join(filter(None, expected)), value)
-    return int(value)
-
-
-_RELATIONS = {
-    "greater than": operator.gt,
-    "at least": operator.ge,
-    "less than": operator.lt,
-    "at most": operator.le,
-}
-
-
-def _is_within(value, limits):
-    return all(
-        limit is None or _RELATIONS[relation](value, limit)
-        for relation, limit in limits.items()
-    )
-
-
-def _range(limits, words):
-    return " and ".join(
-        words.get((relation, limit), f"{relation} {limit}")
-        for relation, limit in limits.items()
-        if limit is not None
-    )
 
 
 def boolean(name: str, value: object) -> bool:
@@ -118,13 +91,11 @@ def choice(name: str, value: Any, choices: Sequence) -> Any:
 
 def initializer(name: str, value: Initializer) -> Initializer:
     """Return the initializer of Keras that `value` means."""
-    found = None if value is None else _get(initializers.get, value)
+    found = _get(initializers.get, value)
     is_array = ops.is_tensor(value) or isinstance(value, (np.ndarray, np.generic))
     fills = not is_array or (value.shape and 0 not in value.shape and is_numeric(value))
     if not callable(found) or not fills:
-        raise wrong(
-            name, "an initializer of Keras, its name, or such a function", value
-        )
+        raise wrong(name, "an initializer, its name, or such a function", value)
     return found
 
 
@@ -160,10 +131,8 @@ def constraint(name: str, value: Constraint) -> Constraint:
 
 
 def _optional(name, value, get, kind):
-    if value is None:
-        return None
     found = _get(get, value)
-    if not callable(found):
+    if value is not None and not callable(found):
         raise wrong(name, f"{kind} of Keras, its name, or None", value)
     return found
 
@@ -198,18 +167,17 @@ def channels(
             f"Layer '{layer.name}' needs an input of rank 2 or more. "
             f"Received: input_shape={tuple(input_shape)}"
         )
+    expected = None
     if not -rank <= layer.axis < rank:
+        expected = f"an axis of the input, {-rank} to {rank - 1}"
+    elif known and input_shape[layer.axis] is None:
+        expected = "an axis whose size is known"
+    if expected:
         raise ValueError(
-            f"Argument `axis` must be an axis of the input, {-rank} to {rank - 1}. "
+            f"Argument `axis` must be {expected}. "
             f"Received: axis={layer.axis} with input_shape={tuple(input_shape)}"
         )
-    size = input_shape[layer.axis]
-    if known and size is None:
-        raise ValueError(
-            "Argument `axis` must be an axis whose size is known. "
-            f"Received: axis={layer.axis} with input_shape={tuple(input_shape)}"
-        )
-    return size
+    return input_shape[layer.axis]
 
 
 def broadcast_mask(mask: Tensor | None, inputs: Tensor, axis: int) -> Tensor | None:
@@ -221,15 +189,11 @@ def broadcast_mask(mask: Tensor | None, inputs: Tensor, axis: int) -> Tensor | N
     """
     if mask is None:
         return None
-    rank, axis = len(inputs.shape), axis % len(inputs.shape)
-    shape = tuple(ops.shape(mask))
-    fill = (1,) * (rank - len(shape))
-    candidates = [shape]
-    if len(shape) < rank:
-        at = min(axis, len(shape))
-        candidates = [shape[:at] + (1,) + shape[at:] + fill[1:], shape + fill]
-    for candidate in candidates:
-        if len(candidate) == rank and _broadcasts(candidate, inputs.shape):
+    rank, shape = len(inputs.shape), tuple(ops.shape(mask))
+    ones = (1,) * (rank - len(shape))
+    for at in (min(axis % rank, len(shape)), len(shape)):
+        candidate = shape[:at] + ones[:1] + shape[at:] + ones[1:]
+        if _broadcasts(candidate, inputs.shape):
             return ops.reshape(ops.cast(mask, "bool"), candidate)
     raise ValueError(
         "Argument `mask` must have the shape of `inputs` without the channel axis, or "
@@ -239,8 +203,8 @@ def broadcast_mask(mask: Tensor | None, inputs: Tensor, axis: int) -> Tensor | N
 
 
 def _broadcasts(shape, target):
-    """Whether `shape` can broadcast to `target`, as far as sizes are known."""
-    return all(
+    """Whether `shape`, of the same rank, can broadcast, as far as sizes are known."""
+    return len(shape) == len(target) and all(
         not isinstance(size, int) or not isinstance(full, int) or size in (1, full)
         for size, full in zip(shape, target)
     )

@@ -1,6 +1,5 @@
 """Checks of models, and of what goes with one: batches, losses, layers in it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -9,6 +8,7 @@ from keras import tree
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms._types import Data, LayerOrName, Layers, Loss
 
 
 def check_model(model: object) -> None:
@@ -20,24 +20,19 @@ def check_model(model: object) -> None:
         )
 
 
-def check_compiled_or_loss(model: keras.Model, loss: Any) -> None:
+def check_compiled_or_loss(model: keras.Model, loss: Loss) -> None:
     """Raise ValueError unless the model is built and compiled, or there is a loss."""
     check_model(model)
     check_loss(loss)
     if loss is None and not model.compiled:
-        raise ValueError(
-            "Argument `loss` must be given, for the model is not compiled. "
-            "Received: loss=None"
-        )
+        raise arguments.wrong("loss", "given, for the model is not compiled", loss)
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: Loss) -> None:
     """Raise ValueError unless it is `None`, or what `compile` takes as a loss."""
     parts = [part for part in tree.flatten(loss) if part is not None]
     if loss is not None and not (parts and all(map(_is_loss, parts))):
-        raise arguments.wrong(
-            "loss", "a loss of Keras, its name, a function, or several of them", loss
-        )
+        raise arguments.wrong("loss", "a loss, its name, or several of them", loss)
 
 
 def _is_loss(part):
@@ -47,39 +42,27 @@ def _is_loss(part):
         return False
 
 
-def check_inputs(model: keras.Model | None, x: Any, name: str = "x") -> None:
+def check_inputs(model: keras.Model | None, x: Data, name: str = "x") -> None:
     """Raise ValueError unless `x` is a batch that fits the model, if there is one."""
-    inputs = [] if model is None else _inputs_of(model)
+    inputs = _inputs_of(model)
     text = any(keras.backend.standardize_dtype(i.dtype) == "string" for i in inputs)
     shapes = _shapes(tree.flatten(x), x, name, text)
     if any(0 in shape for shape in shapes):
-        raise ValueError(
-            f"Argument `{name}` must be a batch of at least one sample. "
-            f"Received: {name} of shape {shapes}"
-        )
+        raise _wrong_shapes(name, "be a batch of at least one sample", shapes)
     if len({shape[0] for shape in shapes}) > 1:
-        raise ValueError(
-            f"Argument `{name}` must hold arrays of equally many samples. "
-            f"Received: {name} of shapes {shapes}"
-        )
-    if model is None or not inputs:
-        return
+        raise _wrong_shapes(name, "hold arrays of equally many samples", shapes)
     given, found = inputs, shapes
     if isinstance(x, dict):
         given = [i for i in inputs if i.name in x]
         found = [np.shape(x[i.name]) for i in given]
-    if len(found) != len(given) or not all(
-        _fits(shape[1:], tensor.shape[1:]) for shape, tensor in zip(found, given)
-    ):
-        wanted = [tuple(i.shape) for i in inputs]
-        raise ValueError(
-            f"Argument `{name}` must have the shape of the inputs of model "
-            f"'{model.name}', {wanted}. Received: {name} of shape {shapes}"
-        )
+    fit = (_fits(shape[1:], i.shape[1:]) for shape, i in zip(found, given))
+    if inputs and (len(found) != len(given) or not all(fit)):
+        expected = f"have the shape of the inputs, {[tuple(i.shape) for i in inputs]}"
+        raise _wrong_shapes(name, expected, shapes)
 
 
 def check_batch(
-    model: keras.Model | None, x: Any, y: Any, names: tuple[str, str] = ("x", "y")
+    model: keras.Model | None, x: Data, y: Data, names: tuple[str, str] = ("x", "y")
 ) -> None:
     """Raise ValueError unless `x` fits the model, and `y` is `None` or fits `x`."""
     check_inputs(model, x, names[0])
@@ -89,37 +72,34 @@ def check_batch(
     parts = [part for part in tree.flatten(y) if part is not None]
     shapes = _shapes(parts, y, names[1])
     if any(shape[0] != samples for shape in shapes):
-        raise ValueError(
-            f"Argument `{names[1]}` must hold a target for each of the {samples} "
-            f"samples. Received: {names[1]} of shape {shapes}"
-        )
+        expected = f"hold a target for each of the {samples} samples"
+        raise _wrong_shapes(names[1], expected, shapes)
 
 
-def check_pair(model: keras.Model | None, batch: Any, name: str, expected: str) -> None:
-    """Raise ValueError unless it is a pair `(x, y)` that fits the model, if any.
-
-    `expected` says what the argument must do.
-    """
+def check_pair(
+    model: keras.Model | None, batch: Any, name: str, must: str = "hold pairs `(x, y)`"
+) -> tuple[Any, Any]:
+    """Return `batch` if it is a pair `(x, y)` that fits the model, if there is one."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
-            f"Argument `{name}` must {expected}. Received: {arguments.shown(batch)}"
+            f"Argument `{name}` must {must}. Received: {arguments.shown(batch)}"
         )
     x, y = batch
     check_batch(model, x, y, (name, name))
+    return x, y
 
 
-def check_layers(layers: Sequence[keras.layers.Layer | str] | None) -> None:
+def check_layers(layers: Layers | None) -> None:
     """Raise ValueError unless it is `None`, or a list of layers or of names."""
     if layers is None:
         return
-    kinds = (str, keras.layers.Layer)
     is_list = isinstance(layers, (list, tuple)) and len(layers) > 0
-    if not is_list or not all(isinstance(layer, kinds) for layer in layers):
+    if not is_list or not all(isinstance(e, (str, keras.layers.Layer)) for e in layers):
         raise arguments.wrong("layers", "a list of layers or of their names", layers)
 
 
 def matching_layers(
-    model: keras.Model, layer: keras.layers.Layer | str, argument: str = "layers"
+    model: keras.Model, layer: LayerOrName, argument: str = "layers"
 ) -> list[keras.layers.Layer]:
     """List the layers of a model, nested ones too, that an argument means: one or more.
 
@@ -130,11 +110,9 @@ def matching_layers(
     found = [e for e in layers if e is layer or e.name == name or e.path == name]
     if found:
         return found
-    expected = f"be a layer of model '{model.name}', or its name"
-    if argument == "layers":
-        expected = f"hold layers of model '{model.name}', or their names"
+    must = "hold layers" if argument == "layers" else "be a layer"
     raise ValueError(
-        f"Argument `{argument}` must {expected}. "
+        f"Argument `{argument}` must {must} of model '{model.name}', or name such. "
         f"Received: {argument}={arguments.shown(layer)}. "
         f"The model has {[each.name for each in layers]}"
     )
@@ -148,11 +126,16 @@ def _inputs_of(model):
         return []
 
 
+def _wrong_shapes(name, expected, shapes):
+    return ValueError(
+        f"Argument `{name}` must {expected}. Received: {name} of shape {shapes}"
+    )
+
+
 def _shapes(parts, batch, name, text=False):
     """The shapes of the arrays of a batch, which may hold text if a model reads it."""
     if not parts or not all(_is_array(part, text) for part in parts):
-        expected = "an array of numbers, or a structure of such"
-        raise arguments.wrong(name, expected, batch)
+        raise arguments.wrong(name, "an array of numbers, or several of them", batch)
     return [tuple(np.shape(part)) for part in parts]
 
 
@@ -172,6 +155,5 @@ def _fits(shape, wanted):
         longer, shorter = sorted((shape, wanted), key=len, reverse=True)
         return longer[-1] == 1 and _fits(longer[:-1], shorter)
     return len(shape) == len(wanted) and all(
-        size is None or full is None or size == full
-        for size, full in zip(shape, wanted)
+        None in sizes or len(set(sizes)) == 1 for sizes in zip(shape, wanted)
     )

@@ -2,16 +2,30 @@
 
 from keras_norms.diagnostics import theorems
 from keras_norms.diagnostics._engine.objective import Objective
-from keras_norms.diagnostics.attack import bim
-from keras_norms.diagnostics.blindness import Blindness, blindness
-from keras_norms.diagnostics.covariate_shift import CovariateShift, covariate_shift
+from keras_norms.diagnostics.blindness import (
+    Blindness,
+    SecondOrder,
+    blindness,
+    second_order,
+)
+from keras_norms.diagnostics.covariate_shift import (
+    CovariateShift,
+    CovariateShiftProbe,
+    covariate_shift,
+)
 from keras_norms.diagnostics.geometry import (
     Decomposition,
     EffectiveWeight,
+    WeightGeometry,
     decompose,
     effective_weights,
+    weight_geometry,
 )
-from keras_norms.diagnostics.gradient_noise import GradientNoise, gradient_noise
+from keras_norms.diagnostics.gradient_noise import (
+    GradientNoise,
+    GradientNoiseProbe,
+    gradient_noise,
+)
 from keras_norms.diagnostics.gradients import (
     LossAndGradient,
     Trace,
@@ -20,16 +34,9 @@ from keras_norms.diagnostics.gradients import (
     hessian_vector_product,
     value_and_grad,
 )
-from keras_norms.diagnostics.landscape import Landscape, landscape
+from keras_norms.diagnostics.landscape import Landscape, LandscapeProbe, landscape
 from keras_norms.diagnostics.lipschitz import LipschitzTerms, lipschitz_terms
-from keras_norms.diagnostics.probes import (
-    CovariateShiftProbe,
-    GradientNoiseProbe,
-    LandscapeProbe,
-)
-from keras_norms.diagnostics.robustness import Robustness, robustness
-from keras_norms.diagnostics.scale_invariance import WeightGeometry, weight_geometry
-from keras_norms.diagnostics.second_order import SecondOrder, second_order
+from keras_norms.diagnostics.robustness import Robustness, bim, robustness
 from keras_norms.diagnostics.weight_growth import BatchStatistics, WeightGrowth
 
 __all__ = [

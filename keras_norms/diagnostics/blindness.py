@@ -8,15 +8,17 @@ from keras import ops, tree
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
-from keras_norms._checks.models import (
-    check_batch,
-    check_compiled_or_loss,
-    check_layers,
+from keras_norms._checks.models import check_batch, check_layers, check_model
+from keras_norms._types import Data, LayerOrName, Layers, Loss
+from keras_norms.diagnostics._engine import differentiation
+from keras_norms.diagnostics._engine.objective import Objective, replacing_call
+from keras_norms.diagnostics._engine.reading import (
+    aligned,
+    by_channel,
+    find_layer,
+    float64,
+    names_of,
 )
-from keras_norms.diagnostics._engine.arrays import aligned
-from keras_norms.diagnostics._engine.layers import find_layer, names_of
-from keras_norms.diagnostics._engine.slopes import Slopes
-from keras_norms.diagnostics._engine.types import Data, LayerOrName, Layers, Loss
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.layers.kernel_normalization import KernelNormalization
@@ -37,10 +39,8 @@ class Blindness(NamedTuple):
         kinds: The names of their classes.
         batches: `"mixed"` and `"one label"`, or one of them.
         samples: The number of samples of each batch.
-        changes: Array of shape `(layers, batches, 4)`, the relative change of the
-            gradient at the input by a term of each of `TERMS`.
-        shares: Array of that shape: how much of a term arrives, relative to how much
-            of the loss itself does, 0 for a term that is blocked.
+        changes: Array of shape `(layers, batches, 4)`, `change` by each of `TERMS`.
+        shares: Array of that shape, `share`: 0 for a term that is blocked.
         shared: Array of shape `(layers, batches)`, from 0 to 1: the part of the loss's
             gradient at the output that is the same for all samples.
     """
@@ -107,10 +107,6 @@ def blindness(
 
     Nothing of the model changes. It costs six gradients for each layer and batch.
 
-    Example:
-
-    >>> print(diagnostics.blindness(model, x, y))
-
     Args:
         model, x, y, loss, training: See `Objective`.
         layers: Layers of the model or their names; every normalisation of Keras and
@@ -136,21 +132,16 @@ def blindness(
     arguments.number("deviation", deviation, above=0)
     arguments.integer("axis", axis)
     arguments.integer("seed", seed, at_least=0)
-    arguments.boolean("training", training)
-    check_compiled_or_loss(model, loss)
+    check_model(model)
     check_batch(model, x, y)
     layers = _layers(model, layers)
-    if source is not None:
-        find_layer(model, source, "source")
-    x, y = tree.map_structure(_numpy, (x, y))
+    x, y = _take((x, y), slice(None))
     batches = _batches(x, y, labels)
     results = []
     for layer in layers:
         for chosen in batches.values():
-            part_x, part_y = tree.map_structure(
-                lambda a, chosen=chosen: None if a is None else a[chosen], (x, y)
-            )
-            slopes = Slopes(model, part_x, part_y, loss, layer, source, training)
+            part_x, part_y = _take((x, y), chosen)
+            slopes = _Slopes(model, part_x, part_y, loss, layer, source, training)
             rng = np.random.default_rng(seed)
             results.append(_disturb(slopes, deviation, axis, rng))
     changes, shares, shared = zip(*results)
@@ -168,39 +159,36 @@ def blindness(
 
 def _disturb(slopes, deviation, axis, rng):
     """Measure the changes, shares, and the shared part of one layer and batch."""
-    inputs = np.moveaxis(slopes.inputs, axis, -1)
-    outputs = np.moveaxis(slopes.outputs, axis, -1)
-    varies = np.ptp(inputs.reshape(-1, inputs.shape[-1]), 0) > 0
+    varies = np.ptp(by_channel(slopes.inputs, axis), 0) > 0
     varies = varies if varies.any() else ~varies
 
     def norm_at_input(gradient):
-        return np.linalg.norm(np.moveaxis(gradient, axis, -1)[..., varies])
+        return np.linalg.norm(by_channel(gradient, axis)[:, varies])
 
-    plain, at_output = slopes.at_input(), slopes.at_output()
-    at_input = norm_at_input(plain)
+    outputs = by_channel(slopes.outputs, axis)
+    shape = np.moveaxis(slopes.outputs, axis, -1).shape
+    plain, at_output = slopes.at_input(), by_channel(slopes.at_output(), axis)
+    at_input, length = norm_at_input(plain), np.linalg.norm(at_output)
     changes, shares = [], []
     with np.errstate(divide="ignore", invalid="ignore"):
-        for disturbance in _disturbances(outputs, deviation, rng):
+        for term in _slopes_of_terms(outputs, deviation, rng):
+            disturbance = term.reshape(shape) / shape[0]
             slope = np.moveaxis(disturbance, -1, axis)
             change = norm_at_input(slopes.at_input(slope) - plain) / at_input
             changes.append(change)
-            ratio = np.linalg.norm(at_output) / np.linalg.norm(disturbance)
-            shares.append(change * ratio)
-        mean = np.moveaxis(at_output, axis, -1).reshape(-1, outputs.shape[-1]).mean(0)
-        same = np.sqrt(outputs.size / outputs.shape[-1]) * np.linalg.norm(mean)
-        return changes, shares, same / np.linalg.norm(at_output)
+            shares.append(change * (length / np.linalg.norm(disturbance)))
+        same = np.sqrt(len(outputs)) * np.linalg.norm(at_output.mean(0))
+        return changes, shares, same / length
 
 
-def _disturbances(outputs, deviation, rng):
-    """Return the slopes of the four terms in the outputs, features last."""
-    features, samples = outputs.shape[-1], len(outputs)
-    flat = outputs.reshape(-1, features).astype("float64")
-    c = flat - flat.mean(0)
+def _slopes_of_terms(outputs, deviation, rng):
+    """Compute the slopes of the four terms in the outputs, of the sum over samples."""
+    features = outputs.shape[-1]
+    c = outputs - outputs.mean(0)
     e = rng.normal(0, deviation, features)
     off = rng.normal(0, deviation, (features, features))
     np.fill_diagonal(off, 0)
-    slopes = (np.tile(e, (len(c), 1)), 2 * e * c, c @ (off + off.T), 3 * e * c**2)
-    return [slope.reshape(outputs.shape) / samples for slope in slopes]
+    return np.tile(e, (len(c), 1)), 2 * e * c, c @ (off + off.T), 3 * e * c**2
 
 
 def _layers(model, layers):
@@ -212,21 +200,19 @@ def _layers(model, layers):
     inner = {id(layer.norm) for layer in found if isinstance(layer, FusedCBN)}
     found = [layer for layer in found if id(layer) not in inner]
     if not found:
-        raise ValueError(
-            "Argument `layers` must be given where a model has no normalisation. "
-            f"Received: layers=None for model '{model.name}'"
-        )
+        expected = "given where a model has no normalisation"
+        raise arguments.wrong("layers", expected, None)
     return found
 
 
 def _batches(x, y, labels):
     """Return the samples of each batch by its name: all, and those of one label."""
     everything = np.arange(len(tree.flatten(x)[0]))
-    if labels is not None:
-        y = arguments.array("labels", labels)
-        if not _are_labels(y, everything.size):
+    y = y if labels is None else arguments.array("labels", labels)
+    are_labels = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
+    if not are_labels or y.shape[:1] != everything.shape or y.size != everything.size:
+        if labels is not None:
             raise arguments.wrong("labels", "an integer for each sample", labels)
-    if not _are_labels(y, everything.size):
         return {"mixed": everything}
     found, counts = np.unique(y, return_counts=True)
     if len(found) == 1:
@@ -235,13 +221,154 @@ def _batches(x, y, labels):
     return {"mixed": everything, "one label": most}
 
 
-def _are_labels(y, samples):
-    is_integer = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
-    return is_integer and y.shape[:1] == (samples,) and y.size == samples
+def _take(batch, chosen):
+    """Take samples of a batch, as arrays, which have one way of that."""
+    return tree.map_structure(
+        lambda a: None if a is None else ops.convert_to_numpy(a)[chosen], batch
+    )
 
 
-def _numpy(value):
-    """Make arrays, which can be indexed in the same way on every backend."""
-    if value is None:
-        return None
-    return ops.convert_to_numpy(value) if ops.is_tensor(value) else np.asarray(value)
+class SecondOrder(NamedTuple):
+    """What `second_order` returns, an element for each feature `d` of the output.
+
+    Features whose output does not vary in the batch have `nan`.
+
+    Attributes:
+        linear_at_input: Array, `|dL_linear_d/dX|` (Table 3).
+        non_at_input: Array, `|dL_non_d/dX|`.
+        linear: Array, `|dL_linear_d/dy_d| / |dL_d/dy_d|` (Table 4).
+        non: Array, `|dL_non_d/dy_d| / |dL_d/dy_d|` (Table 4). The squares of both sum
+            to 1.
+        hessian: Array of shape `(features, features)`, the mean over samples of the
+            Hessian of the loss in the mean output.
+    """
+
+    linear_at_input: np.ndarray
+    non_at_input: np.ndarray
+    linear: np.ndarray
+    non: np.ndarray
+    hessian: np.ndarray
+
+
+def second_order(
+    model: keras.Model,
+    x: Data,
+    y: Data,
+    loss: Loss = None,
+    *,
+    layer: LayerOrName,
+    source: LayerOrName | None = None,
+    training: bool = True,
+) -> SecondOrder:
+    """Measure the two parts of the off-diagonal second-order loss in a layer's output.
+
+    With `C` of shape `(features, samples)` the outputs less their means `m`, `c_d` its
+    row of feature `d`, and `H` the Hessian at `m` without its diagonal, averaged over
+    samples:
+
+    ```
+    L_d     = L_linear_d + L_non_d
+    L_linear_d = H_d C_linear c_d        C_linear = C c_d c_d^T / |c_d|^2
+    L_non_d    = H_d C_non c_d           C_non = C - C_linear
+    ```
+
+    `C_linear` and `C_non` are constants of the derivative, as in the proof of Theorem
+    3: `dL_linear_d/dy_d = (H_d C_linear)^T`. Batch normalization does not pass it.
+    The paper has `y` without affine weights and `m = 0`; with deviations from `m`, the
+    numbers are the same with affine weights.
+
+    Nothing of the model changes. It costs a Hessian-vector product and two gradients
+    for each feature.
+
+    Args:
+        model, x, y, loss, training: See `Objective`. The loss must be a mean over
+            samples. No layer after `layer` may mix samples.
+        layer: A layer of the model or its name, with an output of shape `(samples,
+            features)`.
+        source: See `blindness`.
+
+    Reference:
+
+    - Zhou et al., 2022, Lemma 2, Theorem 3, Tables 3 and 4. See `blindness`.
+    """
+    slopes = _Slopes(model, x, y, loss, layer, source, training)
+    outputs = slopes.outputs
+    if outputs.ndim != 2:
+        raise ValueError(
+            "Argument `layer` must have an output of shape (samples, features). "
+            f"Received: layer={layer!r} with an output of shape {outputs.shape}"
+        )
+    hessian = slopes.hessian_at(outputs.mean(0, dtype="float64"))
+    off = hessian - np.diag(np.diag(hessian))
+    c = outputs - outputs.mean(0, dtype="float64")
+    numbers = np.full((4, len(hessian)), np.nan)
+    for d in np.flatnonzero(np.ptp(outputs, 0)):
+        whole = c @ off[d]
+        linear = c[:, d] * (c[:, d] @ whole) / (c[:, d] @ c[:, d])
+        for i, part in enumerate((linear, whole - linear)):
+            disturbance = np.zeros_like(c)
+            disturbance[:, d] = part
+            numbers[i, d] = np.linalg.norm(slopes.at_input(disturbance, loss=0.0))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                numbers[2 + i, d] = np.linalg.norm(part) / np.linalg.norm(whole)
+    return SecondOrder._make([*numbers, hessian])
+
+
+class _Slopes(Objective):
+    """The loss as a function of `X`, with terms added that are functions of `Y`.
+
+    `X` is the input of `source`, which is `layer` if `None`, and `Y` the output of
+    `layer`. For the batch they are the arrays `inputs` and `outputs`.
+    """
+
+    def __init__(self, model, x, y, loss, layer, source, training):
+        check_model(model)
+        self._layer = layer = find_layer(model, layer)
+        source = layer if source is None else find_layer(model, source, "source")
+        super().__init__(
+            model, x, y, loss, layer=source, side="input", training=training
+        )
+        self._after = Objective(model, x, y, loss, layer=layer, training=training)
+        self.inputs = self.unflatten(self.start)
+        self.outputs = self._after.unflatten(self._after.start)
+        self._slope = differentiation.compiler(model)(self._slope_of_sum)
+
+    def at_input(self, disturbance=0.0, loss=1.0):
+        """Compute `d(loss * L + <disturbance, Y>) / dX`, float64.
+
+        It is the gradient of any term whose slope at `Y` is `disturbance`.
+        """
+        dtype = self.outputs.dtype
+        disturbance = np.broadcast_to(disturbance, self.outputs.shape).astype(dtype)
+        weights = np.asarray(loss, dtype), disturbance
+        loss, disturbance = map(ops.convert_to_tensor, weights)
+        with differentiation.drawing_from(self._randomness):
+            start = self._tensors("point", self.start)
+            gradient = self._slope(start, loss, disturbance, self._state, *self._batch)
+        return float64(gradient)
+
+    def at_output(self):
+        """Compute `dL/dY`, float64."""
+        gradient = self._after.value_and_grad()[1]
+        return self._after.unflatten(gradient).astype("float64")
+
+    def hessian_at(self, output):
+        """Compute the mean Hessian over samples which all have one output."""
+        after, tile = self._after, np.ones((len(self.outputs), 1))
+        point, columns = after.flatten(tile * output), []
+        for direction in np.eye(len(output)):
+            vector = after.flatten(tile * direction)
+            product = after.hessian_vector_product(vector, point)
+            columns.append(after.unflatten(product).sum(0))
+        return np.array(columns, "float64").T
+
+    def _slope_of_sum(self, values, weight, disturbance, *context):
+        def weighted(values):
+            seen = []
+            with replacing_call(self._layer, lambda x, f: seen.append(f(x)) or seen[0]):
+                loss = self._loss(values, *context)
+            term = ops.sum(disturbance * ops.cast(seen[0], disturbance.dtype))
+            return weight * ops.cast(loss, weight.dtype) + term
+
+        _, (gradient,) = differentiation.differentiate(weighted, values)
+        return ops.cast(gradient, self.start.dtype.name)

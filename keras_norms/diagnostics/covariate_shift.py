@@ -5,16 +5,19 @@ from typing import NamedTuple
 
 import keras
 import numpy as np
+from keras import ops
 
 from keras_norms import _keras
-from keras_norms._checks.models import check_layers, check_model
-from keras_norms.diagnostics._engine.layers import (
+from keras_norms._checks import arguments
+from keras_norms._checks.models import check_layers, check_loss, check_model
+from keras_norms._types import BatchOrFunction, Data, Directory, Layers, Loss
+from keras_norms.diagnostics._engine.objective import Objective
+from keras_norms.diagnostics._engine.reading import (
     find_layer,
     learning_rate_of,
     names_of,
 )
-from keras_norms.diagnostics._engine.objective import Objective
-from keras_norms.diagnostics._engine.types import Data, Layers, Loss
+from keras_norms.diagnostics.probe import Probe, batch_by_step
 from keras_norms.layers.kernels import kernels_owned_by
 
 
@@ -77,35 +80,37 @@ def covariate_shift(
 
     Reference:
 
-    - Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
-      Optimization?, NeurIPS 2018, Definition 2.1 (2.2 in the first version), Figure 3.
-      https://arxiv.org/abs/1805.11604
+    - Santurkar et al., NeurIPS 2018, Definition 2.1 (2.2 in the first version), Figure
+      3. See `landscape`.
     """
     check_model(model)
-    places = weights_of_layers(model, layers)
-    if updated is None or learning_rate is not None:
-        rate = learning_rate_of(model, learning_rate)
+    found = _layers(model, layers)
     objective = Objective(model, x, y, loss, training=training)
+    rate = None
     if updated is not None:
         updated = objective._flatten("updated", updated)
+    if updated is None or learning_rate is not None:
+        rate = learning_rate_of(model, learning_rate)
+    return _shift_of(model, objective, found, updated, rate)
+
+
+def _shift_of(model, objective, layers, updated, rate=None):
+    """Measure the shift of a step to `updated` weights, or of gradient descent."""
     _, gradient = objective.value_and_grad()
-    if updated is None:
-        updated = objective.start - rate * gradient
-    return shift_of(objective, gradient, updated, places)
-
-
-def shift_of(objective, gradient, updated, places):
-    """Measure the shift where the weights of an `Objective` step to `updated`."""
+    updated = objective.start - rate * gradient if updated is None else updated
+    places = objective.unflatten(np.arange(objective.start.size))
+    place_of = dict(zip(map(id, model.trainable_variables), places))
     parts = []
-    for place in places.values():
-        before, after = place[0], gradient
-        if before > 0:
-            point = np.concatenate([updated[:before], objective.start[before:]])
-            _, after = objective.value_and_grad(point)
+    for layer in layers:
+        place = [place_of[id(v)].ravel() for v in layer.trainable_variables]
+        place, after = np.sort(np.concatenate(place)), gradient
+        if place[0] > 0:
+            point = [updated[: place[0]], objective.start[place[0] :]]
+            _, after = objective.value_and_grad(np.concatenate(point))
         parts.append(_compare(gradient[place], after[place]))
-    distances, cosines, norms = np.array(parts).T
-    not_finite = tuple(n for n, bad in zip(places, np.isnan(distances)) if bad)
-    return CovariateShift(tuple(places), distances, cosines, norms, not_finite)
+    names, (distances, cosines, norms) = names_of(layers), np.array(parts).T
+    not_finite = tuple(n for n, bad in zip(names, np.isnan(distances)) if bad)
+    return CovariateShift(tuple(names), distances, cosines, norms, not_finite)
 
 
 def _compare(g, g_after):
@@ -118,16 +123,12 @@ def _compare(g, g_after):
     return np.linalg.norm(g - g_after), cosine, norm
 
 
-def weights_of_layers(model, layers=None):
-    """Find the indices of layers, by name, in the vector of all trainable weights."""
+def _layers(model, layers):
+    """Find layers by name, or those that own kernels."""
     check_layers(layers)
-    variables = model.trainable_variables
-    sizes = [int(np.prod(v.shape)) for v in variables]
-    parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    places = dict(zip(map(id, variables), parts))
     if layers is None:
-        layers = _keras.layers_of(model, include_self=False)
-        found = [layer for layer in layers if kernels_owned_by(layer)]
+        every = _keras.layers_of(model, include_self=False)
+        found = [layer for layer in every if kernels_owned_by(layer)]
     else:
         found = [find_layer(model, layer, "layers") for layer in layers]
     if not found:
@@ -135,13 +136,55 @@ def weights_of_layers(model, layers=None):
             "Argument `model` must have a layer with a trainable kernel. "
             f"Received: model '{model.name}'"
         )
-    result = {}
-    for name, layer in zip(names_of(found), found):
-        if not layer.trainable_variables:
-            raise ValueError(
-                "Argument `layers` must name layers with trainable weights. "
-                f"Received: layer '{layer.name}'"
-            )
-        own = [places[id(v)] for v in layer.trainable_variables]
-        result[name] = np.sort(np.concatenate(own))
-    return result
+    without = [layer.name for layer in found if not layer.trainable_variables]
+    if without:
+        raise arguments.wrong("layers", "layers with trainable weights", without)
+    return found
+
+
+class CovariateShiftProbe(Probe):
+    """Measures `covariate_shift` in training, for the steps that the optimizer takes.
+
+    Its numbers are `<layer>_distance` and `<layer>_cosine` of each layer. A step is one
+    execution: with `steps_per_execution=N` it is that of N batches.
+
+    Args:
+        batch: A batch `(x, y)`, or a function of the step that returns one: Definition
+            2.1 takes the batch of the step itself.
+        layers: See `covariate_shift`.
+        every, log_dir: See `Probe`.
+        loss: See `covariate_shift`.
+    """
+
+    prefix = "shift"
+
+    def __init__(
+        self,
+        batch: BatchOrFunction,
+        layers: Layers | None = None,
+        every: int = 200,
+        log_dir: Directory | None = None,
+        loss: Loss = None,
+    ) -> None:
+        super().__init__(every, log_dir)
+        check_layers(layers)
+        check_loss(loss)
+        self._batch = batch_by_step(batch)
+        self._layers = layers
+        self._loss = loss
+
+    def before_step(self):
+        x, y = self._batch(self._step)
+        self._objective = Objective(self.model, x, y, self._loss)
+
+    def after_step(self):
+        model, objective = self.model, self._objective
+        self._objective = None
+        updated = [ops.convert_to_numpy(v) for v in model.trainable_variables]
+        layers = _layers(model, self._layers)
+        found = _shift_of(model, objective, layers, objective.flatten(updated))
+        numbers = {}
+        for name, distance, cosine in zip(found.layers, found.distances, found.cosines):
+            numbers[f"{name}_distance"] = distance
+            numbers[f"{name}_cosine"] = cosine
+        self.record(numbers)

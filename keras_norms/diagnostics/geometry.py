@@ -9,11 +9,16 @@ import numpy as np
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_inputs, check_model
-from keras_norms._types import Tensor
-from keras_norms.diagnostics._engine.arrays import affine, float64, moments
-from keras_norms.diagnostics._engine.layers import names_of
-from keras_norms.diagnostics._engine.model_loss import record
-from keras_norms.diagnostics._engine.types import Data
+from keras_norms._types import Data, Loss, Tensor
+from keras_norms.diagnostics._engine.objective import Objective, record
+from keras_norms.diagnostics._engine.reading import (
+    affine,
+    aligned,
+    float64,
+    learning_rate_of,
+    moments,
+    names_of,
+)
 from keras_norms.layers.kernel_normalization import KernelNormalization
 from keras_norms.layers.kernels import check_layer, kernels_of, overrides_call
 
@@ -42,9 +47,6 @@ def decompose(v: Tensor, axes: int | Sequence[int] = -1) -> Decomposition:
     Args:
         v: Array of real numbers, or a tensor.
         axes: The axes of a vector.
-
-    Returns:
-        A `Decomposition`.
 
     Reference:
 
@@ -138,18 +140,16 @@ def effective_weights(
     check_inputs(model, x)
     arguments.boolean("training", training)
     linear = list(filter(_is_linear, _keras.layers_of(model)))
-    wrappers = {
-        each.layer: each for each in _keras.layers_of(model, KernelNormalization)
-    }
+    wrappers = {w.layer: w for w in _keras.layers_of(model, KernelNormalization)}
     norms = _keras.layers_of(model, keras.layers.BatchNormalization)
     norms = [norm for norm in norms if not overrides_call(norm)]
     names = dict(zip(norms, names_of(norms)))
     makers, found = {}, {}
     for call in record(model, [*linear, *norms], x, training):
         if call.layer not in names:
-            makers[id(call.output)] = call
+            makers[id(call.output)] = call.layer
         elif id(call.input) in makers:
-            layer = makers[id(call.input)].layer
+            layer = makers[id(call.input)]
             wrapper = wrappers.get(layer)
             found[names[call.layer]] = _effective(call, layer, wrapper, training)
     if not found:
@@ -175,13 +175,12 @@ def _effective(call, layer, wrapper, training):
     gamma, beta = affine(norm, len(mean))
     scale = gamma / np.sqrt(variance + norm.epsilon)
     bias = 0.0 if layer.bias is None else float64(layer.bias)
-    units = np.expand_dims(
-        scale.reshape(kernel.unit_shape(weight.shape)), kernel.fan_in
-    )
-    return EffectiveWeight(layer.name, weight * units, beta - scale * (mean - bias))
+    units = scale.reshape(kernel.unit_shape(weight.shape))
+    weight = weight * np.expand_dims(units, kernel.fan_in)
+    return EffectiveWeight(layer.name, weight, beta - scale * (mean - bias))
 
 
-def has_kernels(layer):
+def _has_kernels(layer):
     """Whether a layer is built and has kernels whose units are known."""
     try:
         check_layer(layer)
@@ -193,9 +192,142 @@ def has_kernels(layer):
 def _is_linear(layer):
     """Whether the output is a linear map, by one kernel, of the input to each unit."""
     return (
-        has_kernels(layer)
+        _has_kernels(layer)
         and not overrides_call(layer)
         and not isinstance(layer, keras.layers.EinsumDense)
         and len(kernels_of(layer)) == 1
         and layer.activation is keras.activations.linear
     )
+
+
+class WeightGeometry(NamedTuple):
+    """What `weight_geometry` returns, an element for each weight. `print` shows it.
+
+    Attributes:
+        weights: Paths, such as `"conv/kernel"`.
+        norms: `|W|`.
+        gradient_norms: `|g|`.
+        cosines: Of the angle between `W` and `g`; `nan` where one is zero.
+        unit_cosines: The largest `|cosine|` of one unit and its gradient; `nan` for
+            what is not a kernel.
+        deviations: `|2 g(2 W) - g| / |g|`, 0 where the loss is scale-invariant; `nan`
+            where `g` is zero.
+        unit_deviations: The same with a factor for each unit; `nan` for what is not a
+            kernel.
+        invariance: `"units"` where the scale of each unit alone has no effect,
+            `"whole"` where that of all weights together has none, and `"none"`.
+        effective_learning_rates: `learning_rate / |W|^2`, the rate for `W / |W|`
+            where the loss is scale-invariant.
+    """
+
+    weights: tuple[str, ...]
+    norms: np.ndarray
+    gradient_norms: np.ndarray
+    cosines: np.ndarray
+    unit_cosines: np.ndarray
+    deviations: np.ndarray
+    unit_deviations: np.ndarray
+    invariance: tuple[str, ...]
+    effective_learning_rates: np.ndarray
+
+    def __str__(self):
+        header = ("weight", "invariant", "norm", "gradient", "cosine", "of a unit")
+        lines = [(*header, "effective rate")]
+        numbers = (self.norms, self.gradient_norms, self.cosines, self.unit_cosines)
+        columns = np.transpose([*numbers, self.effective_learning_rates])
+        for weight, invariance, row in zip(self.weights, self.invariance, columns):
+            lines.append((weight, invariance, *map("{:.2e}".format, row)))
+        return aligned(lines)
+
+
+def weight_geometry(
+    model: keras.Model,
+    x: Data,
+    y: Data,
+    loss: Loss = None,
+    *,
+    learning_rate: float | None = None,
+    tolerance: float = 0.05,
+    seed: int = 0,
+    training: bool = True,
+) -> WeightGeometry:
+    """Tell which weights the loss does not depend on the scale of, and what follows.
+
+    If `L(a W) = L(W)` for `a > 0`, the gradient `g` is orthogonal to `W` (Lemma 2), a
+    step of gradient descent makes `|W|^2` larger by `learning_rate^2 |g|^2` (Lemma 3),
+    and `W / |W|` moves as with the rate `learning_rate / |W|^2`.
+
+    Vectors of many elements are nearly orthogonal by chance, so that a small cosine
+    proves little. Invariance is decided by `g(a W) = g(W) / a`, which it implies: for
+    `a = 2`, and with a factor between 1/2 and 2 for each unit of a kernel (its weights
+    of one output channel). An `epsilon` that is not small next to a variance makes both
+    deviate, and so do regularizers, which are part of the loss. A weight that is zero
+    or has no gradient does not count as invariant.
+
+    Nothing of the model changes. It costs one gradient, and at most two for each
+    weight.
+
+    Args:
+        model, x, y, loss, training: See `Objective`.
+        learning_rate: Positive; the optimizer's present one if `None`.
+        tolerance: Positive, the largest deviation of an invariant weight.
+        seed: Of the factors of units.
+
+    Reference:
+
+    - Sun et al., AAAI 2020, Lemmas 2 and 3. See `decompose`.
+    """
+    tolerance = arguments.number("tolerance", tolerance, above=0)
+    arguments.integer("seed", seed, at_least=0)
+    objective = Objective(model, x, y, loss, training=training)
+    rate = learning_rate_of(model, learning_rate)
+    # The axes that a unit of each kernel sums over.
+    fan_in = {
+        id(getattr(layer, kernel.name)): kernel.fan_in
+        for layer in filter(_has_kernels, _keras.layers_of(model))
+        for kernel in kernels_of(layer)
+    }
+    rng = np.random.default_rng(seed)
+    weights = objective.unflatten(objective.start)
+    gradients = objective.unflatten(objective.value_and_grad()[1])
+    rows, invariance = [], []
+    for place, variable in enumerate(model.trainable_variables):
+        w, g = weights[place].astype("float64"), gradients[place].astype("float64")
+        axes = fan_in.get(id(variable))
+        deviation = _deviation(objective, weights, place, g, 2.0)
+        unit_cosine = unit_deviation = np.nan
+        if axes is not None:
+            cosines = np.ravel(np.abs(_cosine(w, g, axes)))
+            unit_cosine = max(cosines[np.isfinite(cosines)], default=np.nan)
+            shape = [1 if i in axes else size for i, size in enumerate(w.shape)]
+            factors = np.exp2(rng.uniform(-1, 1, shape))
+            unit_deviation = _deviation(objective, weights, place, g, factors)
+        cosine = _cosine(w, g, tuple(range(w.ndim)))
+        lengths = np.linalg.norm(w), np.linalg.norm(g)
+        rows.append((*lengths, cosine, unit_cosine, deviation, unit_deviation))
+        # A comparison with `nan` is false.
+        by_unit, by_whole = unit_deviation <= tolerance, deviation <= tolerance
+        invariance.append("units" if by_unit else "whole" if by_whole else "none")
+    paths = tuple(variable.path for variable in model.trainable_variables)
+    columns = np.array(rows).T
+    with np.errstate(divide="ignore"):
+        rates = rate / np.square(columns[0])
+    return WeightGeometry._make([paths, *columns, tuple(invariance), rates])
+
+
+def _deviation(objective, weights, place, gradient, factor):
+    """Measure how far `factor * g(factor * W)` is from `g(W)`, relative to it."""
+    length = np.linalg.norm(gradient)
+    if not length > 0:
+        return np.nan
+    scaled = [*weights]
+    scaled[place] = weights[place] * factor
+    there = objective.value_and_grad(objective.flatten(scaled))[1]
+    there = objective.unflatten(there)[place].astype("float64")
+    return np.linalg.norm(factor * there - gradient) / length
+
+
+def _cosine(a, b, axes):
+    lengths = np.sqrt(np.square(a).sum(axes) * np.square(b).sum(axes))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (a * b).sum(axes) / lengths

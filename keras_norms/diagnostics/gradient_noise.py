@@ -1,17 +1,18 @@
 """How much the gradient of a mini-batch varies from batch to batch."""
 
-from collections.abc import Iterable
+import contextlib
+import functools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import keras
 import numpy as np
 
 from keras_norms._checks import arguments
-from keras_norms._checks.models import check_compiled_or_loss, check_pair
+from keras_norms._checks.models import check_loss, check_pair
+from keras_norms._types import Batch, Directory, Loss
 from keras_norms.diagnostics._engine.objective import Objective
-from keras_norms.diagnostics._engine.types import Batch, Loss
-
-PAIRS = "hold pairs `(x, y)`"
+from keras_norms.diagnostics.probe import Probe
 
 
 class GradientNoise(NamedTuple):
@@ -71,26 +72,21 @@ def gradient_noise(
     - Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and Beyond,
       TPAMI 2023, Theorem 1 and Figure 10. https://doi.org/10.1109/TPAMI.2023.3319005
     """
-    check_compiled_or_loss(model, loss)
-    arguments.boolean("training", training)
-    try:
-        iterator = None if isinstance(batches, (str, bytes)) else iter(batches)
-    except TypeError:
-        iterator = None
-    if iterator is None:
+    pairs: Iterable | None = None
+    with contextlib.suppress(TypeError):  # of what cannot be iterated
+        pairs = map(functools.partial(check_pair, model, name="batches"), batches)
+    if pairs is None or isinstance(batches, (str, bytes)):
         raise arguments.wrong("batches", "an iterable of pairs", batches)
-    # Those of a list at once, others when they come.
-    for batch in batches if isinstance(batches, (list, tuple)) else ():
-        check_pair(model, batch, "batches", PAIRS)
+    if isinstance(batches, (list, tuple)):
+        pairs = list(pairs)  # which checks all before one is used
     objective, index = None, -1
     losses, not_finite = [], []
     mean, spread = np.zeros(()), 0.0
-    for index, batch in enumerate(iterator):
-        check_pair(model, batch, "batches", PAIRS)
+    for index, (x, y) in enumerate(pairs):
         if objective is None:
-            objective = Objective(model, *batch, loss, training=training)
+            objective = Objective(model, x, y, loss, training=training)
         else:
-            objective = objective.of_batch(*batch)
+            objective = objective.of_batch(x, y)
         value, gradient = objective.value_and_grad()
         gradient = gradient.astype("float64")
         if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
@@ -111,14 +107,44 @@ def gradient_noise(
     if n > 1:
         variance = spread / (n - 1)
         squared_norm = float(mean @ mean) - variance / n
-    ratio = np.inf if squared_norm > 0 else np.nan
-    if variance != 0:
-        ratio = squared_norm / variance
-    return GradientNoise(
-        variance=variance,
-        squared_norm=squared_norm,
-        signal_to_noise=ratio,
-        loss=float(np.mean(losses)) if losses else np.nan,
-        batches=index + 1,
-        not_finite=tuple(not_finite),
-    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = float(np.divide(squared_norm, variance))
+    loss = float(np.mean(losses)) if losses else np.nan
+    skipped = tuple(not_finite)
+    return GradientNoise(variance, squared_norm, ratio, loss, index + 1, skipped)
+
+
+class GradientNoiseProbe(Probe):
+    """Measures `gradient_noise` in training.
+
+    Its numbers are `variance`, `squared_norm`, `signal_to_noise`, `loss` and
+    `not_finite`, the number of batches left out.
+
+    Args:
+        batches: List of batches `(x, y)`.
+        every, log_dir: See `Probe`.
+        loss: See `gradient_noise`.
+    """
+
+    prefix = "gradient"
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        every: int = 200,
+        log_dir: Directory | None = None,
+        loss: Loss = None,
+    ) -> None:
+        super().__init__(every, log_dir)
+        if not isinstance(batches, (list, tuple)) or len(batches) < 2:
+            raise arguments.wrong("batches", "a list of two batches or more", batches)
+        for batch in batches:
+            check_pair(None, batch, "batches")
+        check_loss(loss)
+        self._batches = batches
+        self._loss = loss
+
+    def measure(self) -> dict[str, float]:
+        found = gradient_noise(self.model, self._batches, self._loss)._asdict()
+        del found["batches"]
+        return found | {"not_finite": len(found["not_finite"])}

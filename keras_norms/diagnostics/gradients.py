@@ -6,8 +6,8 @@ import keras
 import numpy as np
 
 from keras_norms._checks import arguments
+from keras_norms._types import Data, LayerOrName, Loss
 from keras_norms.diagnostics._engine.objective import Objective
-from keras_norms.diagnostics._engine.types import Data, LayerOrName, Loss
 
 
 class LossAndGradient(NamedTuple):
@@ -132,14 +132,12 @@ def hessian_eigenvalues(
     """
     from scipy.sparse.linalg import LinearOperator, eigsh
 
-    arguments.choice("which", which, ("LA", "SA", "LM"))
-    arguments.integer("count", count, at_least=1)
-    arguments.number("tolerance", tolerance, at_least=0)
-    arguments.integer("seed", seed, at_least=0)
     objective = Objective(model, x, y, loss, training=training)
     size = objective.start.size
-    if count >= size:
-        raise arguments.wrong("count", f"less than the {size} weights", count)
+    arguments.choice("which", which, ("LA", "SA", "LM"))
+    arguments.integer("count", count, at_least=1, below=size)
+    arguments.number("tolerance", tolerance, at_least=0)
+    arguments.integer("seed", seed, at_least=0)
     product = LinearOperator(
         (size, size), lambda vector: _product(objective, vector), dtype="float64"
     )
@@ -169,9 +167,6 @@ def hessian_trace(
         samples: The number of vectors, at least 2.
         seed: Of the vectors.
 
-    Returns:
-        A `Trace`.
-
     Raises:
         ValueError: If a product is not finite.
     """
@@ -181,17 +176,12 @@ def hessian_trace(
     rng = np.random.default_rng(seed)
     signs = rng.choice([-1.0, 1.0], (samples, objective.start.size))
     estimates = np.array([v @ _product(objective, v) for v in signs])
-    return Trace(
-        trace=float(np.mean(estimates)),
-        standard_error=float(np.std(estimates, ddof=1) / np.sqrt(samples)),
-        samples=estimates,
-    )
+    error = np.std(estimates, ddof=1) / np.sqrt(samples)
+    return Trace(float(np.mean(estimates)), float(error), estimates)
 
 
 def _product(objective, vector):
     product = objective.hessian_vector_product(np.ravel(vector)).astype("float64")
     if not np.all(np.isfinite(product)):
-        raise ValueError(
-            "The Hessian of the loss is not finite at the weights of the model."
-        )
+        raise ValueError("The Hessian of the loss is not finite at these weights.")
     return product

@@ -1,17 +1,16 @@
 """The loss around the weights: along a line, and its curvature."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from keras_norms._checks import arguments
-from keras_norms._checks.models import check_model
-from keras_norms.diagnostics._engine.layers import learning_rate_of
+from keras_norms._checks.models import check_loss
+from keras_norms._types import BatchOrFunction, Data, Directory, Loss
 from keras_norms.diagnostics._engine.objective import Objective
-from keras_norms.diagnostics._engine.types import Data, Loss
-
-DIRECTIONS = ("gradient", "random")
+from keras_norms.diagnostics._engine.reading import learning_rate_of
+from keras_norms.diagnostics.probe import Probe, batch_by_step
 
 
 class Landscape(NamedTuple):
@@ -60,14 +59,8 @@ def landscape(
 ) -> Landscape:
     """Measure the smoothness of the loss along a line through the weights.
 
-    With weights `W`, `g = grad L(W)` on this batch and `d` the direction, for each step
-    length `s`:
-
-    ```
-    loss                 L(W - s d)
-    gradient distance    |grad L(W - s d) - g|_2
-    effective beta       |grad L(W - s d) - g|_2 / |s d|_2
-    ```
+    With the weights `W`, `g = grad L(W)` on this batch and a direction `d`, it looks at
+    `W - s d` for each step length `s`. `Landscape` has the formulas.
 
     All points have the same dropout and noise. Nothing of the model changes.
 
@@ -81,20 +74,15 @@ def landscape(
             `g`.
         seed: Of the random direction.
 
-    Returns:
-        A `Landscape`.
-
     Reference:
 
     - Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
       Optimization?, NeurIPS 2018, Section 3.2, Appendix A.2.2, Figures 4, 9, 11.
       https://arxiv.org/abs/1805.11604
     """
-    check_model(model)
-    steps = step_lengths(learning_rate_of(model, learning_rate), step_range, points)
-    arguments.choice("direction", direction, DIRECTIONS)
-    arguments.integer("seed", seed, at_least=0)
     objective = Objective(model, x, y, loss, training=training)
+    relative_steps = _relative_steps(step_range, points, direction, seed)
+    steps = learning_rate_of(model, learning_rate) * relative_steps
     value, gradient = objective.value_and_grad()
     gradient = gradient.astype("float64")
     norm = float(np.linalg.norm(gradient))
@@ -141,8 +129,8 @@ def _range(values):
     return (float(min(values)), float(max(values))) if values.size else (np.nan, np.nan)
 
 
-def step_lengths(learning_rate, step_range, points):
-    """Return `points` step lengths, evenly spaced."""
+def _relative_steps(step_range, points, direction, seed):
+    """Check where to measure; return the step lengths in units of the rate."""
     try:
         least, largest = map(arguments.real, step_range)
     except (TypeError, ValueError):  # No two of them.
@@ -150,4 +138,65 @@ def step_lengths(learning_rate, step_range, points):
     if not 0 < least <= largest < np.inf:
         raise arguments.wrong("step_range", "two positive numbers in order", step_range)
     arguments.integer("points", points, at_least=1)
-    return learning_rate * np.linspace(least, largest, points)
+    arguments.choice("direction", direction, ("gradient", "random"))
+    arguments.integer("seed", seed, at_least=0)
+    return np.linspace(least, largest, points)
+
+
+class LandscapeProbe(Probe):
+    """Measures `landscape` in training: `fit(..., callbacks=[LandscapeProbe(batch)])`.
+
+    Its numbers are `loss`, `gradient_norm`, `loss_min`, `loss_max`,
+    `gradient_distance_min`, `gradient_distance_max`, `effective_beta` and `not_finite`,
+    the number of points that are not finite. The bands of the paper's Figure 4 are
+    between those that end in `_min` and `_max`.
+
+    Args:
+        batch: A batch `(x, y)`, or a function of the step that returns one.
+        every, log_dir: See `Probe`.
+        loss, learning_rate, step_range, points, direction, seed: See `landscape`.
+
+    Example:
+
+    >>> probe = LandscapeProbe((x[:128], y[:128]), every=200)
+    >>> model.fit(x, y, callbacks=[AMAT(), probe])
+    >>> probe.history["effective_beta"]
+    """
+
+    prefix = "landscape"
+
+    def __init__(
+        self,
+        batch: BatchOrFunction,
+        every: int = 200,
+        log_dir: Directory | None = None,
+        loss: Loss = None,
+        learning_rate: float | None = None,
+        step_range: tuple[float, float] = (0.5, 4.0),
+        points: int = 8,
+        direction: str = "gradient",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(every, log_dir)
+        self._batch = batch_by_step(batch)
+        check_loss(loss)
+        if learning_rate is not None:
+            arguments.number("learning_rate", learning_rate, above=0)
+        _relative_steps(step_range, points, direction, seed)
+        self._settings: dict[str, Any] = dict(
+            loss=loss, learning_rate=learning_rate, step_range=step_range
+        )
+        self._settings |= dict(points=points, direction=direction, seed=seed)
+
+    def measure(self) -> dict[str, float]:
+        found = landscape(self.model, *self._batch(self._step), **self._settings)
+        return {
+            "loss": found.loss,
+            "gradient_norm": found.gradient_norm,
+            "loss_min": found.loss_range[0],
+            "loss_max": found.loss_range[1],
+            "gradient_distance_min": found.gradient_distance[0],
+            "gradient_distance_max": found.gradient_distance[1],
+            "effective_beta": found.effective_beta,
+            "not_finite": len(found.not_finite),
+        }

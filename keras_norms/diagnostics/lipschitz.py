@@ -6,10 +6,9 @@ import keras
 import numpy as np
 
 from keras_norms._checks.models import check_model
-from keras_norms.diagnostics._engine.arrays import affine
-from keras_norms.diagnostics._engine.layers import find_layer
+from keras_norms._types import Data, LayerOrName, Loss
 from keras_norms.diagnostics._engine.objective import Objective
-from keras_norms.diagnostics._engine.types import Data, LayerOrName, Loss
+from keras_norms.diagnostics._engine.reading import affine, by_channel, find_layer
 
 
 class LipschitzTerms(NamedTuple):
@@ -54,14 +53,9 @@ def lipschitz_terms(
         model, x, y, loss: See `Objective`.
         layer: A `keras.layers.BatchNormalization` that is not frozen, or its name.
 
-    Returns:
-        A `LipschitzTerms`.
-
     Reference:
 
-    - Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
-      Optimization?, NeurIPS 2018, Theorem 4.1 and Eq. 9.
-      https://arxiv.org/abs/1805.11604
+    - Santurkar et al., NeurIPS 2018, Theorem 4.1 and Eq. 9. See `landscape`.
     """
     check_model(model)
     found = find_layer(model, layer)
@@ -73,15 +67,14 @@ def lipschitz_terms(
         )
     before = Objective(model, x, y, loss, layer=found, side="input")
     after = Objective(model, x, y, loss, layer=found, side="output")
-
-    def by_channel(vector, objective):
-        values = objective.unflatten(vector).astype("float64")
-        channels = values.shape[found.axis]
-        return np.moveaxis(values, found.axis, -1).reshape(-1, channels)
-
-    inputs = by_channel(before.start, before)
-    measured = by_channel(before.value_and_grad()[1], before)
-    g = by_channel(after.value_and_grad()[1], after)
+    inputs, measured, g = (
+        by_channel(objective.unflatten(vector), found.axis)
+        for objective, vector in (
+            (before, before.start),
+            (before, before.value_and_grad()[1]),
+            (after, after.value_and_grad()[1]),
+        )
+    )
     m, channels = inputs.shape
     variance = np.var(inputs, 0)
     sigma = np.sqrt(variance + found.epsilon)

@@ -40,18 +40,15 @@ def _array(name, value, ndim=1, m=None):
     shape = found.shape[:1] * ndim if m is None else (m,) * ndim
     if found.shape != shape or not found.ndim or not np.all(np.isfinite(found)):
         size = "of any length" if m is None else f"of shape {shape}"
-        raise ValueError(
-            f"Argument `{name}` must be finite numbers {size}. "
-            f"Received: {name}={arguments.shown(value)} of shape {found.shape}"
-        )
+        raise arguments.wrong(name, f"finite numbers {size}", value)
     return found
 
 
 def _checked(g, gamma, y):
-    """Check the arguments; return `g`, `gamma`, and the two of `normalize`."""
+    """Check the arguments; return `g`, `gamma`, the two of `normalize`, and `m`."""
     y_hat, sigma = normalize(y)
     g = _array("g", g, m=y_hat.size)
-    return g, arguments.number("gamma", gamma), y_hat, sigma
+    return g, arguments.number("gamma", gamma), y_hat, sigma, y_hat.size
 
 
 def jacobian(y: np.ndarray, gamma: float = 1.0) -> np.ndarray:
@@ -74,8 +71,7 @@ def gradient(g: np.ndarray, y: np.ndarray, gamma: float = 1.0) -> np.ndarray:
     gamma / (m sigma) * (m g - sum(g) - y_hat <g, y_hat>)
     ```
     """
-    g, gamma, y_hat, sigma = _checked(g, gamma, y)
-    m = y_hat.size
+    g, gamma, y_hat, sigma, m = _checked(g, gamma, y)
     return gamma / (m * sigma) * (m * g - np.sum(g) - y_hat * (g @ y_hat))
 
 
@@ -89,8 +85,7 @@ def squared_gradient(g: np.ndarray, y: np.ndarray, gamma: float = 1.0) -> float:
     Returns:
         The squared norm of the gradient with respect to `y`.
     """
-    g, gamma, y_hat, sigma = _checked(g, gamma, y)
-    m = y_hat.size
+    g, gamma, y_hat, sigma, m = _checked(g, gamma, y)
     left = g @ g - np.sum(g) ** 2 / m - (g @ y_hat) ** 2 / m
     return gamma**2 / sigma**2 * left
 
@@ -112,8 +107,7 @@ def curvature(
     Returns:
         The quadratic form `G^T (d^2 L / dy dy) G`.
     """
-    g, gamma, y_hat, sigma = _checked(g, gamma, y)
-    m = y_hat.size
+    g, gamma, y_hat, sigma, m = _checked(g, gamma, y)
     hessian = _array("hessian", hessian, 2, m)
     G = gradient(g, y, gamma)
     scaled = gamma**2 / sigma**2 * (G @ hessian @ G)
@@ -132,8 +126,7 @@ def hessian(
         - 3/m <g, y_hat> y_hat y_hat^T + <g, y_hat> (I - 1 1^T / m)) / (m gamma))
     ```
     """
-    g, gamma, y_hat, sigma = _checked(g, gamma, y)
-    m = y_hat.size
+    g, gamma, y_hat, sigma, m = _checked(g, gamma, y)
     hessian = _array("hessian", hessian, 2, m)
     centring = np.eye(m) - 1 / m
     projection = centring - np.outer(y_hat, y_hat) / m

@@ -1,6 +1,5 @@
 """Callbacks that follow the norm of weights, and batch normalization's parameters."""
 
-import itertools
 from collections.abc import Callable
 
 import keras
@@ -8,11 +7,10 @@ import numpy as np
 
 from keras_norms import _keras
 from keras_norms._checks.models import check_inputs, check_layers, matching_layers
-from keras_norms.diagnostics._engine.arrays import affine, float64, moments
-from keras_norms.diagnostics._engine.layers import names_of
-from keras_norms.diagnostics._engine.model_loss import record
-from keras_norms.diagnostics._engine.probe import Probe
-from keras_norms.diagnostics._engine.types import Data, Directory, Layers
+from keras_norms._types import Data, Directory, Layers
+from keras_norms.diagnostics._engine.objective import record
+from keras_norms.diagnostics._engine.reading import affine, float64, moments, names_of
+from keras_norms.diagnostics.probe import Probe
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.kernels import kernels_by_name
 
@@ -40,7 +38,7 @@ class WeightGrowth(Probe):
     Args:
         layers: Layers or their names, of which all kernels are followed, those
             of layers inside too. `None`: all kernels of the model.
-        every, log_dir: See `LandscapeProbe`; `every` is 1 by default.
+        every, log_dir: See `Probe`.
 
     Raises:
         ValueError: When training begins, if a layer is not in the model or has no
@@ -54,8 +52,7 @@ class WeightGrowth(Probe):
 
     Reference:
 
-    - Sun et al., New Interpretations of Normalization Methods in Deep Learning, AAAI
-      2020, Lemma 3 and Figure 3. https://doi.org/10.1609/aaai.v34i04.6046
+    - Sun et al., AAAI 2020, Lemma 3 and Figure 3. See `decompose`.
     """
 
     prefix = "weight"
@@ -69,15 +66,10 @@ class WeightGrowth(Probe):
         super().__init__(every, log_dir)
         check_layers(layers)
         self._layers = layers
-        self._kernels: dict[str, keras.Variable] = {}
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
         self._kernels = kernels_by_name(self.model, self._layers)
-
-    def on_train_end(self, logs=None):
-        super().on_train_end(logs)
-        self._kernels = {}
 
     def before_step(self):
         self.model  # noqa: B018 (brings the state from JAX)
@@ -118,7 +110,7 @@ class BatchStatistics(Probe):
             layer are `mu` and `sigma^2`, which costs nothing.
         layers: Layers or their names. `None`: every `BatchNormalization` of the
             model; with a batch also `CBN`, `NoisyBN` and `LpNorm` layers.
-        every, log_dir: See `LandscapeProbe`.
+        every, log_dir: See `Probe`.
 
     Attributes:
         channels: Dict from `<layer>_variance_distance` and `<layer>_mean_distance` to
@@ -132,7 +124,7 @@ class BatchStatistics(Probe):
 
     Reference:
 
-    - Sun et al., AAAI 2020, Section 3.1 and Figure 2. See `WeightGrowth`.
+    - Sun et al., AAAI 2020, Section 3.1 and Figure 2. See `decompose`.
     """
 
     prefix = "statistics"
@@ -159,8 +151,8 @@ class BatchStatistics(Probe):
         kinds = kinds if self._has_batch else kinds[:1]
         found = _keras.layers_of(self.model, kinds, include_self=False)
         if self._layers is not None:
-            by_name = [matching_layers(self.model, one) for one in self._layers]
-            found = list(itertools.chain(*by_name))
+            every = (matching_layers(self.model, one) for one in self._layers)
+            found = [norm for each in every for norm in each]
         self._norms = found
         if not found or not all(isinstance(norm, kinds) for norm in found):
             names = " or ".join(kind.__name__ for kind in kinds)
@@ -171,9 +163,9 @@ class BatchStatistics(Probe):
             )
 
     def measure(self) -> dict[str, float]:
-        model = self.model
         if self._has_batch:
-            calls = record(model, self._norms, self._batch(self._step), training=True)
+            batch = self._batch(self._step)
+            calls = record(self.model, self._norms, batch, training=True)
             found = {call.layer: moments(call.input, call.layer.axis) for call in calls}
         else:
             found = {
@@ -186,11 +178,8 @@ class BatchStatistics(Probe):
                 raise ValueError(f"The model does not call layer '{norm.name}'.")
             mean, variance = found[norm]
             gamma, beta = affine(norm, len(mean))
-            values = {
-                f"{name}_variance_distance": np.abs(gamma**2 - variance),
-                f"{name}_mean_distance": np.abs(beta - mean),
-            }
-            for key, value in values.items():
-                self.channels.setdefault(key, []).append(value)
-                numbers[key] = value.mean()
+            distances = np.abs(gamma**2 - variance), np.abs(beta - mean)
+            for kind, value in zip(("variance", "mean"), distances):
+                self.channels.setdefault(f"{name}_{kind}_distance", []).append(value)
+                numbers[f"{name}_{kind}_distance"] = value.mean()
         return numbers

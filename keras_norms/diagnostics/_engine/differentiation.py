@@ -60,11 +60,7 @@ def differentiate(function, values, differentiable=False):
         if not result.requires_grad:
             return result, [torch.zeros_like(v) for v in values]
         gradients = torch.autograd.grad(
-            result,
-            values,
-            create_graph=differentiable,
-            allow_unused=True,
-            materialize_grads=True,
+            result, values, create_graph=differentiable, materialize_grads=True
         )
     return result.detach() if not differentiable else result, list(gradients)
 
@@ -76,8 +72,7 @@ def randomness():
     import torch
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    states = [torch.cuda.get_rng_state(device) for device in devices]
-    return torch.get_rng_state(), devices, states
+    return torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices}
 
 
 @contextlib.contextmanager
@@ -88,10 +83,10 @@ def drawing_from(state):
         return
     import torch
 
-    of_cpu, devices, of_devices = state
-    with torch.random.fork_rng(devices):
+    of_cpu, of_devices = state
+    with torch.random.fork_rng(of_devices):
         torch.set_rng_state(of_cpu)
-        for device, device_state in zip(devices, of_devices):
+        for device, device_state in of_devices.items():
             torch.cuda.set_rng_state(device_state, device)
         yield
 

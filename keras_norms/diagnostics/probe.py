@@ -1,4 +1,4 @@
-"""What callbacks that measure a model share: when, and where the numbers go."""
+"""The base of callbacks that measure a model in training, and leave it as it is."""
 
 import os
 
@@ -6,7 +6,8 @@ import keras
 from keras import ops
 
 from keras_norms._checks import arguments
-from keras_norms.diagnostics._engine.types import Directory
+from keras_norms._checks.models import check_pair
+from keras_norms._types import Directory
 
 
 class Probe(keras.callbacks.Callback):
@@ -28,8 +29,7 @@ class Probe(keras.callbacks.Callback):
             The package `tensorboard` must be installed; TensorFlow need not.
 
     Attributes:
-        history: Dict of lists of equal length: `"step"`, and one for each number. A
-            band is drawn between a pair of lists that end in `_min` and `_max`.
+        history: Dict of lists of equal length: `"step"`, and one for each number.
     """
 
     prefix: str | None = None
@@ -97,13 +97,20 @@ class Probe(keras.callbacks.Callback):
 
     def record(self, numbers: dict[str, float]) -> None:
         """Put a dict of numbers where they belong."""
-        self.history.setdefault("step", []).append(self._step)
-        for key, value in numbers.items():
-            self.history.setdefault(key, []).append(float(value))
-        self._latest = {
-            f"{self.prefix}_{key}": float(value) for key, value in numbers.items()
-        }
+        numbers = {key: float(value) for key, value in numbers.items()}
+        for key, value in {"step": self._step, **numbers}.items():
+            self.history.setdefault(key, []).append(value)
+        self._latest = {f"{self.prefix}_{key}": value for key, value in numbers.items()}
         if self._writer is not None:
             for key, value in self._latest.items():
                 self._writer.add_scalar(key, value, self._step)
             self._writer.flush()
+
+
+def batch_by_step(batch):
+    """Return a function of the step that returns a batch."""
+    if callable(batch):
+        return batch
+    must = "be a pair `(x, y)`, or a function of the step that returns one"
+    check_pair(None, batch, "batch", must)
+    return lambda step: batch

@@ -1,0 +1,76 @@
+"""What diagnostics read of a model: arrays in float64, layers by name, its rate."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_norms._checks import arguments
+from keras_norms._checks.models import matching_layers
+
+
+def float64(x):
+    """Copy an array, a tensor or a variable to a float64 array."""
+    on_backend = ops.is_tensor(x) or isinstance(x, keras.Variable)
+    return np.array(ops.convert_to_numpy(x) if on_backend else x, "float64")
+
+
+def by_channel(x, axis):
+    """Return the elements of each channel, of shape `(elements, channels)`, float64."""
+    x = np.moveaxis(float64(x), axis, -1)
+    return x.reshape(-1, x.shape[-1])
+
+
+def moments(x, axis):
+    """Compute the mean and variance of each channel, float64."""
+    x = by_channel(x, axis)
+    return x.mean(0), x.var(0)
+
+
+def affine(norm, channels):
+    """Return `gamma` and `beta` of a norm, float64; ones or zeros where it has none."""
+    gamma, beta = getattr(norm, "gamma", None), getattr(norm, "beta", None)
+    return (
+        np.ones(channels) if gamma is None else float64(gamma),
+        np.zeros(channels) if beta is None else float64(beta),
+    )
+
+
+def find_layer(model, layer, argument="layer"):
+    """Find the only layer of a model that an argument means."""
+    found = matching_layers(model, layer, argument)
+    if len(found) > 1:
+        raise ValueError(
+            f"Argument `{argument}` must be a layer, or the name of only one. "
+            f"Received: {argument}={layer!r}, the name of {len(found)} layers"
+        )
+    return found[0]
+
+
+def names_of(layers):
+    """Name each layer, or give its path where several have that name."""
+    names = [layer.name for layer in layers]
+    return [
+        name if names.count(name) == 1 else layer.path
+        for name, layer in zip(names, layers)
+    ]
+
+
+def learning_rate_of(model, learning_rate):
+    """Return the rate given, or the one that the optimizer's next step will use."""
+    if learning_rate is not None:
+        return arguments.number("learning_rate", learning_rate, above=0)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        expected = "given, for the model has no optimizer"
+        raise arguments.wrong("learning_rate", expected, None)
+    rate = ops.convert_to_tensor(optimizer.learning_rate)
+    return float(ops.convert_to_numpy(rate))
+
+
+def aligned(lines):
+    """Write lines of cells as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
+        for line in lines
+    )
