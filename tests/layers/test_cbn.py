@@ -136,9 +136,6 @@ def test_the_ratio_where_a_mean_is_0_and_where_it_is_not(name):
     assert_close(reference.groups[0].mean_weight[[0, 1, 4]], [1, 1, 10])
 
 
-# In programs
-
-
 def test_zero_learning_rate_averages_all_batches():
     layer = known_rate(0.0)
     batches = [X, 2 * X + 1, X**2]

@@ -40,10 +40,14 @@ def test_gain_initializers():
     layer = wrapped(WS, layers.Dense(3), (None, 4), gain=True)
     assert_close(layer.gains["kernel"], [1] * 3)
     half = keras.initializers.Constant(0.5)
-    layer = CWN(layers.Dense(3), 4.0, True, half, 1e-12)
-    layer.build((None, 4))
+    more = {"scale": 4.0, "gain": True, "gain_initializer": half, "epsilon": 1e-12}
+    layer = wrapped(CWN, layers.Dense(3), (None, 4), **more)
     kernel = numpy(layer.normalized_kernels()["kernel"])
     assert_close(np.sum(kernel**2, 0), [4.0] * 3)
+    with keras.StatelessScope():  # in which weights have no values yet
+        layer = wrapped(WN, layers.Dense(3), (None, 4))
+    length = np.sqrt(np.sum(numpy(layer.layer.kernel) ** 2, 0) + 1e-5)
+    assert_close(layer.gains["kernel"], length)
 
 
 # Precision

@@ -107,27 +107,6 @@ def test_kernels_for_the_cpu_equal_the_composition(monkeypatch, shape):
 
 
 @tensorflow_only
-def test_kernels_for_the_cpu_stay_out_of_xla():
-    import tensorflow as tf
-
-    applied = []
-    ((_, applies_to),) = passes.affine.kernels
-
-    def trace(x, vector):
-        applied.append(applies_to(x, vector, axis=-1))
-        return x
-
-    def nested(*arguments):
-        return tf.function(trace)(*arguments)
-
-    arguments = tf.zeros((64, 8192)), tf.zeros(8192)
-    tf.function(trace)(*arguments)
-    for compiled in (trace, nested):
-        tf.function(compiled, jit_compile=True)(*arguments)
-    assert applied == [True, False, False]
-
-
-@tensorflow_only
 @pytest.mark.parametrize("training", [True, False])
 def test_inference_can_be_exported_to_where_there_is_no_xla(training):
     import tensorflow as tf

@@ -1,6 +1,7 @@
 """Gradients of a layer's output, eager or compiled, on whichever backend runs."""
 
 import keras
+from keras.ops import convert_to_tensor
 
 from tests.support.backend import BACKEND, numpy
 
@@ -48,8 +49,10 @@ def training_step(layer, loss, mode="eager", **call_arguments):
     def run(x, **tensors):
         parameters = [v.value for v in layer.trainable_variables]
         state = [v.value for v in layer.non_trainable_variables]
-        tensors = {name: _tensor(value) for name, value in tensors.items()}
-        (y, state), (dx, dparameters) = step(_tensor(x), parameters, state, tensors)
+        tensors = {name: convert_to_tensor(value) for name, value in tensors.items()}
+        (y, state), (dx, dparameters) = step(
+            convert_to_tensor(x), parameters, state, tensors
+        )
         for variable, value in zip(layer.non_trainable_variables, state):
             variable.assign(value)
         return tuple(map(numpy, (y, dx, *dparameters)))
@@ -64,7 +67,7 @@ def second_derivative(layer, x, loss, directions, mode="eager", **call_arguments
     """
     parameters = [v.value for v in layer.trainable_variables]
     state = [v.value for v in layer.non_trainable_variables]
-    directions = [_tensor(direction) for direction in directions]
+    directions = [convert_to_tensor(direction) for direction in directions]
 
     def step(x, parameters):
         def scalar(x, parameters):
@@ -80,7 +83,7 @@ def second_derivative(layer, x, loss, directions, mode="eager", **call_arguments
 
         return _gradient(scalar, x, parameters)[1]
 
-    dx, dparameters = compiled(step, mode)(_tensor(x), parameters)
+    dx, dparameters = compiled(step, mode)(convert_to_tensor(x), parameters)
     return [numpy(v) for v in (dx, *dparameters)]
 
 
@@ -110,7 +113,3 @@ def _gradient(scalar, x, parameters, keep=False):
         value, aux = scalar(x, parameters)
         dx, *rest = torch.autograd.grad(value, [x, *parameters], create_graph=keep)
     return aux, (dx, rest)
-
-
-def _tensor(x):
-    return keras.ops.convert_to_tensor(x)

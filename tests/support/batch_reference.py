@@ -9,14 +9,8 @@ import keras
 import numpy as np
 
 
-class MovingAverages:
-    def __post_init__(self):
-        self.moving_mean = np.zeros(self.channels)
-        self.moving_statistic = np.ones(self.channels)
-
-
 @dataclasses.dataclass
-class CBNReference(MovingAverages):
+class CBNReference:
     """Complete batch normalization with its state (Peng et al., Eqs. 4-9)."""
 
     channels: int
@@ -28,6 +22,7 @@ class CBNReference(MovingAverages):
     mean_gradient: str = "shift"
     rate: float = -1.0
     weight, uses_averages = 0.0, True
+    moving_mean, moving_statistic = 0.0, 1.0
 
     def inference(self, x, gamma, beta):
         scale = gamma / (self.rho * np.sqrt(self.moving_statistic + self.epsilon))
@@ -57,7 +52,7 @@ class CBNReference(MovingAverages):
         stored_mean, used_mean = stored_and_used(self.moving_mean, mean)
         square = self._square(x, used_mean, beta, mask)
         stored_square, used = stored_and_used(self.moving_statistic, square)
-        self.mean_weight = np.ones(self.channels)
+        self.mean_weight = 1.0
         if self.mean_gradient == "ratio":
             ratio = np.clip(used_mean / np.where(mean == 0, 1, mean), -10, 10)
             self.mean_weight = np.where(mean == 0, 1, ratio)
@@ -93,13 +88,10 @@ class CBNReference(MovingAverages):
         normed = shifted if self.decouple else x - _mean(x, mask)
         dgamma = np.sum(g * shifted, axes) * scale
         dsquare = -0.5 * gamma * dgamma / square
-        direct = g * gamma * scale
-        through_square = visible * normed * 2 * dsquare / m
-        if self.decouple:
-            direct = direct + through_square
-            through_square = 0
+        # Coupled, what goes through the square adds up to 0.
+        direct = g * gamma * scale + visible * normed * 2 * dsquare / m
         dmean = -np.sum(direct, axes)
-        dx = direct + through_square + visible * self.mean_weight * dmean / m
+        dx = direct + visible * self.mean_weight * dmean / m
         return dx, dgamma, -dmean if self.decouple else np.sum(g, axes)
 
 
@@ -113,7 +105,7 @@ class BatchNormReference(CBNReference):
 
 
 @dataclasses.dataclass
-class LpNormReference(MovingAverages):
+class LpNormReference:
     """l_p normalization: (x - mean) / (norm + epsilon), and the averages of both.
 
     The norm is (mean |u|^p)^(1/p), where u is x or x - mean.
@@ -124,6 +116,7 @@ class LpNormReference(MovingAverages):
     norm_of: str = "input"
     momentum: float = 0.99
     epsilon: float = 1e-5
+    moving_mean, moving_statistic = 0.0, 1.0
 
     def inference(self, x, gamma, beta):
         divisor = self.moving_statistic + self.epsilon

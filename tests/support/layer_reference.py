@@ -81,8 +81,7 @@ class OfChannels:
 
     def _parts(self, values):
         """Of each group x, gamma, beta and the mask."""
-        ones = np.ones(self.reference.channels)
-        affine = values.get("gamma", ones), values.get("beta", 0 * ones)
+        affine = values.get("gamma", 1.0), values.get("beta", 0.0)
         x = self._cut(values["x"])
         masks = self._cut(values["mask"]) if "mask" in values else [None] * len(x)
         return [(part, *affine, mask) for part, mask in zip(x, masks)]

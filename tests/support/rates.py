@@ -53,10 +53,9 @@ def fit(model, *callbacks, first=0, epochs=2, **kwargs):
     def tell_the_epoch(epoch, logs):  # also where a backup decides where to start
         data.epoch = epoch
 
-    told_last = keras.callbacks.LambdaCallback(on_epoch_begin=tell_the_epoch)
-    callbacks = [*callbacks, told_last]
+    last = keras.callbacks.LambdaCallback(on_epoch_begin=tell_the_epoch)
     kwargs |= {"initial_epoch": first, "epochs": first + epochs, "shuffle": False}
-    model.fit(data, callbacks=callbacks, verbose=0, **kwargs)
+    model.fit(data, callbacks=[*callbacks, last], verbose=0, **kwargs)
     return model
 
 

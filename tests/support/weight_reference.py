@@ -6,6 +6,7 @@ Written from the formulas. Nothing here is shared with the package.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from keras import layers
@@ -98,8 +99,7 @@ def _padded(x, kernel_shape, strides=1, dilation=1):
     return np.pad(x, [*pads, (0, 0)])
 
 
-@dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):
     """A layer, an input for it, where its units lie, and what it computes.
 
     `make` takes further arguments of the layer. `fan_in` has the axes of a unit for
@@ -177,14 +177,11 @@ CASES = {
 }
 
 
-class AsLayer:
+class AsLayer(NamedTuple):
     """A function of one tensor in the place of a layer, for `autodiff`."""
 
-    trainable_variables = ()
-    non_trainable_variables = ()
-
-    def __init__(self, function):
-        self.function = function
+    function: Callable
+    trainable_variables = non_trainable_variables = ()
 
     def stateless_call(self, parameters, state, x, training):
         return self.function(x), []
