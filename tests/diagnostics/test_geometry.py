@@ -67,8 +67,7 @@ def test_effective_weights_are_one_layer_that_does_the_same(kind):
     images = np.random.default_rng(0).normal(1, 2, (6, 4, 3, 2)).astype(WIDEST)
     before = model.get_weights()
     plain = linear.layer if isinstance(linear, WS) else linear
-    config = {**plain.get_config(), "use_bias": True, "name": "one"}
-    one = type(plain).from_config(config)
+    one = type(plain).from_config({**plain.get_config(), "use_bias": True})
     one.build(images.shape)
     x = np.tanh(images)
     y = float64(linear(x))
@@ -96,10 +95,7 @@ def test_effective_weights_of_any_model():
         Damped()(layers.Dense(5)(inputs)),
     ]
     model, without = (keras.Model(inputs, branches[i:]) for i in range(2))
-    for each in (
-        model,
-        keras.Model(inputs, model(inputs)),
-    ):
+    for each in (model, keras.Model(inputs, model(inputs))):
         assert [*diagnostics.effective_weights(each, np.ones((8, 5)))] == ["found"]
     with pytest.raises(ValueError, match="must have a BatchNormalization that"):
         diagnostics.effective_weights(without, np.ones((8, 5)))
@@ -127,8 +123,8 @@ def test_invariance_of_every_norm():
     networks.assert_same(networks.variables(model), before)
     kinds = dict(zip(found.weights, found.invariance))
     kernels = {w.split("/")[-2]: k for w, k in kinds.items() if w.endswith("kernel")}
-    expected = {"bn": "units", "wn": "units", "gn": "whole", "cbn": "units"}
-    assert kernels == {**expected, "last": "none"}
+    units = dict.fromkeys(("bn", "wn", "cbn"), "units")
+    assert kernels == {**units, "gn": "whole", "last": "none"}
     # Zero, or without a gradient: of those nothing is known.
     assert {kinds[w] for w in kinds if w.endswith(("beta", "bias"))} == {"none"}
     kinds = np.array(found.invariance)

@@ -33,7 +33,7 @@ def test_training_is_bitwise_the_same_and_numbers_are_in_its_logs(tmp_path):
     asked, seen = [], []
 
     def has_all_that_has_a_state():
-        keras.utils.set_random_seed(4)
+        keras.utils.set_random_seed(4)  # PyTorch's generator too
         norm = layers.BatchNormalization()
         return network(CBN(), norm, NoisyBN(), layers.Dropout(0.3))
 
@@ -57,7 +57,7 @@ def test_training_is_bitwise_the_same_and_numbers_are_in_its_logs(tmp_path):
     )
     with_probes = has_all_that_has_a_state()
     logs = train(with_probes, *probes, record, epochs=2).history
-    without = has_all_that_has_a_state()  # and PyTorch's generator begins again
+    without = has_all_that_has_a_state()
     expected = train(without, epochs=2).history
     assert_same(variables(with_probes), variables(without))
     assert {key: logs[key] for key in expected} == expected

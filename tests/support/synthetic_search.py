@@ -19,10 +19,6 @@ def accuracy(values):
     return 0.9 - 0.1 * math.log2(2 * rho) ** 2 / 9 - 0.1 * (omega / 100 - 0.2) ** 2
 
 
-class Killed(BaseException):
-    """Ends a search at once, as SIGKILL does."""
-
-
 @contextlib.contextmanager
 def ends_at_write(fatal, error):
     """What runs in this context must end with `error`, from the `fatal`-th write on."""

@@ -31,7 +31,7 @@ def test_a_search_that_ended_at_a_write_goes_on(algorithm, moments, tmp_path):
     whole = run(tmp_path / "whole", algorithm).oracle
     assert len(whole.end_order) == 8
     for fatal in moments[algorithm]:
-        error = synthetic.Killed() if fatal % 2 else OSError(28, "No space left")
+        error = KeyboardInterrupt() if fatal % 2 else OSError(28, "No space left")
         directory = tmp_path / str(fatal)
         with synthetic.ends_at_write(fatal, error):
             run(directory, algorithm)

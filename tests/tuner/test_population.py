@@ -84,7 +84,7 @@ def test_killed_and_again(fatal, arguments, alone, tmp_path, monkeypatch):
     if arguments.get("population") != 1:
         expected = run(tmp_path / "whole", **arguments)[0]["trials"]
     monkeypatch.setattr(joint_training, "CHECKPOINT_SECONDS", 0)
-    with synthetic.ends_at_write(fatal, synthetic.Killed()):
+    with synthetic.ends_at_write(fatal, KeyboardInterrupt()):
         run(tmp_path, **arguments)
     paths = list(tmp_path.glob("a/runs/*/results.json"))
     finished = {path: path.stat().st_mtime_ns for path in paths}
