@@ -8,8 +8,7 @@ from tests.support.backend import BACKEND
 HERE = pathlib.Path(__file__).parent
 # What the backend hardly matters for is left to `make test-all` on JAX.
 LATER = ("blindness", "cbn", "models", "smoothness", "spheres")
-LATER += ("test_commands.py", "test_compare.py")
-LATER += ("test_statements.py", "engine/test_run.py")
+LATER += ("test_commands.py", "test_compare.py", "engine/test_run.py")
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,7 @@
 """Every command that a text of this project shows exists, and its flags parse."""
 
 import importlib
+import json
 import pathlib
 import re
 
@@ -8,7 +9,8 @@ import absl.flags
 import pytest
 
 from recipes.engine import command
-from tests.support.backend import BACKEND
+from tests.support import small
+from tests.support.backend import BACKEND, later
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXTS = sorted(
@@ -78,3 +80,23 @@ def test_bad_flags(recipe, flags, message):
     recipe = importlib.import_module(f"recipes.{recipe}")
     with pytest.raises((ValueError, absl.flags.Error), match=message):
         command.parse(recipe.Settings, flags.split()).runs()  # a sweep's are checked
+
+
+@pytest.mark.parametrize("paper", ["smoothness", "blindness", "spheres", *later("cbn")])
+def test_statements(paper, tmp_path):
+    """Exact statements of the papers hold as docs/results/statements.md says."""
+    results = ROOT / "docs" / "results"
+    recipe = importlib.import_module(f"recipes.{paper}.statements")
+    found, _ = small.run(recipe, tmp_path, draws=200)
+    stored = json.loads((results / f"statements_{paper}.json").read_text())
+    holds = {item: each["holds"] for item, each in stored.items()}
+    assert {item: each["holds"] for item, each in found.items()} == holds
+    page = (results / "statements.md").read_text()
+    page = page.partition(f"-m recipes.{paper}.")[2].partition("\n## ")[0]
+    rows = dict(
+        line[2:].split(" | ", 1) for line in page.splitlines() if line[:2] == "| "
+    )
+    assert rows.keys() - {"item", "---"} == stored.keys()
+    for item, each in stored.items():
+        end = f" | {each['computed']:.3g} | {'yes' if each['holds'] else 'no'} |"
+        assert rows[item].endswith(end)

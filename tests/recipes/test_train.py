@@ -1,5 +1,4 @@
 import json
-import os
 import zipfile
 
 import keras
@@ -9,7 +8,8 @@ import pytest
 from recipes import train
 from recipes.engine import data, optimizers, recorder
 from tests.support import small
-from tests.support.backend import BACKEND, later, numpy, thorough_on
+from tests.support import synthetic_search as synthetic
+from tests.support.backend import BACKEND, numpy, thorough_on
 from tests.support.small import dense_networks as dense_networks
 
 # Six epochs, three of them at the first learning rate, two at the next.
@@ -64,37 +64,15 @@ def test_run_and_its_files(finished):
     np.testing.assert_allclose(hits.mean(), best["test_accuracy"], atol=1e-6)
 
 
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize(
-    "fatal,before",
-    [
-        # Settings, a checkpoint for each of six epochs, the model, the results.
-        # The metrics have an epoch that the checkpoint does not have.
-        pytest.param(4, True, marks=thorough_on("jax")),
-        *later((3, False)),
-        (9, True),
-    ],
-)
+# Settings, a checkpoint for each of six epochs, the model, the results. At the fourth,
+# the metrics have an epoch that the checkpoint does not have.
+@pytest.mark.parametrize("fatal", [pytest.param(4, marks=thorough_on("jax")), 9])
 def test_a_training_that_ends_at_a_write_goes_on_as_if_it_had_not(
-    finished, tmp_path, monkeypatch, fatal, before
+    finished, tmp_path, monkeypatch, fatal
 ):
     """Weights, metrics and results are the same to the last bit."""
     monkeypatch.setattr(recorder, "CHECKPOINT_SECONDS", 0)
-    replace, count = os.replace, []
-
-    def die(source, target):
-        count.append(target)
-        if len(count) == fatal and before:
-            raise Killed
-        replace(source, target)
-        if len(count) == fatal:
-            raise Killed
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(os, "replace", die)
+    with synthetic.ends_at_write(fatal, synthetic.Killed()):
         run_tiny(tmp_path)
     if fatal == 9:  # all epochs are behind, and only the results are missing
         monkeypatch.setattr(keras.Model, "fit", None)

@@ -9,8 +9,8 @@ import pytest
 
 from keras_norms import CBN
 from recipes import models
-from recipes.cbn import ablation, assumptions, gradient_variance, max_lr, rho
-from recipes.engine import classifier, data, training
+from recipes.cbn import assumptions, gradient_variance, max_lr, rho
+from recipes.engine import data, training
 from recipes.models import norms
 from tests.support import small
 from tests.support.backend import numpy
@@ -144,27 +144,6 @@ def test_runs(tmp_path, monkeypatch):
     more = own | {"norms": ("none",), "learning_rates": (0.1, 1e30)}
     found, _ = small.run(max_lr, tmp_path, "accuracy", "gradient_norm", **more)
     assert found["rows"][1]["runs"][0]["diverged"] and not found["rows"][1]["trains"]
-
-
-def test_ablation(tmp_path, monkeypatch):
-    def trained(settings):
-        accuracy = (len(settings.norm) + settings.rho) / 100
-        diverged = settings.norm == "bn_before"
-        found = {"test_accuracy": accuracy, "train_loss": 1.0, "diverged": diverged}
-        return small.outcome(settings, **found)
-
-    monkeypatch.setattr(classifier, "train", trained)
-    own = {"activations": ("tanh",), "rho_before": (4,), "rho_after": (0.5,)}
-    results, table = small.run(ablation, tmp_path, "accuracy", **own, workers=1)
-    names = "bn", "cbn", "bn_before", "cbn_batch", "cbn_batch", "bn_rho", "bn_rho_amat"
-    expected = zip(range(1, 8), names, (1, 4, 1, 1, 4, 0.5, 0.5))
-    rows = sorted((row["row"], row["norm"], row["rho"]) for row in results["rows"])
-    assert rows == [*expected]
-    lines = small.cells(table)
-    assert ["3", "✓", "", "1", "", "diverged"] in lines
-    # The paper's: row 4 minus row 3 of Table 1, with Tanh.
-    assert ["decoupled (4 - 3)", "–", "–", f"{91.29 - 89.85:+.2f}"] in lines
-    assert ["AMAT (2 - 5)", "-6.00", "-6.00"] in [line[:3] for line in lines]
 
 
 def test_best_rhos():

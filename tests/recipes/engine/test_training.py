@@ -1,5 +1,4 @@
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 
@@ -7,8 +6,9 @@ import keras
 import numpy as np
 import pytest
 
+from keras_norms import AMAT, CBN
 from recipes.cbn import max_lr
-from recipes.engine import classifier, results, training, workers
+from recipes.engine import classifier, imagenet, optimizers, results, training, workers
 from tests.support import small
 from tests.support.backend import later, later_on_jax
 
@@ -118,33 +118,59 @@ def test_many_of_which_one_diverges(tmp_path):
     assert results.percent([other, bad]) == f"{accuracy} (1 of 2 diverged)"
 
 
-class Pool(contextlib.nullcontext):
-    """A process that there would be."""
-
-    def __init__(self):
-        super().__init__(self)
-        self.jobs = []
-
-    def submit(self, function, job):
-        self.jobs.append(job)
-        future = concurrent.futures.Future()
-        future.set_result(function(job))
-        return future
-
-    def shutdown(self, **_):
-        self.jobs.append("shutdown")
-
-
 def test_jobs_of_one_program_meet_in_one_process(monkeypatch):
-    pools = [Pool() for _ in range(4)]
-    monkeypatch.setattr(workers, "_pool", iter(pools).__next__)
-    jobs = ["c1", "a1", "b1", "a2", "b2", "a3"]
+    # A process goes on with its program, or takes a free one, of most jobs.
+    waiting = {"a": ["a1"], "b": ["b1", "b2"], "c": ["c1"]}
+    for last, expected in (("a", None), "a"), (("d", None), "b"), (("d", "b"), "a"):
+        assert workers._next(waiting, last, 0) == expected
+    thread = functools.partial(concurrent.futures.ThreadPoolExecutor, 1)
+    monkeypatch.setattr(workers, "_pool", thread)
+    jobs = sum(waiting.values(), [])
     done = dict(workers.each(str.upper, jobs, lambda job: job[0], 2))
     assert done == {job: job.upper() for job in jobs}
-    # The programs of most jobs first, and who has none left takes another.
-    found = [pool.jobs for pool in pools[:2]]
-    assert found == [["a1", "a2", "a3"], ["b1", "b2", "c1"]]
-    # An error arrives.
     with pytest.raises(ValueError, match="'x'"):
         list(workers.each(int, ["1", "x"], lambda job: job, 2))
-    assert [pool.jobs[-1] for pool in pools[2:]] == ["shutdown", "shutdown"]
+
+
+def test_schedules():
+    for make, total, expected in (
+        (optimizers.piecewise_schedule, 7, np.repeat([0.1, 0.01, 0.001], [3, 2, 2])),
+        (optimizers.piecewise_schedule, 24, np.repeat([0.1, 0.01, 0.001], [12, 8, 4])),
+        (imagenet.schedule, 24, np.repeat([0.1, 0.01, 0.001, 0.0001], 6)),
+    ):
+        schedule = make(0.1, total)
+        rates = [float(schedule(step)) for step in range(total)]
+        np.testing.assert_allclose(rates, expected, rtol=1e-6)
+
+
+def fit(rate, callbacks, accumulated):
+    """A network after five epochs of two steps each."""
+    keras.utils.set_random_seed(0)
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 3)).astype("float32")
+    norm, last = CBN(omega=5.0, name="norm"), keras.layers.Dense(3, name="last")
+    model = keras.Sequential([keras.layers.Input((3,)), norm, last], name="net")
+    more = {"gradient_accumulation_steps": accumulated}
+    model.compile(optimizers.SGD(rate, 0.9, 0.01, **more), "mse")
+    callbacks = callbacks(model)
+    # The second call goes on where it was, by the optimizer's count of steps.
+    for epochs in (3, 2):
+        model.fit(x, y, 4, epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    return model
+
+
+@pytest.mark.parametrize("accumulated", [None, 2])
+def test_rates_that_are_set_equal_those_of_a_schedule_and_amat(accumulated):
+    schedule = optimizers.piecewise_schedule(0.1, 10)
+
+    def told(model):
+        return [optimizers.Rate(schedule, optimizers.give_omegas(model))]
+
+    expected = fit(schedule, lambda model: [AMAT()], accumulated)
+    found = fit(0.7, told, accumulated)
+    (layer,) = optimizers.followers(found)
+    rate = 5.0 * 0.001 / (accumulated or 1)
+    assert layer.omega == 1 and layer.learning_rate.numpy() == pytest.approx(rate)
+    values = {v.path: v.numpy() for v in found.variables}
+    others = {v.path: v.numpy() for v in expected.variables}
+    for key in values.keys() - {"net/norm/learning_rate"}:
+        np.testing.assert_allclose(values[key], others[key], rtol=1e-4, atol=1e-6)

@@ -5,12 +5,10 @@ import pytest
 from recipes.smoothness import _training, landscape
 from tests.support import smoothness_reference as reference
 
-PICTURES = ["landscape.png", "predictiveness.png", "training.png"]
-
 
 def test_deep_linear_network(tmp_path):
     settings, directory, (row,) = reference.run(landscape, tmp_path, norms=["none"])
-    assert sorted(path.name for path in directory.glob("*.png")) == PICTURES
+    assert len(list(directory.glob("*.png"))) == 3
 
     # Without a norm, everything can be computed by hand.
     lines = landscape.train(settings.one(norm="none", seed=0)).metrics

@@ -13,8 +13,7 @@ from tests.support.backend import numpy
 def test_covariate_shift(tmp_path):
     layers = ["layer1", "layer4"]
     settings, directory, rows = reference.run(covariate_shift, tmp_path, layers=layers)
-    pictures = {path.name for path in directory.glob("*.png")}
-    assert pictures == {"shift.png", "training.png"}
+    assert len(list(directory.glob("*.png"))) == 2
     cells = [(row["layer"], row["norm"]) for row in rows]
     assert cells == [(layer, norm) for layer in layers for norm in ("none", "bn")]
     assert rows[1]["distance"]["mean"] == 0 < rows[3]["distance"]["mean"]
