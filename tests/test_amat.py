@@ -171,6 +171,5 @@ def test_models_that_amat_cannot_serve():
     with pytest.warns(UserWarning, match="no CBN layer"):
         amat.on_train_begin()
     amat.set_model(r.branches(CBN()))
-    message = "compiled with an optimizer.*Received: model="
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="compiled with an optimizer.*Received: mo"):
         amat.on_train_begin()

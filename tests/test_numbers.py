@@ -81,7 +81,6 @@ DETAILS = "\n| e |\n| --: |\n| 3 |\n\n<"
         ("the command above", f"First\n{TABLE}The second"),
         ("table 2 of the command above", "\n| c \\| d |\n| --- |\n|  |\n\n<"),
         ("details of the command above", DETAILS),
-        ("table 1 of details of the command above", DETAILS),
         (f"table 1 of {COMMAND}", f"{TABLE}<"),
     ],
 )

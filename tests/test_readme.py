@@ -6,13 +6,12 @@ import re
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras import applications, layers
 
 from tests.support.backend import later, tensorflow_only, thorough_on
 
 pytestmark = thorough_on("jax")
 
-RESNET = keras.applications.ResNet50
 ROOT = pathlib.Path(__file__).parent.parent
 FIRST, SURGERY, DIAGNOSTICS = (
     example
@@ -51,11 +50,11 @@ def small_network(weights, include_top, pooling, input_shape):
 
 
 @tensorflow_only  # which exports
-@pytest.mark.parametrize("network", [small_network, *later(RESNET)])
+@pytest.mark.parametrize("network", [small_network, *later(applications.ResNet50)])
 @pytest.mark.filterwarnings("ignore:fold")
 def test_surgery(network, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(keras.applications, "ResNet50", network)
+    monkeypatch.setattr(applications, "ResNet50", network)
     names = batch(8, 64, 64, 3)
     # Nothing is downloaded in a test.
     exec(SURGERY.replace('"imagenet"', "None"), names)

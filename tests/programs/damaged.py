@@ -1,17 +1,16 @@
-"""Damages every byte of the files of a run, a search and a saved model.
+"""Damages every byte of the files of a run.
 
     python -m tests.programs.damaged
 
 Each bit is flipped in turn, and the file is cut short at each byte. Whoever reads it
 must get an error that names the file, or what was there; of a text, which is still JSON
-with another digit, also what is changed. In a checkpoint nothing may change.
+with another digit, also what is changed. In a checkpoint nothing may change. Tests take
+what is here to damage a run, a search and a saved model in some places.
 """
 
-import argparse
 import collections
 import functools
 import pathlib
-import shutil
 import sys
 import tempfile
 
@@ -107,29 +106,17 @@ def count(path, read, step=1, bits=range(8)):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--every", type=int, default=1, help="Of so many bytes one.")
-    every, wrong = parser.parse_args().every, 0
-    run = "config.json", "metrics.jsonl"
+    wrong = 0
     with tempfile.TemporaryDirectory() as root:
-        root = pathlib.Path(root)
-        record(root / "complete_run")
-        record(root / "run", complete=False)
-        search(root / "search")
-        shutil.copy(MODEL, root / "model.keras")
-        for name, names, read, step in (
-            ("complete_run", (*run, "results.json"), run_state, every),
-            ("run", (*run, "checkpoint.npz"), run_state, every),
-            ("search", SEARCH, search_state, 3 * every),
-            ("", ["model.keras"], model_state, 200 * every),
-        ):
-            for path in (root / name / each for each in names):
-                found = count(path, functools.partial(read, root / name), step)
-                wrong += found["wrong"]
-                kinds = ("errors", "without effect", "changed", "wrong")
-                counts = ", ".join(f"{found[kind]} {kind}" for kind in kinds)
-                about = f"{path.relative_to(root)}, {path.stat().st_size} bytes"
+        for name in ("complete", "begun"):
+            directory = pathlib.Path(root, name)
+            record(directory, complete=name == "complete")
+            for path in sorted(directory.glob("[!.]*")):
+                found = count(path, functools.partial(run_state, directory))
+                counts = ", ".join(f"{found[kind]} {kind}" for kind in sorted(found))
+                about = f"{name}/{path.name}, {path.stat().st_size} bytes"
                 print(f"{about}: {found.total()} times, {counts}")
+                wrong += found["wrong"]
     sys.exit(bool(wrong))
 
 

@@ -29,16 +29,25 @@ ROOT = pathlib.Path(__file__).parents[2]
 IMAGES = "--train_size=96 --batch_size=32"
 SAVED = f"{IMAGES} --saved_models_dir=models"
 TANH = f"{IMAGES} --seeds=1 --activations=tanh"
+TUNED = "--algorithm=random --trials=24 --epochs=5 --model=resnet8 --workers=1"
+STEPS = "--steps=300 --every=2 --dtype=float32 --norms=bn,lp1 --workers=1"
 RECIPES = {
     "recipes.train": f"{SAVED} --epochs=150 --norm=noisy_bn --augment",
     "recipes.cbn.rho": f"{TANH} --epochs=40 --rhos=1,2 --workers=1",
     # Processes import the recipe anew: it is a real network.
     "recipes.compare": f"{TANH} {SAVED} --models=resnet8 --epochs=12 --workers=2",
-    "tuner.search": f"{IMAGES} --model=resnet8 --epochs=5 --trials=24 --workers=1 "
-    "--algorithm=random --name=killed",
-    "recipes.smoothness.landscape": "--network=dln --depth=3 --dtype=float32 "
-    "--steps=300 --every=2 --norms=bn,lp1 --workers=1",
+    "tuner.search": f"{IMAGES} {TUNED} --name=killed",
+    "recipes.smoothness.landscape": f"{STEPS} --network=dln --depth=3",
 }
+# A recipe with the tests' network.
+SMALL = """
+import runpy, sys
+from recipes import models
+from tests.support import small
+models.build = small.convolutions
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 # Times, places, and who asks KerasTuner for a trial next.
 TIMES = "seconds|saved_model|run_times|display|ongoing_trials|retry_queue|tried_so"
 
@@ -51,11 +60,10 @@ def is_killed(recipe, directory, kills=True):
         return sum(path.read_bytes().count(b"\n") for path in paths)
 
     directory.mkdir(exist_ok=True)
-    before = lines()
+    before, arguments = lines(), RECIPES[recipe].split()
     complete = {p: p.stat().st_mtime_ns for p in directory.rglob("results.json")}
-    words = ["tests.programs.small_recipe", recipe, *RECIPES[recipe].split()]
     process = subprocess.Popen(
-        [sys.executable, "-m", *words, "--runs_dir=runs"],
+        [sys.executable, "-c", SMALL, recipe, "--runs_dir=runs", *arguments],
         cwd=directory,
         env=os.environ | {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "1"},
         stdout=subprocess.DEVNULL,
@@ -91,7 +99,7 @@ def outcome(directory):
     return {
         str(path.relative_to(directory)): READERS.get(path.suffix, bool)(path)
         for path in directory.rglob("*")
-        if path.is_file() and path.name != ".lock"
+        if path.is_file() and path.name not in (".lock", "details.md")  # with times
     }
 
 

@@ -66,11 +66,6 @@ SEQUENCES = {
 }
 
 
-def policy(case):
-    """The dtype policy of a layer for inputs of a case."""
-    return POLICIES.get(case, "float32")
-
-
 # Name -> layer and arguments.
 BATCH = {
     "keras BN": (keras.layers.BatchNormalization, {}),
@@ -86,8 +81,8 @@ LP_NORMS = {
     for p in (1, 2, np.inf)
 }
 WEIGHTS = {"WS": weight_norms.ws, "CWN": weight_norms.cwn, "WN": weight_norms.wn}
-UNKNOWN_RATE = {"CBN, rate unknown": (CBN, {})}
-LAYERS = BATCH | UNKNOWN_RATE | LP_NORMS
+UNKNOWN = "CBN, rate unknown"
+LAYERS = BATCH | {UNKNOWN: (CBN, {})} | LP_NORMS
 
 
 def make(name, **more):
@@ -102,22 +97,18 @@ def errors(name, case, mode=MODES[-1]):
         name: A key of `LAYERS` or `WEIGHTS`.
         case: A key of `CASES`, `LARGE` or `SEQUENCES`.
     """
-    inputs = _inputs(case)
-    layer, start, *parts, g, step = _compiled(name, policy(case), inputs[0].shape, mode)
+    inputs, policy = _inputs(case), POLICIES.get(case, "float32")
+    layer, start, *parts, g, step = _compiled(name, policy, inputs[0].shape, mode)
     if start:
         layer.set_weights(start)
     reference, *affine = copy.deepcopy(parts)
-    found = []
+    rate, found = -1.0 if name == UNKNOWN else RATE, []
     for x in inputs:
         y, dx, *_ = step(x)
         x = x.astype("float64")
-        expected, wanted, *_ = expected_step(reference, x, *affine, g, _rate(name))
+        expected, wanted, *_ = expected_step(reference, x, *affine, g, rate)
         found.append((_error(y, expected), _error(dx, wanted)))
     return np.array(found)
-
-
-def _rate(name):
-    return -1.0 if name in UNKNOWN_RATE else RATE
 
 
 @functools.lru_cache(1)
@@ -146,7 +137,7 @@ def _compiled(name, policy, shape, mode):
     else:
         layer, arguments = LAYERS[name]
         layer, *parts = built(shape, rng, layer, dtype=policy, **arguments)
-        set_rate(layer, _rate(name))
+        set_rate(layer, -1.0 if name == UNKNOWN else RATE)
         start = layer.get_weights()
     g = rng.normal(size=shape).astype("float32")
     loss = linear_loss(g)
