@@ -240,11 +240,8 @@ class Channels:
                 return None
             ids = np.repeat(labels.ids, layer.depth_multiplier)
             return self._passed(unit, labels, Labels(axis, ids))
-        if affine_lib.is_norm(unit) or linear.diagonal_axis(unit, rank) is not None:
-            if affine_lib.axis_of(unit, rank) != axis:
-                return None
-            return self._passed(unit, labels, labels)
-        if cls is layers.PReLU:
+        is_map = affine_lib.is_norm(unit) or cls in linear.EINSUM
+        if cls is layers.PReLU or (is_map and affine_lib.axis_of(unit, rank) == axis):
             return self._passed(unit, labels, labels)
         if cls in (layers.Flatten, layers.Reshape, layers.Permute):
             return self._reshaped(node, labels)
