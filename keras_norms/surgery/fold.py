@@ -99,11 +99,10 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
 def _is_map(graph, unit, masked):
     if not affine_lib.is_norm(unit):
         # An EinsumDense may as well scale steps, and drops masks, as no norm does.
-        is_diagonal = linear.diagonal_axis(unit, 2) is not None
         drops = masked and unit.cls is not ChannelAffine
-        return (
-            is_diagonal and not drops and not affine_lib.is_on_another_axis(graph, unit)
-        )
+        if drops or linear.diagonal_axis(unit, 2) is None:
+            return False
+        return not affine_lib.is_on_another_axis(graph, unit)
     if any(node.kwargs.get("training") for node in unit.nodes):
         if affine_lib.is_batch_norm(unit):
             return False

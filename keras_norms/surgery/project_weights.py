@@ -105,10 +105,9 @@ class ProjectWeights(keras.callbacks.Callback):
                 "layers", "layers without a constraint of the kernel", constrained
             )
         self._kernels = kernels
-        norms = [float(np.linalg.norm(to_float64(v))) for v in kernels]
-        self.norms = {v.path: norm for v, norm in zip(kernels, norms)}
-        for variable, norm in zip(kernels, norms):
-            variable.constraint = _OnSphere(norm)
+        self.norms = {v.path: float(np.linalg.norm(to_float64(v))) for v in kernels}
+        for variable in kernels:
+            variable.constraint = _OnSphere(self.norms[variable.path])
         # The step that is compiled has no constraints in it.
         model.make_train_function(force=True)
 

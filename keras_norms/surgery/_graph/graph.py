@@ -353,11 +353,9 @@ class Graph:
 
     def build(self):
         """Return a new model. Call `make` for one with weights and compile state."""
-        inputs = {id(v) for v in tree.flatten(self.inputs)}
         for node in reversed(list(self.nodes)):
-            if not any(
-                v.readers or v.is_output or id(v) in inputs for v in node.outputs
-            ):
+            is_used = any(v.readers or v.is_output for v in node.outputs)
+            if not is_used and not issubclass(node.unit.cls, keras.layers.InputLayer):
                 self.drop(node)
         if isinstance(self.model, keras.Sequential) and self._is_chain():
             made_layers = [node.unit.make() for node in self.nodes]

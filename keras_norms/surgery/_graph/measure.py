@@ -17,6 +17,7 @@ from keras_norms.ops.lp_norm import lp_statistics
 from keras_norms.ops.moments import moments
 from keras_norms.ops.shapes import per_channel, reduction_axes
 from keras_norms.surgery._graph.affine import Statistics, moving_statistics
+from keras_norms.surgery._graph.remake import is_of
 
 # So many batches are not worth compiling well for.
 _FEW = 8
@@ -34,16 +35,15 @@ def inputs_of(model, data):
     is_array = hasattr(data, "shape") and hasattr(data, "dtype")
     if is_array or isinstance(data, dict):
         return _checked(model, data)
-    if isinstance(data, keras.utils.PyDataset):
-        return data
     if isinstance(data, (list, tuple)):
         if not data:
             raise wrong_data(data)
         if not one_input and all(hasattr(x, "shape") for x in data):
             return _checked(model, list(data))
         return _as_tuples([_checked(model, _inputs(batch)) for batch in data])
-    known = ("tensorflow", "torch", "grain", "pandas")
-    if any(c.__module__.partition(".")[0] in known for c in type(data).__mro__):
+    known = "tensorflow", "torch", "grain", "pandas"
+    is_known = any(is_of(cls, *known) for cls in type(data).__mro__)
+    if is_known or isinstance(data, keras.utils.PyDataset):
         return data
     if hasattr(data, "__iter__"):
         return _as_tuples(data)

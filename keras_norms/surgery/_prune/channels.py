@@ -136,9 +136,9 @@ class Channels:
             read = [self._labels.get(id(v)) for v in node.inputs]
             if node.unit.graph is not None:
                 made = self._visit(node.unit.graph, read)
+            elif (labels := self._call(node, read)) is not None:
+                made = [labels]
             else:
-                made = self._call(node, read)
-            if made is None:
                 # Nothing is known of it, so all that it reads and makes has to stay.
                 made = [self._new(v, v.rank - 1) for v in node.outputs]
                 for labels in read + made:
@@ -154,20 +154,18 @@ class Channels:
         if node.output is None or node.kwargs.get("training"):
             return None
         if unit.cls in _READERS and linear.is_foldable(unit):
-            made = self._mixing(node, *read) if len(read) == 1 else None
-        elif any(labels is None for labels in read) or not read:
+            return self._mixing(node, *read) if len(read) == 1 else None
+        if any(labels is None for labels in read) or not read:
             return None
-        elif unit.cls in _MERGES or operation in _MERGE_OPERATIONS:
-            made = self._merge(node, read)
-        elif unit.cls is layers.Concatenate:
-            made = self._concatenate(node, read)
-        elif operation in _UNARY_OPERATIONS:
-            made = read[0] if len(node.inputs) == 1 else None
-        elif unit.layer is None or node.options or len(read) > 1:
+        if unit.cls in _MERGES or operation in _MERGE_OPERATIONS:
+            return self._merge(node, read)
+        if unit.cls is layers.Concatenate:
+            return self._concatenate(node, read)
+        if operation in _UNARY_OPERATIONS and len(read) == 1:
+            return read[0]
+        if unit.layer is None or node.options or len(read) > 1:
             return None
-        else:
-            made = self._one_by_one(node, read[0])
-        return None if made is None else [made]
+        return self._one_by_one(node, read[0])
 
     def _mixing(self, node, labels):
         """A layer that makes channels of its own out of all that it reads."""
@@ -240,11 +238,8 @@ class Channels:
                 return None
             ids = np.repeat(labels.ids, layer.depth_multiplier)
             return self._passed(unit, labels, Labels(axis, ids))
-        if affine_lib.is_norm(unit) or linear.diagonal_axis(unit, rank) is not None:
-            if affine_lib.axis_of(unit, rank) != axis:
-                return None
-            return self._passed(unit, labels, labels)
-        if cls is layers.PReLU:
+        is_map = affine_lib.is_norm(unit) or cls in linear.EINSUM
+        if cls is layers.PReLU or (is_map and affine_lib.axis_of(unit, rank) == axis):
             return self._passed(unit, labels, labels)
         if cls in (layers.Flatten, layers.Reshape, layers.Permute):
             return self._reshaped(node, labels)
