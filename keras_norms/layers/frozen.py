@@ -22,38 +22,21 @@ class Frozen:
     ) -> Any:
         return super().call(inputs, training=False)  # type: ignore[misc]
 
-
-@keras.saving.register_keras_serializable(package="keras_norms")
-class FrozenBatchNormalization(Frozen, keras.layers.BatchNormalization):
-    """`BatchNormalization` with stored statistics."""
-
-
-@keras.saving.register_keras_serializable(package="keras_norms")
-class FrozenCBN(Frozen, CBN):
-    """`CBN` with stored statistics."""
-
     def scale_and_shift(
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return super().scale_and_shift(inputs, training=False)
+    ) -> Any:
+        return super().scale_and_shift(inputs, training=False)  # type: ignore[misc]
 
 
-@keras.saving.register_keras_serializable(package="keras_norms")
-class FrozenNoisyBN(Frozen, NoisyBN):
-    """`NoisyBN` with stored statistics."""
+def _frozen(plain):
+    cls = type(f"Frozen{plain.__name__}", (Frozen, plain), {"__module__": __name__})
+    return keras.saving.register_keras_serializable("keras_norms")(cls)
 
 
-@keras.saving.register_keras_serializable(package="keras_norms")
-class FrozenLpNorm(Frozen, LpNorm):
-    """`LpNorm` with stored statistics."""
-
-
-# From each class to that of the same layer, frozen.
+# From each class to that of the same layer, frozen: `FrozenCBN`, and so on.
 FROZEN = {
-    keras.layers.BatchNormalization: FrozenBatchNormalization,
-    CBN: FrozenCBN,
-    NoisyBN: FrozenNoisyBN,
-    LpNorm: FrozenLpNorm,
+    plain: _frozen(plain)
+    for plain in (keras.layers.BatchNormalization, CBN, NoisyBN, LpNorm)
 }
 
 
