@@ -33,10 +33,12 @@ def _frozen(plain):
     return keras.saving.register_keras_serializable("keras_norms")(cls)
 
 
-# From each class to that of the same layer, frozen: `FrozenCBN`, and so on.
+FrozenBatchNormalization = _frozen(keras.layers.BatchNormalization)
+FrozenCBN, FrozenNoisyBN, FrozenLpNorm = map(_frozen, (CBN, NoisyBN, LpNorm))
+# From each class to that of the same layer, frozen.
 FROZEN = {
-    plain: _frozen(plain)
-    for plain in (keras.layers.BatchNormalization, CBN, NoisyBN, LpNorm)
+    cls.__mro__[2]: cls
+    for cls in (FrozenBatchNormalization, FrozenCBN, FrozenNoisyBN, FrozenLpNorm)
 }
 
 

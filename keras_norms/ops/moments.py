@@ -91,7 +91,6 @@ def moving_averages(
     Args:
         old, new: Tuples of statistics of the same channels, each `(channels,)`: the
             averages, and those of the batch, or of its groups `(groups, channels)`.
-        momentum: Python float.
         count: How many elements the batch has, a scalar or `(channels,)`.
 
     Returns:
