@@ -45,22 +45,14 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 
     **In groups** (`group_size=k`, "ghost batches"), each `k` consecutive samples of a
     training batch are normalised as a batch of their own would be, all with the
-    averages from before the step. With `mu_A[g]` and `sq_A[g]` those that the equations
-    above make of group `g`, the averages become
-
-    ```
-    mu_A = mean over g of mu_A[g],    sq_A = mean over g of sq_A[g]
-    ```
-
-    so that inference has the spread within groups. A group in which a mask hides a
-    channel does not count there. The batch size is a multiple of `k`. See
-    docs/groups.md.
+    averages from before the step. These become the means over groups of the `mu_A` and
+    `sq_A` that the equations above make of each group, so that inference has the spread
+    within groups. The batch size is a multiple of `k`. See docs/groups.md.
 
     **Batches of one** (one element for each channel, before `Dense` layers) have no
     variance. Where `eta` is 0, the output is `gamma / rho * sign(beta)`, whatever the
-    input. Elsewhere it is of length `sqrt(channels) / rho` and more for each sample
-    alone, and a step of SGD diverges at rates above about `rho**2 / channels`, where
-    larger batches train. The layer warns where it knows the size; train with 16 or more
+    input. Elsewhere SGD diverges at rates above about `rho**2 / channels`, where larger
+    batches train. The layer warns where it knows the size; train with 16 or more
     samples, at a smaller rate, or with `layer.trainable = False` and stored averages.
 
     Gradients may be taken of gradients in reverse mode. In training there is no forward
@@ -267,7 +259,9 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         state, rho = self._state_and_rho()
         rate = ops.cast(self.learning_rate_of_this_step(), self.statistics_dtype)
         x, gamma, beta, mask, axis = self.in_groups(inputs, mask)
-        _warn_if_alone(x.shape, axis)
+        sizes = [x.shape[i] for i in reduction_axes(len(x.shape), axis)]
+        if None not in sizes and math.prod(sizes) == 1:
+            _explain_batches_of_one_once()
         settings = self._settings(axis)
         *outputs, state = function(x, gamma, beta, state, rho, rate, settings, mask)
         warn_of_drift(self)
@@ -301,13 +295,6 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             "decouple": self.decouple,
             "mean_gradient": self.mean_gradient,
         }
-
-
-def _warn_if_alone(shape, axis):
-    """Warn of a batch of one element for each channel, where its size is known."""
-    sizes = [shape[i] for i in reduction_axes(len(shape), axis)]
-    if None not in sizes and math.prod(sizes) == 1:
-        _explain_batches_of_one_once()
 
 
 @functools.cache

@@ -113,11 +113,7 @@ class ChannelNormalization(keras.layers.Layer):
         return "float64" if self.compute_dtype == "float64" else "float32"
 
     def affine(self):
-        """`gamma` and `beta` in `statistics_dtype`; ones or zeros where there is none.
-
-        Returns:
-            Two tensors of shape `(channels,)`.
-        """
+        """`gamma` and `beta` in `statistics_dtype`; 1 or 0 where there is none."""
         channels = (self.input_spec.axes[self.axis],)
         gamma, beta = (
             ops.full(channels, missing, self.statistics_dtype)

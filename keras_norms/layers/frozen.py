@@ -22,38 +22,23 @@ class Frozen:
     ) -> Any:
         return super().call(inputs, training=False)  # type: ignore[misc]
 
-
-@keras.saving.register_keras_serializable(package="keras_norms")
-class FrozenBatchNormalization(Frozen, keras.layers.BatchNormalization):
-    """`BatchNormalization` with stored statistics."""
-
-
-@keras.saving.register_keras_serializable(package="keras_norms")
-class FrozenCBN(Frozen, CBN):
-    """`CBN` with stored statistics."""
-
     def scale_and_shift(
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return super().scale_and_shift(inputs, training=False)
+    ) -> Any:
+        return super().scale_and_shift(inputs, training=False)  # type: ignore[misc]
 
 
-@keras.saving.register_keras_serializable(package="keras_norms")
-class FrozenNoisyBN(Frozen, NoisyBN):
-    """`NoisyBN` with stored statistics."""
+def _frozen(plain):
+    cls = type(f"Frozen{plain.__name__}", (Frozen, plain), {"__module__": __name__})
+    return keras.saving.register_keras_serializable("keras_norms")(cls)
 
 
-@keras.saving.register_keras_serializable(package="keras_norms")
-class FrozenLpNorm(Frozen, LpNorm):
-    """`LpNorm` with stored statistics."""
-
-
+FrozenBatchNormalization = _frozen(keras.layers.BatchNormalization)
+FrozenCBN, FrozenNoisyBN, FrozenLpNorm = map(_frozen, (CBN, NoisyBN, LpNorm))
 # From each class to that of the same layer, frozen.
 FROZEN = {
-    keras.layers.BatchNormalization: FrozenBatchNormalization,
-    CBN: FrozenCBN,
-    NoisyBN: FrozenNoisyBN,
-    LpNorm: FrozenLpNorm,
+    cls.__mro__[2]: cls
+    for cls in (FrozenBatchNormalization, FrozenCBN, FrozenNoisyBN, FrozenLpNorm)
 }
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import layers as keras_layers
 from keras import ops
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Shape, Tensor
 from keras_norms.layers.cbn import CBN
-from keras_norms.layers.kernels import overrides_call
+from keras_norms.layers.kernels import CONVOLUTIONS, DEPTHWISE, overrides_call
 from keras_norms.layers.recomputation import Recomputable
 from keras_norms.ops.linear_of_affine import linear_of_affine
 
@@ -142,26 +141,16 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         return masks if self._several else masks[0]
 
     def get_config(self) -> dict:
-        layers = [keras.saving.serialize_keras_object(each) for each in self.layers]
-        return {
-            **super().get_config(),
-            "layer": layers if self._several else layers[0],
-            "norm": keras.saving.serialize_keras_object(self.norm),
-        }
+        layer = list(self.layers) if self._several else self.layers[0]
+        serialize = keras.saving.serialize_keras_object
+        parts = {"layer": serialize(layer), "norm": serialize(self.norm)}
+        return {**super().get_config(), **parts}
 
     @classmethod
     def from_config(cls, config):
-        config = dict(config)
-        layer = config["layer"]
         revive = keras.saving.deserialize_keras_object
-        several = isinstance(layer, (list, tuple))
-        config["layer"] = [revive(each) for each in layer] if several else revive(layer)
-        config["norm"] = revive(config["norm"])
-        return cls(**config)
-
-
-_CONVOLUTIONS = (keras_layers.Conv1D, keras_layers.Conv2D, keras_layers.Conv3D)
-_DEPTHWISE = (keras_layers.DepthwiseConv1D, keras_layers.DepthwiseConv2D)
+        parts = {name: revive(config[name]) for name in ("layer", "norm")}
+        return cls(**{**config, **parts})
 
 
 def can_be_fused(layer: keras.layers.Layer, norm: CBN) -> bool:
@@ -174,7 +163,7 @@ def can_be_fused(layer: keras.layers.Layer, norm: CBN) -> bool:
 
 
 def _check(layer):
-    if not isinstance(layer, (keras_layers.Dense, *_CONVOLUTIONS, *_DEPTHWISE)):
+    if not isinstance(layer, (keras.layers.Dense, *CONVOLUTIONS, *DEPTHWISE)):
         advice = "a Dense, Conv or DepthwiseConv layer. Put a CBN before this one"
     elif overrides_call(layer):
         advice = (
@@ -209,13 +198,13 @@ def _call(layer, inputs, scale, shift):
         # With LoRA, the kernel is computed.
         kernel = ops.cast(layer.kernel, scale.dtype)
         bias = ops.cast(layer.bias, scale.dtype) if layer.use_bias else None
-    if isinstance(layer, keras_layers.Dense):
+    if isinstance(layer, keras.layers.Dense):
         # On PyTorch, `ops.matmul` rounds float64 to float32.
         on_torch = keras.backend.backend() == "torch"
         matmul = operator.matmul if on_torch else ops.matmul
         outputs = linear_of_affine(inputs, scale, shift, kernel, bias, matmul)
         return layer.activation(outputs)
-    depthwise = isinstance(layer, _DEPTHWISE)
+    depthwise = isinstance(layer, DEPTHWISE)
     convolution = functools.partial(
         ops.depthwise_conv if depthwise else ops.conv,
         strides=layer.strides,

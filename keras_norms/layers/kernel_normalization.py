@@ -9,7 +9,7 @@ from keras import ops, tree
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Shape, Tensor
-from keras_norms.layers.kernels import check_layer, check_unchanged, kernels_of
+from keras_norms.layers.kernels import check_layer, kernels_of, obstacle
 
 
 class KernelNormalization(keras.layers.Wrapper):
@@ -71,7 +71,10 @@ class KernelNormalization(keras.layers.Wrapper):
 
     def _stored(self, kernel):
         """The kernel as it is stored: in a call, mixed precision would cast it."""
-        check_unchanged(self.layer)
+        if found := obstacle(self.layer):
+            raise ValueError(
+                f"Layer '{self.layer.name}' changed after it was wrapped: it {found}."
+            )
         with _keras.without_autocast():
             return getattr(self.layer, kernel.name).value
 

@@ -12,15 +12,15 @@ from keras_norms._checks import arguments
 from keras_norms._checks.models import matching_layers
 from keras_norms._types import Shape
 
-_CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
+CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
 _TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
-_DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
+DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
 _SEPARABLE = (layers.SeparableConv1D, layers.SeparableConv2D)
 _WITH_A_KERNEL = (
     (layers.Dense, layers.EinsumDense)
-    + _CONVOLUTIONS
+    + CONVOLUTIONS
     + _TRANSPOSED
-    + _DEPTHWISE
+    + DEPTHWISE
     + _SEPARABLE
 )
 
@@ -41,10 +41,6 @@ def overrides(layer: keras.layers.Layer | type, *names: str) -> bool:
 
     What this package computes in place of a layer of Keras, it computes only where a
     class derived from that one leaves it as it is.
-
-    Args:
-        layer: A layer of a class of Keras or one derived from it, or such a class.
-        *names: Names of methods and properties.
     """
     cls = layer if isinstance(layer, type) else type(layer)
     own = next(c for c in cls.__mro__ if c.__module__.startswith("keras."))
@@ -62,29 +58,20 @@ def overrides_call(layer: keras.layers.Layer | type) -> bool:
 
 def check_layer(layer: Any) -> None:
     """Raise `ValueError` unless `layer` has kernels that may be normalised."""
-    fits = "a Dense, EinsumDense, Conv, DepthwiseConv or SeparableConv layer of Keras"
-    if isinstance(layer, layers.Wrapper):
-        advice = f"{fits}, not a wrapper. Wrap the layer inside of it instead"
-    elif isinstance(layer, keras.Model):
-        advice = f"{fits}, not a model. Wrap its layers one by one instead"
-    elif not isinstance(layer, _WITH_A_KERNEL):
-        advice = f"{fits}, or of a class derived from one, since it needs a kernel"
-    elif obstacle := _obstacle(layer):
-        advice = f"a layer without it: this one {obstacle}"
+    if not isinstance(layer, _WITH_A_KERNEL):
+        advice = (
+            "a Dense, EinsumDense, Conv, DepthwiseConv or SeparableConv layer of Keras "
+            "or of a class derived from one, not a wrapper or a model around it"
+        )
+    elif found := obstacle(layer):
+        advice = f"a layer without it: this one {found}"
     else:
         return
     raise arguments.wrong("layer", advice, layer)
 
 
-def check_unchanged(layer: keras.layers.Layer) -> None:
-    """Raise `ValueError` if the kernel of a checked layer is none any more."""
-    if obstacle := _obstacle(layer):
-        raise ValueError(
-            f"Layer '{layer.name}' changed after it was wrapped: it {obstacle}."
-        )
-
-
-def _obstacle(layer):
+def obstacle(layer: keras.layers.Layer) -> str | None:
+    """What is true of a layer with kernels that may not be normalised."""
     if getattr(layer, "lora_rank", None):
         return (
             f"has LoRA enabled (lora_rank={layer.lora_rank}), so that its kernel is a "
@@ -116,7 +103,7 @@ def kernels_of(layer: keras.layers.Layer) -> tuple[Kernel, ...]:
     if isinstance(layer, layers.EinsumDense):
         weight, output = _einsum_axes(layer)
         fan_in = tuple(i for i, axis in enumerate(weight) if axis not in output)
-    elif isinstance(layer, _DEPTHWISE):
+    elif isinstance(layer, DEPTHWISE):
         fan_in = tuple(range(rank - 2))
     elif isinstance(layer, _TRANSPOSED):
         fan_in = (*range(rank - 2), rank - 1)
@@ -144,15 +131,9 @@ def kernels_owned_by(layer: keras.layers.Layer) -> list[keras.Variable]:
 def kernels_by_name(
     model: keras.Model, layers: Sequence[keras.layers.Layer | str] | None = None
 ) -> dict[str, keras.Variable]:
-    """Return the kernels of layers by the name of their layer, or their path.
+    """Return the kernels of a built model by the name of their layer, or their path.
 
-    Args:
-        model: A built model.
-        layers: Layers or their names, of which all kernels are meant, those of layers
-            inside too. `None`: all kernels of the model.
-
-    Raises:
-        ValueError: If a layer is not in the model, or has no trainable kernel.
+    Of all layers, or of those in `layers`, given themselves or by name, and in them.
     """
     owners = {
         id(kernel): layer

@@ -15,18 +15,15 @@ from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Tensor
 
-UNKNOWN = -1.0
-
 
 class FollowsLearningRate(keras.layers.Layer):
     """Base of a layer that needs the learning rate of each step.
 
     The rate is a scalar weight, `learning_rate`, negative while it is unknown. Either
     it is set, or it follows a schedule inside the compiled training step. The `AMAT`
-    callback does one or the other for every such layer of a model.
-
-    A layer calls `build_learning_rate` in `build`, and `learning_rate_of_this_step`
-    once in each training call.
+    callback does one or the other for every such layer of a model. A layer calls
+    `build_learning_rate` in `build`, and `learning_rate_of_this_step` once in each
+    training call.
     """
 
     statistics_dtype: str  # in which the layer keeps it
@@ -35,7 +32,7 @@ class FollowsLearningRate(keras.layers.Layer):
         super().__init__(**kwargs)
         self.learning_rate: Any = None
         self.step: Any = None
-        self._first_rate = UNKNOWN
+        self._first_rate = -1.0  # unknown
         self._schedule = None
         self._accumulation_steps = 1
         self._iterations: weakref.ref | None = None
@@ -84,8 +81,6 @@ class FollowsLearningRate(keras.layers.Layer):
         if keras.backend.backend() != "jax" or _value(ops.zeros(())) is not None:
             return
         scope = _keras.get_stateless_scope()
-        if scope is not None and isinstance(rate, keras.Variable):
-            self._check_is_state(rate, scope)
         if scope is None:
             raise ValueError(
                 f"The learning rate of layer '{self.name}' cannot be set in a compiled "
@@ -94,6 +89,8 @@ class FollowsLearningRate(keras.layers.Layer):
                 "`optimizer.variables` to their values (docs/guides/loop_jax.md), or "
                 "pass `callbacks=[keras_norms.AMAT()]` to `fit()`."
             )
+        if isinstance(rate, keras.Variable):
+            self._check_is_state(rate, scope)
 
     def follow(
         self,
@@ -140,7 +137,7 @@ class FollowsLearningRate(keras.layers.Layer):
         counts = schedule is not None and iterations is None
         if counts and self.built and self.step is None:
             with _keras.unlocked(self):
-                self._add_step()
+                self.step = self._add_scalar("step", 0, "int32")
         self._schedule, self._accumulation_steps = schedule, batches
         # A variable in an attribute would become a weight of this layer.
         self._iterations = None if iterations is None else weakref.ref(iterations)
@@ -152,10 +149,7 @@ class FollowsLearningRate(keras.layers.Layer):
             "learning_rate", self._first_rate, self.statistics_dtype
         )
         if self._schedule is not None and self._iterations is None:
-            self._add_step()
-
-    def _add_step(self):
-        self.step = self._add_scalar("step", 0, "int32")
+            self.step = self._add_scalar("step", 0, "int32")
 
     def _add_scalar(self, name, value, dtype):
         return self.add_weight(
@@ -215,9 +209,7 @@ class FollowsLearningRate(keras.layers.Layer):
                 store[variable.name] = variable
 
     def load_own_variables(self, store):
-        for variable in self.weights:
-            if variable is self.step:
-                continue
+        for variable in (v for v in self.weights if v is not self.step):
             if variable.name not in store:
                 raise ValueError(
                     f"Layer '{self.name}' expected a weight named '{variable.name}'. "

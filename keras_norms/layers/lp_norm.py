@@ -32,8 +32,7 @@ class LpNorm(Recomputable, ChannelNormalization):
     It stands where `keras.layers.BatchNormalization` would. With `p=2` and
     `norm_of="centered"` it is BatchNormalization, but for where `epsilon` is added.
 
-    Gradients may be taken of gradients in reverse mode. In training there is no forward
-    mode (`jax.jvp`, `tf.autodiff.ForwardAccumulator`): it is an error.
+    Of second derivatives, forward mode and `keras.remat`, all is true that is of `CBN`.
 
     Args:
         p: At least 1, `math.inf` (or `"inf"`) included.

@@ -40,8 +40,7 @@ class NoisyBN(Recomputable, ChannelNormalization):
     inference mode. Moving statistics are those of inputs that had the noise of layers
     before: take them again without it, by `recalibrate`, before a network is tested.
 
-    Gradients may be taken of gradients in reverse mode. In training there is no forward
-    mode (`jax.jvp`, `tf.autodiff.ForwardAccumulator`): it is an error.
+    Of second derivatives, forward mode and `keras.remat`, all is true that is of `CBN`.
 
     Args:
         axis: The channel axis. Use 1 after a convolution with

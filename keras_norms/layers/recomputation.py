@@ -154,12 +154,6 @@ def _current_graph():
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-# Which run of a function that is run again in the backward pass this is: "first" where
-# what runs now may be run once more in a backward pass, "second" where it is, and
-# `None` elsewhere. On JAX, which differentiates the program of the first run, "lost"
-# where no update can leave the function that is traced, and `None` elsewhere.
-
-
 def _in_tensorflow():
     # tf.recompute_grad leaves no other trace than the names of its functions.
     found, frame = None, sys._getframe(1)
@@ -202,4 +196,8 @@ def _in_jax():
     return None if scope and any(value is scope for value in names) else "lost"
 
 
+# Which run of a function that is run again in the backward pass this is: "first" where
+# what runs now may be run once more in a backward pass, "second" where it is, and
+# `None` elsewhere. On JAX, which differentiates the program of the first run, "lost"
+# where no update can leave the function that is traced, and `None` elsewhere.
 _WHICH = {"tensorflow": _in_tensorflow, "jax": _in_jax, "torch": _in_torch}

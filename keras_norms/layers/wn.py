@@ -109,10 +109,8 @@ class WN(KernelNormalization):
         units = unit_axes(layer, len(outputs.shape))
         others = tuple(i for i in range(len(outputs.shape)) if i not in units)
         deviation, mean, unit_outputs = weight_norms.decompose(outputs, others)
-        deviation = ops.convert_to_numpy(deviation)
-        mean = ops.convert_to_numpy(mean)
-        constant = int(np.sum(~(deviation > 0)))
-        if constant:
+        deviation, mean = map(ops.convert_to_numpy, (deviation, mean))
+        if constant := int(np.sum(~(deviation > 0))):
             raise ValueError(
                 "`data_init` needs inputs for which the outputs of each unit vary. "
                 f"Received: x.shape={tuple(x.shape)}, for which {constant} of "

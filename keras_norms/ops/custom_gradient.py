@@ -15,22 +15,16 @@ _NO_FORWARD_MODE = (
 def custom_gradient(forward: Callable, backward: Callable) -> Callable:
     """Give `forward` a hand-written gradient where the backend can hold one.
 
-    `forward` must also be right under ordinary differentiation, which second
-    derivatives on JAX use. `backward` must itself be made of differentiable operations,
-    which makes reverse-over-reverse derivatives right everywhere.
+    `forward`, of positional tensors, returns one or a tuple of them. It must also be
+    right under ordinary differentiation, which second derivatives on JAX use.
+    `backward(upstream, *tensors)` returns one gradient for each argument, or `None`. It
+    must itself be made of differentiable operations, which makes reverse-over-reverse
+    derivatives right everywhere. `upstream` is a tuple where `forward` returns one; in
+    it, PyTorch has `None` for zeros. A statistic that depends on another argument may
+    be one of its own, if `backward` accounts for that and returns `None` for it.
 
-    Args:
-        forward: Function of positional tensors that returns one, or a tuple of them. A
-            statistic that depends on another argument may be passed in as an argument
-            of its own, as long as `backward` accounts for that dependence and returns
-            `None` for the statistic.
-        backward: `backward(upstream, *tensors)`, a tuple with one gradient for each
-            argument of `forward`, `None` where there is none. `upstream` is a tuple
-            where that returns one; in it, PyTorch has `None` for zeros.
-
-    Returns:
-        A function with the signature of `forward`. It has no forward-mode derivative:
-        that is a `NotImplementedError` on TensorFlow and PyTorch, a `TypeError` on JAX.
+    There is no forward-mode derivative: it is a `NotImplementedError` on TensorFlow and
+    PyTorch, a `TypeError` on JAX.
     """
     backend = keras.backend.backend()
     if backend == "tensorflow":

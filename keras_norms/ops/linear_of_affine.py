@@ -47,7 +47,14 @@ def linear_of_affine(
     Returns:
         Tensor in the dtype of `x`.
     """
-    of_inputs = functools.partial(_of_inputs, kernel=kernel, groups=groups)
+
+    def of_inputs(vector):
+        """What elements of the kernel read of it, as it broadcasts to the kernel."""
+        if groups == 1:
+            return vector[:, None]
+        by_group = ops.transpose(ops.reshape(vector, (groups, -1)))
+        return ops.repeat(by_group, kernel.shape[-1] // groups, axis=1)
+
     constant = kernel * of_inputs(shift)
     if depthwise:
         constant = ops.reshape(constant, (*constant.shape[:-2], -1))
@@ -157,11 +164,3 @@ def _in_half_precision(linear, x, kernel, constant, is_image):
     with_gradient = jax.custom_vjp(forward)
     with_gradient.defvjp(lambda *tensors: (forward(*tensors), tensors), backward)
     return with_gradient(x, kernel, constant)
-
-
-def _of_inputs(scale, kernel, groups):
-    """The scale of what each element of a kernel reads, as it broadcasts to one."""
-    if groups == 1:
-        return scale[:, None]
-    by_group = ops.transpose(ops.reshape(scale, (groups, -1)))
-    return ops.repeat(by_group, kernel.shape[-1] // groups, axis=1)

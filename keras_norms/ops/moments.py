@@ -86,12 +86,11 @@ def moments(
 def moving_averages(
     old: tuple[Tensor, ...], new: tuple[Tensor, ...], momentum: float, count: Tensor
 ) -> tuple[Tensor, ...]:
-    """One step of plain exponential averages.
+    """One step of plain exponential averages, `old` with the weight `momentum`.
 
     Args:
         old, new: Tuples of statistics of the same channels, each `(channels,)`: the
             averages, and those of the batch, or of its groups `(groups, channels)`.
-        momentum: Python float, the weight of `old`.
         count: How many elements the batch has, a scalar or `(channels,)`.
 
     Returns:
@@ -110,14 +109,9 @@ def after_batch(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """The averages to keep: new ones where they are usable, else the old ones.
 
-    Args:
-        usable: Boolean, of the shape of the new averages.
-        new: Averages after the batch, `(channels,)`; or after each group of it alone,
-            `(groups, channels)`: the mean over the groups where it is usable is kept.
-        old: Averages before it, `(channels,)`.
-
-    Returns:
-        The averages, and for each channel whether they are new.
+    Where new ones are those after each group alone, `(groups, channels)`, their mean is
+    kept over the groups where they are usable. Also returns, for each channel, whether
+    averages are new.
     """
     if len(usable.shape) == 2:
         # One sum, so that devices that have some of the groups start one all-reduce.
@@ -276,13 +270,8 @@ def _masked_moments(x, mask, *, axis, dtype):
 def combine_replicas(local: Moments, *others: Tensor) -> tuple[Any, ...]:
     """Merge the moments of all replicas (Chan et al. 1979) in one all-reduce.
 
-    Args:
-        local: The `Moments` of this replica.
-        *others: Other tensors of shape `(channels,)`, which go along.
-
-    Returns:
-        The `Moments` of all replicas, and each other tensor with those of all replicas
-        along a new first axis.
+    Other tensors, `(channels,)`, go along, and come back with those of all replicas
+    along a new first axis.
     """
     if number_of_replicas() == 1:
         return local, *(other[None] for other in others)

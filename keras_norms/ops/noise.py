@@ -79,10 +79,7 @@ def _of(replica, seed):
 def hashed_noise(x: Tensor, seed: Tensor, *, dtype: str) -> tuple[Tensor, Tensor]:
     """N(0, 1) and U(-1, 1), the same for a seed in every mode and on every device.
 
-    Args:
-        x: Only its shape counts.
-        seed: Two integers.
-        dtype: Dtype of the noise.
+    Of the shape of `x`; `seed` is two integers.
     """
     seed = ops.cast(seed, "uint32")
     key = _hash(ops.bitwise_xor(_hash(seed[0]), seed[1]))

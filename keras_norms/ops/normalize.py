@@ -29,16 +29,8 @@ _LARGEST_RATIO = 10.0
 class CBNSettings(NamedTuple):
     """What is static of CBN's map: compiled functions are kept by it.
 
-    Attributes:
-        epsilon: Added to the mean square, inside the root.
-        axis: The channel axis; a tuple with groups, see `shapes`.
-        omega: In training, the batch enters the moving averages with weight
-            `omega * learning_rate`, at most 1.
-        momentum: Weight of the old averages while the learning rate is unknown.
-        decouple: Whether `beta` is added before the norm is taken (Eq. 5), or after it
-            and the variance taken, as in batch normalization.
-        mean_gradient: `"shift"` or `"ratio"`, how the gradient passes the moving mean.
-        synchronized: Whether statistics are those of all replicas.
+    They are the arguments of `keras_norms.CBN`; `axis` is a tuple with groups, see
+    `shapes`.
     """
 
     epsilon: float
@@ -284,7 +276,11 @@ def map_of_moments(
     ahead = kept_here * excess
     mean_weight = ops.ones_like(ahead)
     if settings.mean_gradient == "ratio":
-        mean_weight = ops.stop_gradient(_mean_ratio(batch.mean - ahead, batch.mean))
+        # mu_A / mu_B, bounded, and 1 where mu_B is 0.
+        is_zero = batch.mean == 0
+        ratio = (batch.mean - ahead) / ops.where(is_zero, mean_weight, batch.mean)
+        ratio = ops.clip(ratio, -_LARGEST_RATIO, _LARGEST_RATIO)
+        mean_weight = ops.stop_gradient(ops.where(is_zero, mean_weight, ratio))
         ahead = ahead + (1 - mean_weight) * (batch.mean - ops.stop_gradient(batch.mean))
     mean = batch.mean - ahead
 
@@ -318,13 +314,6 @@ def map_of_moments(
 def _is_masked(batch):
     """Whether a mask may hide whole channels."""
     return len(batch.count.shape) > 0
-
-
-def _mean_ratio(moving, batch):
-    """mu_A / mu_B, bounded, and 1 where mu_B is 0."""
-    nonzero = ops.where(batch == 0, ops.ones_like(batch), batch)
-    ratio = ops.clip(moving / nonzero, -_LARGEST_RATIO, _LARGEST_RATIO)
-    return ops.where(batch == 0, ops.ones_like(batch), ratio)
 
 
 def batch_normalization(

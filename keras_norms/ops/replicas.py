@@ -15,11 +15,7 @@ from keras_norms._types import Tensor
 
 
 def check_strategy(layer: keras.layers.Layer) -> None:
-    """Raise a ValueError under a `tf.distribute` strategy that Keras 3 cannot train.
-
-    Args:
-        layer: The `keras.layers.Layer` that is being built, for the message.
-    """
+    """Raise a ValueError under a `tf.distribute` strategy that Keras 3 cannot train."""
     if keras.backend.backend() != "tensorflow":
         return
     import tensorflow as tf

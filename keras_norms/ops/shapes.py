@@ -51,22 +51,11 @@ def in_groups(
     axis: int,
     group_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Axis]:
-    """A batch as groups of consecutive samples.
+    """A batch as groups of consecutive samples, where one group is not all.
 
-    Args:
-        x: Tensor whose first axis is that of samples.
-        gamma, beta: `(channels,)`.
-        mask: Tensor of the rank of `x` that broadcasts to it, or `None`.
-        axis: The channel axis of `x`.
-        group_size: Samples in a group, or `None`.
-
-    Returns:
-        `x` and `mask` as `(groups, group_size, ...)`, `gamma` and `beta` as `(groups,
-        channels)`, and the axis for them. All is as it was where one group is all.
-
-    Raises:
-        ValueError: If the size of a group does not divide that of the batch; where that
-            is known when a graph runs, a `tf.errors.InvalidArgumentError`.
+    `x`, and a mask of its rank, become `(groups, group_size, ...)`, `gamma` and `beta`
+    `(groups, channels)`, and `axis` the one for them. It is an error if the size of a
+    group does not divide that of the batch.
     """
     if group_size is None or x.shape[0] == group_size:
         return x, gamma, beta, mask, axis
@@ -109,9 +98,7 @@ def channel_groups(shape: Any) -> int:
 
     Its loops add up a channel one element after the other. Shorter sums, combined
     afterwards, keep more digits, and longer rows are faster where channels are few.
-
-    Args:
-        shape: That of a tensor, channels last; sizes may be `None`.
+    Channels are last in `shape`, whose sizes may be `None`.
     """
     positions = math.prod(size for size in shape[1:-1] if size)
     if None in shape[1:-1]:

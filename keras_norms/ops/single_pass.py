@@ -28,27 +28,20 @@ def single_pass(xla: bool | str = False) -> Callable:
     Tensors are positional arguments, everything static (the channel axis) is a hashable
     keyword argument. The function must not communicate between replicas.
 
-    Args:
-        xla: Whether TensorFlow compiles the function by XLA on a CPU too: `"large"`
-            where the first tensor is large, `True` always. XLA there is slow where it
-            reduces, and fast where it computes element by element.
-
-    Returns:
-        A decorator. What it makes of a function has `faster(where)`, a decorator too:
-        of a function that computes the same, faster, on the tensors (and their device)
-        where `where(*tensors, **static)` is true, and that needs no gradient.
+    `xla` says whether TensorFlow compiles it by XLA on a CPU too: `"large"` where the
+    first tensor is large, `True` always. XLA there is slow where it reduces, and fast
+    where it computes element by element. The decorated function has `faster(where)`, a
+    decorator of a function without a gradient that computes the same, faster, where
+    `where(*tensors, **static)` is true.
     """
 
     def decorate(function):
         @functools.cache
-        def compile_for(static):
+        def compiled(**static):
             import tensorflow as tf
 
-            function_of_tensors = functools.partial(function, **dict(static))
+            function_of_tensors = functools.partial(function, **static)
             return tf.function(function_of_tensors, jit_compile=True, autograph=False)
-
-        def compiled_by_tensorflow(tensors, static):
-            return compile_for(tuple(sorted(static.items())))(*tensors)
 
         @functools.wraps(function)
         def call(*tensors, **static):
@@ -56,13 +49,13 @@ def single_pass(xla: bool | str = False) -> Callable:
             if backend == "tensorflow" and have_tangents(tensors):
                 return function(*tensors, **static)
             if backend == "tensorflow" and _has_gpu():
-                return compiled_by_tensorflow(tensors, static)
+                return compiled(**static)(*tensors)
             for kernel, applies_to in call.kernels:
                 if applies_to(*tensors, **static):
                     with_gradient_of = _GRADIENT_OF[backend]
                     return with_gradient_of(function, kernel, static)(*tensors)
             if backend == "tensorflow" and _compiles(xla, tensors):
-                return compiled_by_tensorflow(tensors, static)
+                return compiled(**static)(*tensors)
             return function(*tensors, **static)
 
         def faster(where):
@@ -129,7 +122,6 @@ def _tensorflow_gradient_of(function, kernel, static):
 
 
 def _torch_gradient_of(function, kernel, static):
-    """The same."""
     import torch
 
     def gradient(upstreams, tensors):

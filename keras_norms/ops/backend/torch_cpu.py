@@ -29,14 +29,12 @@ def applies_to(x, *others, axis):
 
 @passes.affine.faster(where=applies_to)
 def affine(x, center, scale, offset=None, *, axis):
-    """(x - center) * scale + offset."""
     y = (x - center).mul_(scale)
     return y if offset is None else y.add_(offset)
 
 
 @passes.gradient_x.faster(where=applies_to)
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
-    """scale * (g - k * (x - pivot) - constant)."""
     y = x - pivot
     torch.addcmul(upstream, y, k, value=-1, out=y)
     return y.sub_(constant).mul_(scale)

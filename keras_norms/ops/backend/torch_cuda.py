@@ -32,7 +32,6 @@ def applies_to(x, *others, axis):
 
 @passes.affine.faster(where=applies_to)
 def affine(x, center, scale, offset=None, *, axis):
-    """(x - center) * scale + offset."""
     offset = torch.zeros_like(scale) if offset is None else offset
     flat, back = _flat(x, axis)
     ones = torch.ones_like(scale)
@@ -41,7 +40,6 @@ def affine(x, center, scale, offset=None, *, axis):
 
 @passes.gradient_x.faster(where=applies_to)
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
-    """scale * (g - k * (x - pivot) - constant)."""
     flat, back = _flat(x, axis)
     g, _ = _flat(upstream, axis, like=flat)
     one = torch.ones(1, dtype=torch.int32, device=x.device)
@@ -60,7 +58,6 @@ def mean_and_variance(x, prior, count, *, axis):
 
 @passes.gradient_sums.faster(where=applies_to)
 def gradient_sums(upstream, x, center, *, axis):
-    """sum(g) and sum(g * (x - center))."""
     flat, _ = _flat(x, axis)
     g, _ = _flat(upstream, axis, like=flat)
     ones = torch.ones_like(center)

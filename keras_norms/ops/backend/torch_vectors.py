@@ -23,7 +23,6 @@ def is_plain(batch, *others, settings):
 
 @normalize.map_of_moments.faster(where=is_plain)
 def map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
-    """The map of a batch, and the `CBNState` after it."""
     known = learning_rate >= 0
     step = (learning_rate * settings.omega).clamp_(normalize.SMALLEST_STEP, 1)
     step = torch.where(known, step, 1 - settings.momentum)
