@@ -72,7 +72,7 @@ def test_a_training_that_ends_at_a_write_goes_on_as_if_it_had_not(
 ):
     """Weights, metrics and results are the same to the last bit."""
     monkeypatch.setattr(recorder, "CHECKPOINT_SECONDS", 0)
-    with synthetic.ends_at_write(fatal, synthetic.Killed()):
+    with synthetic.ends_at_write(fatal, KeyboardInterrupt()):
         run_tiny(tmp_path)
     if fatal == 9:  # all epochs are behind, and only the results are missing
         monkeypatch.setattr(keras.Model, "fit", None)

@@ -179,7 +179,7 @@ def test_without_preserving():
     # Layers of all kinds get the bias that the norm had.
     new = convert(m.kinds(), "cbn", preserve=False)
     biases = [x.bias for x in new._flatten_layers() if hasattr(x, "bias")]
-    assert len(biases) == 7 and None not in biases
+    assert len(biases) == 7 and all(bias is not None for bias in biases)
 
 
 def test_norms_that_stay():

@@ -69,7 +69,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkey
     monkeypatch.setattr(joint_training, "CHECKPOINT_SECONDS", 0)
     asked = several(tmp_path)
     # Of three runs the settings, two checkpoints, and the results of one.
-    with synthetic.ends_at_write(7, synthetic.Killed()):
+    with synthetic.ends_at_write(7, KeyboardInterrupt()):
         joint_training.train(asked)
     # All epochs were behind.
     monkeypatch.setattr(population.Population, "train", None)
