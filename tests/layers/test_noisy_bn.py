@@ -85,7 +85,8 @@ def test_a_loaded_model_starts_its_noise_anew(tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert_equal(loaded.get_weights(), model.get_weights())
-    assert_equal([loaded(X[:, 0], training=True)], [first])
+    # Its averages have moved, and with them the shift of the batch's moments.
+    assert_near([loaded(X[:, 0], training=True)], [numpy(first)])
 
 
 def test_noise_at_inference():
