@@ -111,9 +111,8 @@ def take_out(units):
     """Take norms out. The layers before them get the bias that the norms had."""
     for unit in units:
         for node in unit.nodes:
-            before = node.input.node.unit
-            if unit.cls is not CBN and linear.is_foldable(before):
-                linear.add_missing_bias(before)
+            if unit.cls is not CBN:
+                linear.add_missing_bias(node.input.node.unit)
         moves.take_out(unit)
 
 

@@ -173,15 +173,14 @@ def add_missing_bias(unit):
     """Give it a bias of zeros, where it has none."""
     if not is_foldable(unit):
         return
+    made = unit.nodes[0].output
+    size = made.shape[channel_axis(unit, made.rank)]
     if unit.cls in EINSUM:
-        size = unit.nodes[0].output.shape[-1]
         has_axis = _einsum_letters(unit)[2][-1] != "." and size is not None
-        if unit.config["bias_axes"] is None and has_axis:
-            _add_bias(unit, np.zeros(size))
-    elif not unit.config["use_bias"]:
-        size = unit.config.get("units", unit.config.get("filters"))
-        if unit.cls in DEPTHWISE:
-            size = np.prod(unit.weight("kernel").shape[-2:])
+        lacks_bias = unit.config["bias_axes"] is None and has_axis
+    else:
+        lacks_bias = not unit.config["use_bias"]
+    if lacks_bias:
         _add_bias(unit, np.zeros(size))
 
 
