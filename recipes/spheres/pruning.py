@@ -19,13 +19,12 @@ without training after it (`--gamma_l1` trains with Liu et al.'s penalty on gamm
 * and merging: `prune(model, data, gamma=t)`, where what another channel cannot say
   deviates by t at most.
 
-With ResNet-20 after 4 epochs of CIFAR-10 (75.0 %), one point of accuracy is lost where
-0.8, 1.9 and 4.0 % of the channels are gone in these ways, and with statistics that are
-recalibrated 4.3, 6.2 and 5.7 %; on digits (98.1 %) then 3.4, 2.0 and 4.1 %. Merging
+With ResNet-20 after 4 epochs of CIFAR-10 (77.7 %), one point of accuracy is lost where
+0.4, 0.8 and 1.1 % of the channels are gone in these ways, and with statistics that are
+recalibrated 1.5, 0.3 and 0.8 %; on digits (98.1 %) then 3.4, 2.0 and 4.1 %. Merging
 helps where they are not, but not for the reason given: units correlate with those of
-the nearest gamma and beta by 0.203, with any other by 0.212. The run took 20 minutes of
-two cores of an Intel Xeon that other work shared, the small one takes 2.5 minutes of an
-AMD EPYC's. More, also on speed, is in docs/results/pruning.md.
+the nearest gamma and beta by 0.208, with any other by 0.212. That run takes 20 minutes
+of a core of an AMD EPYC, the small one 2.5 minutes of two (docs/results/pruning.md).
 
 Reference: Sun et al., AAAI 2020, Section 2.2. https://arxiv.org/abs/2006.09104
 Liu et al., Network Slimming, ICCV 2017. https://arxiv.org/abs/1708.06519
