@@ -128,7 +128,11 @@ def test_random_crops_are_within_area_and_ratio_and_half_of_them_mirrored():
     assert 45 < mirrored < 105  # 5 deviations from 75
 
 
-def test_standardised_colours():
+def test_middle_crop_and_standardised_colours():
+    (left, right), (top, bottom) = edges(imagenet.middle_crop(numbered(), 32).numpy())
+    # 35 pixels, 7/8 of 40, in the middle of 60 and 40.
+    np.testing.assert_allclose((left, right), (12, 47), atol=0.8)
+    np.testing.assert_allclose((top, bottom), (2, 37), atol=0.8)
     colours = imagenet.standardise(np.array([[0] * 3, [255] * 3], "float32"))
     expected = [[-2.1179, -2.0357, -1.8044], [2.2489, 2.4286, 2.64]]
     np.testing.assert_allclose(colours, expected, atol=1e-4)
