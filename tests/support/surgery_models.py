@@ -121,10 +121,10 @@ def chain(*steps):
     return lambda x: functools.reduce(lambda made, step: step(made), steps, x)
 
 
-def model_of(shape, *steps, seed=0, **kwargs):
+def model_of(shape, *steps, **kwargs):
     """A model of functions of tensors, with random norms."""
     inputs = keras.Input(shape, **kwargs)
-    return randomize(keras.Model(inputs, chain(*steps)(inputs)), seed)
+    return randomize(keras.Model(inputs, chain(*steps)(inputs)))
 
 
 def conv_layers(filters, name, size=3, norm=True, activation="relu", **kwargs):

@@ -270,3 +270,18 @@ def test_a_mask_that_only_the_block_passes_on():
     steps = layers.Embedding(6, 4, mask_zero=True), own, layers.Reshape((36, 4))
     with pytest.warns(UserWarning, match="'stays' .*: it gives its output a mask"):
         fold(model_of((6, 6), *steps, dtype="int32"))
+
+
+def test_a_block_stays_in_all_of_its_calls_or_in_none():
+    """Its second call, with another shape, cannot be traced."""
+
+    class Cuts(Stays):
+        def call(self, x):
+            return super().call(x) if x.shape[1] == 6 else ops.shape(x)[0] + x
+
+    cuts = Cuts(name="cuts")
+    model = model_of((6, 6, 4), cuts, layers.Cropping2D(1), cuts)
+    with pytest.warns(UserWarning, match="'cuts' .*"):
+        new = convert(model, lambda norm: None)
+    assert isinstance(new.get_layer("cuts"), Cuts)
+    assert len(new.weights) == len(model.weights)

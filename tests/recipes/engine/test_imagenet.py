@@ -1,5 +1,4 @@
 import io
-import itertools
 
 import numpy as np
 import pytest
@@ -40,13 +39,14 @@ def data_dir(tmp_path_factory):
     """ImageNet in the files of tensorflow_datasets, with few images."""
     root = tmp_path_factory.mktemp("tfds")
     rng = np.random.default_rng(0)
-
-    def examples(count):
-        for i, kind in zip(range(count), itertools.cycle(KINDS)):
-            image = io.BytesIO(jpeg(*kind, rng))
-            yield {"image": image, "label": i, "file_name": f"{i}.JPEG"}
-
-    splits = {"train": list(examples(TRAIN)), "validation": list(examples(TEST))}
+    contents = [jpeg(*kind, rng) for kind in (KINDS * 3)[:TRAIN]]
+    splits = {
+        split: [
+            {"image": io.BytesIO(image), "label": i, "file_name": f"{i}.JPEG"}
+            for i, image in enumerate(contents[:count])
+        ]
+        for split, count in (("train", TRAIN), ("validation", TEST))
+    }
     images.write_tfds(root, imagenet.NAME, splits, per_shard=7)
     return str(root)
 
