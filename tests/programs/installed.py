@@ -36,7 +36,9 @@ def check_use():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 8, 8, 3)).astype("float32")
     y = rng.integers(0, 4, 64)
-    stack = [keras.Input((8, 8, 3)), layers.Conv2D(8, 3), layers.BatchNormalization()]
+    stack = [keras.Input((8, 8, 3))]
+    for conv in layers.Conv2D(8, 3, padding="same"), layers.Conv2D(8, 3):
+        stack += [conv, layers.BatchNormalization(), layers.ReLU()]
     stack += [WS(layers.Conv2D(8, 3)), layers.GlobalAveragePooling2D(), layers.Dense(4)]
     model = convert(keras.Sequential(stack), CBN(rho=2), data=x)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
