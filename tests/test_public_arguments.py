@@ -56,7 +56,7 @@ def refusal(name, argument, value):
 def descriptions(value):
     """What may stand for a value in a message, or for one of its elements."""
     array = np.asarray(list(value) if isinstance(value, (dict, set)) else value)
-    yield from (type(value).__name__, str(array.shape), "of shapes", "0 bat", "array(")
+    yield from (type(value).__name__, str(array.shape), "of shape [", "0 bat", "array(")
     yield from map(arguments.shown, (value, *(array.tolist() if array.ndim else ())))
 
 

@@ -59,10 +59,11 @@ def convert(
     batches that are too small for statistics of their own. Groups are as many as divide
     the channels, but at most 32 and of 4 channels or more. `"batch_norm"` takes the
     place of all other norms. `"none"` takes all norms out. A norm stays where a single
-    number would be normalised alone, as by `"instance_norm"` after a `Dense` layer.
+    number would be normalised alone, as by `"instance_norm"` after a `Dense` layer. A
+    warning names layers that stay.
 
     With `preserve=True` the new model computes what the old one does, at inference, and
-    a warning names layers of which that is not so, as it names layers that stay:
+    a warning names layers of which that is not so:
 
     * `BatchNormalization` is folded into the layer before it, or into the CBN after it.
       Where neither is possible, as between a sum and an activation, its map stays: a

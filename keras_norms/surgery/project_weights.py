@@ -34,9 +34,9 @@ class ProjectWeights(keras.callbacks.Callback):
     ```
 
     after each step the function is the same, and the rate is what its schedule says.
-    The projection is a constraint of the variable while `fit` runs, so that the
-    optimizer does it in the compiled step, with `steps_per_execution` too. Weight decay
-    of these kernels has next to no effect then.
+    The projection is a constraint of the variable, so that the optimizer does it in the
+    compiled step, with `steps_per_execution` too. It is there while `fit` runs, and not
+    in saved files. Weight decay of these kernels has next to no effect then.
 
     By default it takes the kernels of which the layers say that they are
     scale-invariant: of linear layers with a `BatchNormalization` or `NoisyBN` alone
@@ -105,9 +105,11 @@ class ProjectWeights(keras.callbacks.Callback):
                 "layers", "layers without a constraint of the kernel", constrained
             )
         self._kernels = kernels
-        self.norms = {v.path: float(np.linalg.norm(to_float64(v))) for v in kernels}
-        for variable in kernels:
-            variable.constraint = _OnSphere(self.norms[variable.path])
+        # Two kernels may have one path.
+        norms = [float(np.linalg.norm(to_float64(v))) for v in kernels]
+        self.norms = {v.path: norm for v, norm in zip(kernels, norms)}
+        for variable, norm in zip(kernels, norms):
+            variable.constraint = _OnSphere(norm)
         # The step that is compiled has no constraints in it.
         model.make_train_function(force=True)
 

@@ -149,7 +149,8 @@ def prune(
             `round_to`. `None`: what `gamma` and `similarity` allow. With it, these are
             0 and 1, or `None` to do without one of both.
         round_to: Positive integer. A layer that loses channels keeps a multiple of it,
-            such as 8 for hardware that computes in blocks.
+            such as 8 for hardware that computes in blocks: the most expensive ones
+            stay.
 
     Returns:
         A `Pruned`: the new model, of the same name, with the names of all layers and
@@ -205,11 +206,12 @@ def prune(
     removed = resize(channels, list(gone))
     pruned = graph.make()
     after = _macs_of(Graph(pruned))
-    total = sum(map(len, roots))
+    # Names, by which `removed` goes, need not be unique.
+    left = sum(np.sum(~np.isin(each, list(gone))) for each in roots)
     return Pruned(
         pruned,
         removed,
-        (total, total - sum(map(len, removed.values()))),
+        (sum(map(len, roots)), int(left)),
         (model.count_params(), pruned.count_params()),
         None if before is None or after is None else (before, after),
         *_errors(pruned, batches, outputs),

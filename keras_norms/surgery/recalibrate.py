@@ -41,7 +41,8 @@ def recalibrate(
     Layers that are frozen (`freeze`, or `layer.trainable = False`) use their statistics
     and keep them, and so do, with a warning, layers that the model has but does not
     call, and those of derived classes that override `call`. Layers inside of other
-    layers are measured like all others.
+    layers are measured like all others. All other weights, and the optimizer, stay as
+    they are.
 
     Args:
         model: A built Keras model of any kind. It is changed in place.

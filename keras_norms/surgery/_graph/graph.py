@@ -189,7 +189,8 @@ class Unit:
     def weight(self, name):
         """A weight in float64, or `None`."""
         if name not in self.arrays and self.layer is not None:
-            for found in [v for v in self.layer.weights if v.name == name]:
+            # The first is its own; layers inside may have weights of that name too.
+            for found in [v for v in self.layer.weights if v.name == name][:1]:
                 self.arrays[name] = to_float64(found)
         return self.arrays.get(name)
 
@@ -371,8 +372,10 @@ class Graph:
                 results = layer(*args, **kwargs)
             for value, result in zip(node.outputs, tree.flatten(results)):
                 tensors[id(value)] = result
-        cls = type(self.model)
-        if not is_graph(self.model) or not _keras.functional_like_constructor(cls):
+        cls, is_sequential = type(self.model), isinstance(self.model, keras.Sequential)
+        # That of a Sequential takes layers, whatever its signature says.
+        takes_tensors = _keras.functional_like_constructor(cls) and not is_sequential
+        if not takes_tensors or not is_graph(self.model):
             cls = keras.Model
         model = cls(*_filled((self.inputs, self.outputs), tensors), name=self.name)
         if not self.model.trainable:

@@ -90,7 +90,7 @@ def measure(
     """
     probe = _Probe(model, layers, with_batch_statistics)
     x = inputs_of(model, data)
-    if steps is None and isinstance(data, list) and not isinstance(x, list):
+    if isinstance(data, list) and not isinstance(x, list):
         few = len(data) <= _FEW  # a list of batches
     else:
         few = _is_few(x, steps, batch_size)
