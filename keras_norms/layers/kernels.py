@@ -1,5 +1,6 @@
 """Layers with a kernel: which weights those are, and where a unit lies in them."""
 
+import collections
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -154,10 +155,12 @@ def kernels_by_name(
             )
         chosen |= found
     names = [owners[key].name for key in chosen]
-    return {
-        name if names.count(name) == 1 else variable.path: variable
-        for name, variable in zip(names, chosen.values())
-    }
+    named, seen = {}, collections.Counter[str]()
+    for name, variable in zip(names, chosen.values()):
+        name = name if names.count(name) == 1 else variable.path
+        seen[name] += 1  # Models in a model may have layers of the same path.
+        named[name if seen[name] == 1 else f"{name}_{seen[name]}"] = variable
+    return named
 
 
 def _einsum_axes(layer):

@@ -285,3 +285,40 @@ def test_a_block_stays_in_all_of_its_calls_or_in_none():
         new = convert(model, lambda norm: None)
     assert isinstance(new.get_layer("cuts"), Cuts)
     assert len(new.weights) == len(model.weights)
+
+
+def test_subclasses_of_sequential():
+    """Of what was a chain comes a network that is none, by inputs and outputs."""
+
+    class Stack(keras.Sequential):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    ends = layers.GlobalAveragePooling2D(), layers.Dense(2)
+    model = Stack([keras.Input((6, 6, 4)), m.Block(name="block"), *ends])
+    folded = fold(m.randomize(model))
+    m.assert_same_outputs(folded, model, m.images(5, 6, 6, 4))
+    assert not isinstance(folded, Stack)
+
+
+def test_makers_of_one_name_are_counted_each():
+    def block(name):
+        steps = layers.Dense(6, "relu", name="one"), layers.Dense(4, name="two")
+        inside = keras.Sequential(steps, name="inside")
+        return of_call(lambda self, x: self.inside(x) + x, name=name, inside=inside)
+
+    model = model_of((4,), block("first"), block("second"), layers.Dense(1))
+    pruned = prune(model, m.images(32, 4), ratio=0.3)
+    left = [layer.units for layer in m.of_class(pruned.model, layers.Dense)]
+    assert pruned.channels == (21, sum(left)) and sum(left) < 21
+
+
+def test_own_weights_come_before_those_of_layers_inside():
+    class Twice(layers.BatchNormalization):
+        def build(self, shape):
+            super().build(shape)
+            self.inside = layers.BatchNormalization()
+            self.inside.build(shape)
+
+    model = model_of((4,), m.dense(6), Twice(), m.dense(3))
+    m.check_convert(model, "noisy_bn", m.images(8, 4))

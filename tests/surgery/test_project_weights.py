@@ -88,3 +88,19 @@ def test_layers_that_are_given():
     ):
         with pytest.raises(ValueError, match=message):
             model.fit(x, y, verbose=0, callbacks=[ProjectWeights(given)])
+
+
+def test_kernels_of_one_path_keep_each_its_norm():
+    def nested(name):
+        inputs = keras.Input((4,))
+        outputs = m.chain(m.dense(4, name="fc"), m.bn)(inputs)
+        return keras.Model(inputs, outputs, name=name)
+
+    model = m.model_of((4,), nested("one"), nested("two"))
+    first, second = (part.get_layer("fc") for part in model.layers[1:])
+    second.kernel.assign(10 * second.kernel)
+    before = norm_of(first), norm_of(second)
+    model.compile("sgd", "mse")
+    x = m.images(8, 4)
+    model.fit(x, x, verbose=0, callbacks=[ProjectWeights([first, second])])
+    assert (norm_of(first), norm_of(second)) == pytest.approx(before, rel=1e-5)
