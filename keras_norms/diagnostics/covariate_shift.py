@@ -101,16 +101,17 @@ def _shift_of(model, objective, layers, updated, rate=None):
     places = objective.unflatten(np.arange(objective.start.size))
     place_of = dict(zip(map(id, model.trainable_variables), places))
     parts = []
-    for layer in layers:
+    layers = dict(zip(names_of(layers), layers))  # each once
+    for layer in layers.values():
         place = [place_of[id(v)].ravel() for v in layer.trainable_variables]
         place, after = np.sort(np.concatenate(place)), gradient
         if place[0] > 0:
             point = [updated[: place[0]], objective.start[place[0] :]]
             _, after = objective.value_and_grad(np.concatenate(point))
         parts.append(_compare(gradient[place], after[place]))
-    names, (distances, cosines, norms) = names_of(layers), np.array(parts).T
-    not_finite = tuple(n for n, bad in zip(names, np.isnan(distances)) if bad)
-    return CovariateShift(tuple(names), distances, cosines, norms, not_finite)
+    distances, cosines, norms = np.array(parts).T
+    not_finite = tuple(n for n, bad in zip(layers, np.isnan(distances)) if bad)
+    return CovariateShift(tuple(layers), distances, cosines, norms, not_finite)
 
 
 def _compare(g, g_after):
@@ -174,8 +175,8 @@ class CovariateShiftProbe(Probe):
         self._loss = loss
 
     def before_step(self):
-        x, y = self._batch(self._step)
-        self._objective = Objective(self.model, x, y, self._loss)
+        model = self.model  # which brings the state from JAX
+        self._objective = Objective(model, *self._batch(self._step), self._loss)
 
     def after_step(self):
         model, objective = self.model, self._objective

@@ -9,7 +9,11 @@ import keras
 import numpy as np
 
 from keras_norms._checks import arguments
-from keras_norms._checks.models import check_loss, check_pair
+from keras_norms._checks.models import (
+    check_compiled_or_loss,
+    check_loss,
+    check_pair,
+)
 from keras_norms._types import Batch, Directory, Loss
 from keras_norms.diagnostics._engine.objective import Objective
 from keras_norms.diagnostics.probe import Probe
@@ -72,6 +76,8 @@ def gradient_noise(
     - Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and Beyond,
       TPAMI 2023, Theorem 1 and Figure 10. https://doi.org/10.1109/TPAMI.2023.3319005
     """
+    check_compiled_or_loss(model, loss)
+    arguments.boolean("training", training)
     pairs: Iterable | None = None
     with contextlib.suppress(TypeError):  # of what cannot be iterated
         pairs = map(functools.partial(check_pair, model, name="batches"), batches)

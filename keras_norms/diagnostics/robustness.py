@@ -161,8 +161,10 @@ class _Attack:
         check_compiled_or_loss(model, loss)
         self._x = x = arguments.array("x", x)
         if not np.issubdtype(x.dtype, np.floating):
-            expected = "of floats, for integers have no gradient"
-            raise arguments.wrong("x", expected, x)
+            raise ValueError(
+                "Argument `x` must be of floats, for integers have no gradient. "
+                f"Received: x of dtype {x.dtype}"
+            )
         check_inputs(model, x)
         self._y = _targets(x, y)
         self.samples = len(x)
@@ -226,7 +228,7 @@ class _Attack:
         """Count which of the first samples are classified as they should be."""
         x, _ = as_tensors(self._model, z, None)
         with drawing_from(self._randomness):
-            outputs = float64(self._outputs(*self._values, x))
+            outputs = float64(ops.convert_to_numpy(self._outputs(*self._values, x)))
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise ValueError(
                 "Argument `model` must have an output of shape (samples, classes), of "

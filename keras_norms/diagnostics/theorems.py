@@ -40,7 +40,7 @@ def _array(name, value, ndim=1, m=None):
     shape = found.shape[:1] * ndim if m is None else (m,) * ndim
     if found.shape != shape or not found.ndim or not np.all(np.isfinite(found)):
         size = "of any length" if m is None else f"of shape {shape}"
-        raise arguments.wrong(name, f"finite numbers {size}", value)
+        raise arguments.wrong(name, f"finite numbers {size}", found)
     return found
 
 

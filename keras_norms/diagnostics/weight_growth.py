@@ -163,9 +163,10 @@ class BatchStatistics(Probe):
             )
 
     def measure(self) -> dict[str, float]:
+        model = self.model  # which brings the state from JAX
         if self._has_batch:
             batch = self._batch(self._step)
-            calls = record(self.model, self._norms, batch, training=True)
+            calls = record(model, self._norms, batch, training=True)
             found = {call.layer: moments(call.input, call.layer.axis) for call in calls}
         else:
             found = {

@@ -29,7 +29,9 @@ class Frozen:
 
 
 def _frozen(plain):
-    cls = type(f"Frozen{plain.__name__}", (Frozen, plain), {"__module__": __name__})
+    doc = f"`{plain.__name__}` with stored statistics."
+    named = {"__module__": __name__, "__doc__": doc}
+    cls = type(f"Frozen{plain.__name__}", (Frozen, plain), named)
     return keras.saving.register_keras_serializable("keras_norms")(cls)
 
 

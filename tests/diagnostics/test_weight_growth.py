@@ -86,6 +86,23 @@ def test_batch_statistics():
     assert logs["statistics_norm_mean_distance"] == history
 
 
+def test_batch_statistics_of_every_step():
+    """Alone, where nothing else brings the state from JAX."""
+
+    class Watch(keras.callbacks.Callback):
+        seen = []
+
+        def on_train_batch_begin(self, batch, logs=None):
+            norm = self.model.get_layer("norm")
+            self.seen.append(np.abs(float64(norm.beta) - float64(norm.moving_mean)))
+
+    statistics = diagnostics.BatchStatistics(every=1)
+    train(network(), statistics, Watch(), size=24)
+    found = statistics.channels["norm_mean_distance"]
+    np.testing.assert_allclose(found, Watch.seen, rtol=1e-6)
+    assert len(found) > 2 and np.all(found[-1] > 0)
+
+
 def test_names_of_kernels():
     inside = keras.Sequential([layers.Dense(3, name="same")], name="inside")
     outer, ws = layers.Dense(3, name="same"), WS(layers.Dense(4, name="ws"), name="ws")
