@@ -89,7 +89,10 @@ def test_a_share_of_all_channels():
 
 
 @tensorflow_only
-@pytest.mark.parametrize("name", some(m.MODELS, ["residual"]))
+# Of `kinds` nothing can go without an error; test_convolutions_of_all_kinds has them.
+@pytest.mark.parametrize(
+    "name", some(["residual", "nested", "shared", "sequential"], ["residual"])
+)
 def test_float64_shows_that_the_algebra_is_exact(name):
     with precision("float64"):
         model = m.MODELS[name]()
