@@ -34,9 +34,13 @@ def test_numbers_of_the_readme_stand_in_the_tables(numbers, pages):
     # Not those of code, addresses and versions.
     prose = re.sub(r"(?s)```.*?```|`.*?`|\(.*?\)|Python [\d.]+", "", text)
     found = re.findall(r"\d+\.\d+", numbers.BLOCK.sub("", prose))
+    # So much less, of which the tables have what is left.
+    less = re.findall(r"(?<![\d.])(\d+) %", prose)
     tables = numbers.BLOCK.finditer("".join(pages.values()))
     stand = re.findall(r"\d+\.\d+", "".join(table[0] for table in tables))
-    assert len(found) > 5 and set(found) <= set(stand)
+    assert len(found) > 3 and set(found) <= set(stand)
+    left = {f"{1 - int(number) / 100:.2f}" for number in less}
+    assert len(left) > 3 and left <= {f"{float(number):.2f}" for number in stand}
 
 
 @pytest.mark.thorough
