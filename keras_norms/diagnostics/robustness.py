@@ -163,7 +163,7 @@ class _Attack:
         if not np.issubdtype(x.dtype, np.floating):
             raise ValueError(
                 "Argument `x` must be of floats, for integers have no gradient. "
-                f"Received: x of dtype {x.dtype}"
+                f"Received: x of dtype {x.dtype} and shape {x.shape}"
             )
         check_inputs(model, x)
         self._y = _targets(x, y)
