@@ -13,6 +13,7 @@ from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.learning_rate import FollowsLearningRate
 from keras_norms.layers.recomputation import Recomputable, moves_state
 from keras_norms.ops import normalize
+from keras_norms.ops.custom_gradient import snapshot
 from keras_norms.ops.functions import ops
 from keras_norms.ops.replicas import warn_of_drift
 from keras_norms.ops.shapes import out_of_groups, reduction_axes
@@ -257,6 +258,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     def _train(self, function, inputs, mask):
         """What a function of `normalize` makes of a batch, by which the state moves."""
         state, rho = self._state_and_rho()
+        state = state._replace(weight=snapshot(state.weight))
         rate = ops.cast(self.learning_rate_of_this_step(), self.statistics_dtype)
         x, gamma, beta, mask, axis = self.in_groups(inputs, mask)
         sizes = [x.shape[i] for i in reduction_axes(len(x.shape), axis)]
@@ -282,10 +284,12 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         )
 
     def _state_and_rho(self) -> tuple[normalize.CBNState, Tensor]:
-        variables = self.moving_mean, self.moving_square, self.average_weight
-        # Copies: PyTorch assigns in place, and gradients need what was there before.
-        state = (ops.copy(ops.cast(v, self.statistics_dtype)) for v in variables)
-        return normalize.CBNState(*state), ops.cast(self.rho, self.statistics_dtype)
+        mean, square = self.stored()
+        weight, rho = (
+            ops.cast(each, self.statistics_dtype)
+            for each in (self.average_weight, self.rho)
+        )
+        return normalize.CBNState(mean, square, weight), rho
 
     def get_config(self) -> dict:
         return {

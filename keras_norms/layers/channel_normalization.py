@@ -5,6 +5,7 @@ import keras
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Shape
+from keras_norms.ops.custom_gradient import snapshot
 from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import moving_averages
 from keras_norms.ops.replicas import check_strategy, warn_of_drift
@@ -92,19 +93,16 @@ class ChannelNormalization(keras.layers.Layer):
         )
 
     def stored(self):
-        """The averages in `statistics_dtype`."""
+        """The averages as they are now, in `statistics_dtype`."""
         averages = (getattr(self, name) for name in self.averages)
-        return tuple(ops.cast(each, self.statistics_dtype) for each in averages)
+        return tuple(
+            snapshot(ops.cast(each, self.statistics_dtype)) for each in averages
+        )
 
-    def prior(self):
-        """What `moments` is told of the mean."""
-        # A copy: PyTorch assigns in place, and gradients need what was there before.
-        return ops.copy(ops.cast(self.moving_mean, self.statistics_dtype))
-
-    def update_statistics(self, count, *statistics):
+    def update_statistics(self, stored, count, *statistics):
         """Move the averages on by `momentum`, after a batch of `count` elements."""
         warn_of_drift(self)
-        moved = moving_averages(self.stored(), statistics, self.momentum, count)
+        moved = moving_averages(stored, statistics, self.momentum, count)
         for name, value in zip(self.averages, moved):
             getattr(self, name).assign(value)
 

@@ -142,13 +142,14 @@ class LpNorm(Recomputable, ChannelNormalization):
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
+        stored = self.stored()
         if not training or not self.trainable:
             gamma, beta = self.affine()
             return lp_norm.lp_inference(
                 inputs,
                 gamma,
                 beta,
-                *self.stored(),
+                *stored,
                 epsilon=self.epsilon,
                 axis=self.axis,
             )
@@ -160,11 +161,11 @@ class LpNorm(Recomputable, ChannelNormalization):
             "mask": mask,
             "synchronized": self.synchronized,
         }
-        batch = lp_norm.lp_statistics(x, gamma.dtype, prior=self.prior(), **static)
+        batch = lp_norm.lp_statistics(x, gamma.dtype, prior=stored[0], **static)
         outputs = lp_norm.lp_normalization(
             x, gamma, beta, batch, epsilon=self.epsilon, **static
         )
-        self.update_statistics(*batch)
+        self.update_statistics(stored, *batch)
         return out_of_groups(outputs, inputs)
 
     def get_config(self) -> dict[str, Any]:

@@ -167,9 +167,10 @@ class NoisyBN(Recomputable, ChannelNormalization):
     ) -> Tensor:
         inputs = ops.cast(inputs, self.compute_dtype)
         training = training and self.trainable
+        stored = self.stored()
         if training:
             x, gamma, beta, mask, axis = self.in_groups(inputs, mask)
-            batch = moments(x, gamma.dtype, axis, mask, self.synchronized, self.prior())
+            batch = moments(x, gamma.dtype, axis, mask, self.synchronized, stored[0])
             outputs = normalize.batch_normalization(
                 x,
                 gamma,
@@ -181,14 +182,14 @@ class NoisyBN(Recomputable, ChannelNormalization):
                 synchronized=self.synchronized,
             )
             outputs = out_of_groups(outputs, inputs)
-            self.update_statistics(*batch)
+            self.update_statistics(stored, *batch)
         else:
             gamma, beta = self.affine()
             outputs = normalize.batch_normalization_inference(
                 inputs,
                 gamma,
                 beta,
-                *self.stored(),
+                *stored,
                 epsilon=self.epsilon,
                 axis=self.axis,
             )

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import keras
 
@@ -95,6 +96,14 @@ def without_gradient():
     import torch
 
     return torch.no_grad()
+
+
+def snapshot(value: Any) -> Any:
+    """A stored value as it is now, for gradients of this call.
+
+    PyTorch assigns variables in place.
+    """
+    return value.clone() if keras.backend.backend() == "torch" else value
 
 
 @functools.cache

@@ -86,9 +86,7 @@ def lp_statistics(
             norms = gather_replicas(norm)
         norm = _norm_of_norms(norms, p, axis=-1)
     if p != math.inf:
-        # Not ops.maximum, which makes float64 float32 on PyTorch.
-        count = ops.where(batch.count > 0, batch.count, ops.ones_like(batch.count))
-        norm = norm / count ** (1 / p)
+        norm = norm / ops.maximum(batch.count, 1) ** (1 / p)
     return LpStatistics(batch.count, batch.mean, norm)
 
 
@@ -156,7 +154,7 @@ def lp_normalization(
                     [local, ops.stack([ops.sum(direction, axes), attained])]
                 )
         total = sum_over_replicas(sums) if synchronized else sums
-        count = ops.maximum(count, ops.ones_like(count))
+        count = ops.maximum(count, 1)
         through_norm = -total[1] * inverse
         # The factor that `_direction` left out.
         shares = ops.maximum(total[3], ops.ones_like(mean)) if p == math.inf else count

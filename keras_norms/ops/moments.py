@@ -78,8 +78,7 @@ def moments(
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
     # A number, with which averages go on, also where squares add up to more.
     largest = float(np.finfo(keras.backend.standardize_dtype(variance.dtype)).max) / 4
-    bound = ops.full_like(variance, largest)
-    local = Moments(count, mean, ops.where(variance > bound, bound, variance))
+    local = Moments(count, mean, ops.minimum(variance, largest))
     return combine_replicas(local)[0] if synchronized else local
 
 
@@ -240,7 +239,7 @@ def _around(x, shift, count, axis, mask=None):
     """Mean and variance from sums of `x - shift`."""
     shift = ops.stop_gradient(shift)
     x = ops.cast(x, shift.dtype)
-    divisor = ops.maximum(count, ops.ones_like(count))
+    divisor = ops.maximum(count, 1)
     # Two differences, not one: XLA on CPU would write a shared one to memory.
     ahead = visible(x + per_channel(-shift, len(x.shape), axis), mask)
     behind = visible(per_channel(shift, len(x.shape), axis) - x, mask)
@@ -252,7 +251,7 @@ def _around(x, shift, count, axis, mask=None):
 
 def _mean(x, dtype, count, axis, mask=None):
     total = channel_sums(visible(ops.cast(x, dtype), mask), axis)
-    return total / ops.maximum(count, ops.ones_like(count))
+    return total / ops.maximum(count, 1)
 
 
 @single_pass()
@@ -260,7 +259,7 @@ def _masked_moments(x, mask, *, axis, dtype):
     mask = ops.broadcast_to(mask, ops.shape(x))
     x = ops.cast(x, dtype)
     count = channel_sums(ops.cast(mask, dtype), axis)
-    divisor = ops.maximum(count, ops.ones_like(count))
+    divisor = ops.maximum(count, 1)
     # A second pass: a prior mean may be far from the few elements that a mask leaves.
     mean = channel_sums(visible(x, mask), axis) / divisor
     centered = visible(x - per_channel(mean, len(x.shape), axis), mask)
@@ -279,7 +278,7 @@ def combine_replicas(local: Moments, *others: Tensor) -> tuple[Any, ...]:
     slots = gather_replicas(ops.stack([count, local.mean, local.variance, *others]))
     counts, means, variances, *gathered = (slots[:, i] for i in range(slots.shape[1]))
     count = ops.sum(counts, 0)
-    shares = counts / ops.maximum(count, ops.ones_like(count))
+    shares = counts / ops.maximum(count, 1)
     mean = ops.sum(shares * means, 0)
     spread = ops.square(means - mean)
     merged = Moments(count, mean, ops.sum(shares * (variances + spread), 0))

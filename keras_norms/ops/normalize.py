@@ -193,7 +193,7 @@ def cbn_scale_and_shift(
         if settings.synchronized:
             both = sum_over_replicas(ops.stack([of_mean, of_square]))
             of_mean, of_square = both[0], both[1]
-        count = ops.maximum(batch_map.count, ops.ones_like(batch_map.count))
+        count = ops.maximum(batch_map.count, 1)
         vectors = batch_map.mean, 2 * of_square / count, of_mean / count
         dx = affine(x, *vectors, *mask, axis=settings.axis)
         return dx, dgamma, dbeta, *[None] * len(rest)
@@ -394,7 +394,7 @@ def _gradient_vectors(local, total, gamma, batch_map, *, replicas, settings):
     center, mean = batch_map.center, batch_map.mean
     scale = gamma * batch_map.inverse
     sum_g, sum_gx = total[0], total[1]
-    count = ops.maximum(batch_map.count, ops.ones_like(batch_map.count))
+    count = ops.maximum(batch_map.count, 1)
     k = sum_gx / count / (batch_map.square + settings.epsilon)
     if _is_masked(batch_map):
         k = ops.where(batch_map.count > 0, k, ops.zeros_like(k))

@@ -15,7 +15,7 @@ _SAME = {
     *("abs", "all", "any", "isfinite", "logical_and", "logical_not", "logical_or"),
     *("broadcast_to", "reshape", "squeeze", "stack", "where"),
     *("full_like", "ones_like", "zeros_like"),
-    *("clip", "maximum", "relu", "sign", "sqrt", "square"),
+    *("clip", "relu", "sign", "sqrt", "square"),
 }
 
 
@@ -37,6 +37,14 @@ def shape(x):
 
 def sum(x, axis):
     return x if axis == () else torch.sum(x, axis)  # of no axis, it adds up all
+
+
+def maximum(x, y):
+    return torch.maximum(x, y) if isinstance(y, torch.Tensor) else x.clamp_min(y)
+
+
+def minimum(x, number):
+    return x.clamp_max(number)
 
 
 def max(x, axis=(), keepdims=False, initial=None):

@@ -9,9 +9,32 @@ that name in `moments` or `passes` does.
 import torch
 
 from keras_norms.ops import moments, passes
-from keras_norms.ops.shapes import channel_groups
+from keras_norms.ops.custom_gradient import is_eager_torch
+from keras_norms.ops.shapes import channel_groups, reduction_axes
 
 _LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
+
+
+def is_small(x, *others, axis):
+    """Whether it takes longer to start operations than to compute."""
+    return (
+        x.is_cpu
+        and x.dtype == others[0].dtype
+        and isinstance(axis, int)
+        and 0 < x.numel() < _LARGE
+        and is_eager_torch()
+        and not torch.is_grad_enabled()
+    )
+
+
+@moments.mean_and_variance.faster(where=is_small)
+def mean_and_variance_in_few_operations(x, prior, count, *, axis):
+    axes = reduction_axes(x.ndim, axis)
+    first = x.mean(axes, keepdim=True)
+    x = x - first
+    mean = x.mean(axes)  # what rounding has left
+    variance = x.square_().mean(axes).addcmul_(mean, mean, value=-1).clamp_min_(0)
+    return mean.add_(first.flatten()), variance
 
 
 def applies_to(x, *others, axis):

@@ -4,6 +4,8 @@ PyTorch starts the operations one by one, which for a vector takes longer than t
 arithmetic. `map_of_moments` computes what the one in `normalize` does.
 """
 
+import math
+
 import torch
 
 from keras_norms.ops import normalize
@@ -23,37 +25,53 @@ def is_plain(batch, *others, settings):
 
 @normalize.map_of_moments.faster(where=is_plain)
 def map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
-    known = learning_rate >= 0
-    step = (learning_rate * settings.omega).clamp_(normalize.SMALLEST_STEP, 1)
-    step = torch.where(known, step, 1 - settings.momentum)
-    weight = torch.addcmul(step, 1 - step, state.weight)
-    kept = (weight - step).div_(weight)  # (1 - step) * the old weight / the new one
-    kept_here = kept * known
-
-    excess = batch.mean - state.mean
-    ahead = excess * kept_here
+    weight, kept, kept_here = _weights(learning_rate, state.weight, settings)
+    ahead = (batch.mean - state.mean).mul_(kept_here)
     if settings.decouple:
         ahead = ahead.add_(beta)
         square = torch.addcmul(batch.variance, ahead, ahead)
         offset = torch.zeros_like(beta)
     else:
         square, offset = batch.variance, beta
-    behind = state.square - square
-    used = torch.addcmul(square, behind, kept_here).add_(settings.epsilon)
+    used = torch.lerp(square, state.square, kept_here).add_(settings.epsilon)
     batch_map = normalize.BatchMap(
         center=batch.mean - ahead,
-        inverse=used.sqrt_().mul_(rho).reciprocal_(),
+        inverse=used.rsqrt_().div_(rho),
         offset=offset,
         mean=batch.mean,
         square=square,
         mean_weight=torch.ones_like(square),
         count=batch.count,
     )
-    usable = (batch.mean + square).abs_() < torch.inf
-    usable &= batch.count > 0
     after = normalize.CBNState(
-        torch.where(usable, batch.mean - kept * excess, state.mean),
-        torch.where(usable, torch.addcmul(square, behind, kept), state.square),
-        torch.where(usable.any(), weight, state.weight),
+        torch.lerp(batch.mean, state.mean, kept),
+        torch.lerp(square, state.square, kept),
+        weight,
     )
-    return batch_map, after
+    found = batch.mean + square
+    if found.is_cpu and batch.count.item() > 0 and math.isfinite(found.sum().item()):
+        return batch_map, after
+    usable = (found.abs_() < torch.inf) & (batch.count > 0)
+    mean, square = (torch.where(usable, *pair) for pair in zip(after[:2], state[:2]))
+    weight = torch.where(usable.any(), weight, state.weight)
+    return batch_map, normalize.CBNState(mean, square, weight)
+
+
+def _weights(rate, weight, settings):
+    """The new weight, and those of the averages in new ones and in the map.
+
+    Numbers on a CPU, where one can be read without waiting for it.
+    """
+    if rate.is_cpu:
+        number, old = rate.item(), weight.item()
+        step = min(max(settings.omega * number, normalize.SMALLEST_STEP), 1.0)
+        step = step if number >= 0 else 1 - settings.momentum
+        new = step + (1 - step) * old
+        kept = (new - step) / new  # (1 - step) * the old weight / the new one
+        return torch.full_like(weight, new), kept, kept if number >= 0 else 0.0
+    known = rate >= 0
+    step = (rate * settings.omega).clamp_(normalize.SMALLEST_STEP, 1)
+    step = torch.where(known, step, 1 - settings.momentum)
+    new = torch.addcmul(step, 1 - step, weight)
+    kept = (new - step).div_(new)
+    return new, kept, kept * known
