@@ -1,6 +1,5 @@
 """The guides do what they say, and no name and no page is missing on the site."""
 
-import pathlib
 import re
 import subprocess
 import sys
@@ -10,8 +9,8 @@ import pytest
 import keras_norms
 from keras_norms import diagnostics, layers, ops, surgery
 from tests.support.backend import tensorflow_only
+from tests.support.docs import DOCS
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
 GUIDES = [page for page in DOCS.glob("guides/*.md") if "```text" in page.read_text()]
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 

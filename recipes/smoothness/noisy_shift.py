@@ -29,8 +29,10 @@ the moving statistics are not, so that 50.6 % of test images are right; with sta
 taken again without it (`keras_norms.recalibrate`) 98.1 %, BN 98.3 %, no norm 97.2 %. In
 the last layer, means move by 0.30 deviations a step with NoisyBN, 0.09 without a norm,
 0.00001 with BN, and 0.018 before BN. The noise alone prevents training entirely. On
-CIFAR-10 (VGG-16 of a quarter of the width, 5,000 steps) means before BN move by 0.01 to
-0.03 deviations a step, without a norm by 0.11 to 0.14: docs/results/noisy_shift.md.
+CIFAR-10 (VGG-16 of a quarter of the width, 5,000 steps) NoisyBN ends at 83 % of
+training accuracy, BN at 93, no norm at 76 and the noise alone at 62; means before BN
+move by 0.01 to 0.03 deviations a step, without a norm by 0.11 to 0.14:
+docs/results/noisy_shift.md.
 
 Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """

@@ -23,11 +23,14 @@ def made(tmp_path):
 
 
 def test_network(made):
-    small = ["--networks=vgg16:4:2", "--norms=bn", "--steps=1", "--rounds=2"]
+    small = ["--networks=vgg16:4:2", "--norms=none,bn", "--steps=1", "--rounds=2"]
     printed, report = made("network", *small)
     assert report["benchmark"] == "network"
-    assert [row["ratio"] for row in report["rows"]] == [1]
-    assert "| vgg16, 2 x 4 | bn |" in printed
+    none, bn = report["rows"]
+    assert none["bytes_of_passes"] == 0 < bn["bytes_of_passes"] and bn["ratio"] == 1
+    for row in (none, bn):
+        assert row["images_per_second"] == pytest.approx(2 / row["seconds_per_step"])
+        assert f"| vgg16, 2 x 4 | {row['norm']} |" in printed
 
 
 def test_sweep(made):

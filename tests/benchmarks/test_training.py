@@ -50,14 +50,6 @@ def test_amat_where_there_is_cbn():
         assert len(training.callbacks_for(networks.build("small", norm))) == count
 
 
-def test_network():
-    rows = network.measure("small", 8, 2, ["none", "bn"], steps=1, rounds=2)
-    assert [row["norm"] for row in rows] == ["none", "bn"] and rows[1]["ratio"] == 1
-    for row in rows:
-        assert row["images_per_second"] == pytest.approx(2 / row["seconds_per_step"])
-        assert (row["bytes_of_passes"] == 0) == (row["norm"] == "none")
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("rate", amat.RATES)
 def test_amat(rate):

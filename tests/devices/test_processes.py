@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -11,18 +10,10 @@ import numpy as np
 import pytest
 
 from tests.support.backend import jax_only
+from tests.support.processes import free_port
 
 # Keras has many processes on JAX only. They take minutes.
 pytestmark = [pytest.mark.thorough, jax_only]
-
-
-def addresses():
-    """Two free ports."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in sockets)
 
 
 def start(directory, *process):
@@ -32,7 +23,7 @@ def start(directory, *process):
 
 
 def start_two(directory):
-    both = addresses()
+    both = ",".join(f"127.0.0.1:{free_port()}" for _ in range(2))
     return [start(directory, both, number) for number in ("0", "1")]
 
 

@@ -9,12 +9,6 @@ from tests.support import diagnostics_reference as reference
 from tests.support.backend import precision
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    """Layers take their seeds when they are made."""
-    keras.utils.set_random_seed(0)
-
-
 def case(*stack):
     """A network, a batch, and its weights in float64."""
     loss = keras.losses.MeanSquaredError()

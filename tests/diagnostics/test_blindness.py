@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from scipy.special import softmax
 
 from keras_norms import CBN, WS, LpNorm
 from keras_norms import diagnostics as probe
@@ -32,11 +33,8 @@ def inputs(dtype="float32"):
 
 
 lengths = functools.partial(np.linalg.norm, axis=(1, 2))
-
-
-def softmax(z):
-    e = np.exp(z - z.max(1, keepdims=True))
-    return e / e.sum(1, keepdims=True)
+usual = {"epsilon": 1e-20, "name": "norm"}
+batch_normalization = functools.partial(layers.BatchNormalization, **usual)
 
 
 def term_slopes(outputs):
@@ -50,10 +48,6 @@ def term_slopes(outputs):
         return np.mean([y @ e, c**2 @ e, np.sum(c @ E * c, 1), c**3 @ e], 1)
 
     return [reference.gradient(lambda y, i=i: terms(y)[i], outputs) for i in range(4)]
-
-
-def batch_normalization(**settings):
-    return layers.BatchNormalization(**{"epsilon": 1e-20, "name": "norm", **settings})
 
 
 def cbn(beta=0.0):
@@ -86,7 +80,7 @@ def test_changes_and_shares_are_those_of_the_formulas(kind, dtype):
         part = x[chosen].astype("float64")
         outputs = normalized(part, **kind)
         # The gradient of the mean cross-entropy with respect to the norm's output.
-        g = softmax(outputs @ kernel + bias) - np.eye(3)[LABELS[chosen]]
+        g = softmax(outputs @ kernel + bias, 1) - np.eye(3)[LABELS[chosen]]
         g = g @ kernel.T / len(part)
         slopes = term_slopes(outputs)
         arrived = np.stack([at_input(slope, part, **kind) for slope in slopes])
@@ -159,7 +153,7 @@ def test_second_order_against_the_formulas(dtype):
 
     gamma = float64(norm.gamma)
     kernel, bias = map(float64, model.layers[-1].weights)
-    p = softmax(np.full((1, FEATURES), 0.25) @ kernel + bias)[0]
+    p = softmax(np.full(FEATURES, 0.25) @ kernel + bias)
     hessian = kernel @ (np.diag(p) - np.outer(p, p)) @ kernel.T
     tolerance = 10 * TOLERANCE[dtype]
     np.testing.assert_allclose(found.hessian, hessian, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""What only CBN has: `rho`, the learning rate, its schedule, batches of one."""
+"""What only CBN has: the hint about its learning rate, batches of one, the ratio."""
 
 import warnings
 
@@ -8,34 +8,13 @@ import pytest
 
 from keras_norms import AMAT, CBN
 from keras_norms.layers import cbn, learning_rate
-from tests.support.any_layer import case, reference_of, slope_of, step_of
+from tests.support.any_layer import assert_step, case, reference_of
 from tests.support.backend import later, numpy
-from tests.support.batch_reference import relative_error
+from tests.support.device_cases import cbn as cbn_with_rate
+from tests.support.wrapped import assert_close
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(1, 2, (6, 3)).astype("float32")
-
-
-def known_rate(rate=0.02, **arguments):
-    """A layer that knows its learning rate: here eta is 0.8."""
-    layer = CBN(**arguments)
-    layer.set_learning_rate(rate)
-    return layer
-
-
-def assert_close(actual, expected, rtol=1e-5, atol=1e-6):
-    np.testing.assert_allclose(numpy(actual), numpy(expected), rtol=rtol, atol=atol)
-
-
-def test_rho_can_be_assigned():
-    norm = CBN(moving_mean_initializer="ones")
-    model = keras.Sequential([keras.Input((3,)), norm])
-    model.compile("sgd", "mse")
-    uses = model.predict_on_batch, lambda x: norm(x, training=True)
-    for use in uses:  # Without a rate, the batch alone normalises.
-        before = numpy(use(X))
-        norm.rho.assign(2 * norm.rho)
-        assert_close(use(X), before / 2)
 
 
 # Without AMAT
@@ -62,7 +41,7 @@ def test_the_hint_about_amat_comes_once_where_it_is_due():
         norms[0](X, training=False)
         norms[0](keras.Input((3,)), training=True)
         CBN(trainable=False)(X, training=True)
-        known_rate()(X, training=True)
+        cbn_with_rate()(X, training=True)
 
     def fit(**options):
         model.fit(X, X[:, :1], 3, verbose=0, **options)
@@ -108,7 +87,7 @@ def test_a_loaded_model_knows_whether_it_was_told(tmp_path):
 )
 def test_batches_of_one_are_warned_of_once(shape, axis, training, warned):
     cbn._explain_batches_of_one_once.cache_clear()
-    layer = known_rate(axis=axis)
+    layer = cbn_with_rate(axis=axis)
     layer.build(shape)
 
     def twice():
@@ -127,17 +106,13 @@ def test_the_ratio_where_a_mean_is_0_and_where_it_is_not(name):
     for means in ([0, 1, -2, 0.5, 2, 2], [0, 0, 1, -1, 1e-3, -0.5]):
         half = RNG.integers(-8, 9, (8, 6)) / 4  # whose sums are exact
         x = (np.concatenate([half, -half]) + means).astype("float32")
-        values = each.values(x)
-        y = reference.train(values)
-        gradients = reference.gradients(slope_of(each) + y, values)
-        for found, expected in zip(step_of(each)(x), [y, *gradients.values()]):
-            assert relative_error(found, expected) < 1e-5
+        assert_step(each, reference, x)
     # Bounded where the mean is next to 0, and 1 where it is 0.
     assert_close(reference.groups[0].mean_weight[[0, 1, 4]], [1, 1, 10])
 
 
 def test_zero_learning_rate_averages_all_batches():
-    layer = known_rate(0.0)
+    layer = cbn_with_rate(0.0)
     batches = [X, 2 * X + 1, X**2]
     for x in batches:
         layer(x, training=True)

@@ -3,6 +3,8 @@
 The forms are those of `tests.support.any_layer`.
 """
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -10,38 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
 
-from tests.support.any_layer import (
-    CHANNELS,
-    FORMS,
-    FUSED,
-    GROUPS,
-    ONE_EACH,
-    Case,
-    call,
-    case,
-    example,
-    reference_of,
-    slope_of,
-    step_of,
-)
+from tests.support import any_layer as a
+from tests.support.any_layer import CHANNELS, FORMS, FUSED, GROUPS, ONE_EACH, Case
 from tests.support.autodiff import FAST, MODES, second_derivative, training_step
-from tests.support.backend import BACKEND, later_on_jax, not_torch, numpy, some
+from tests.support.backend import BACKEND, later, later_on_jax, numpy, some
 from tests.support.batch_reference import finite_differences
 from tests.support.layer_reference import REFERENCES
 from tests.support.normalizations import in_modes, linear_loss
 
-OTHER_MODES = [mode for mode in MODES if mode != FAST]
-
-
-# Forms that run the code of a faster one.
-SAME_CODE = {f"FusedCBN({kind})" for kind in ("conv1d", "conv3d")}
-SAME_CODE |= {"NoisyBN(no beta)", "LpNorm(1, centered)"}
-QUICK = FORMS.keys() - SAME_CODE
+QUICK = [*FORMS]
 IN_MODES = ["CBN", "WN(dense)", "LpNorm(2.5, centered)", "FusedCBN(conv2d_same)"]
 POLICIES = {"mixed_bfloat16": 2**-8, "mixed_float16": 2**-11, "float64": 1e-13}
 ROUNDED = {*POLICIES}
 if BACKEND == "jax":  # Which compiles each of them; the kinds of layers are Keras'.
-    QUICK = {*CHANNELS, *ONE_EACH, "FusedCBN(dense, tanh)", "CWN(dense)"} - SAME_CODE
+    QUICK = {*CHANNELS, *ONE_EACH, "FusedCBN(dense, tanh)", "CWN(dense)"}
     IN_MODES, ROUNDED = IN_MODES[:2], ["mixed_bfloat16"]
     del POLICIES["float64"]  # a switch of the process
 
@@ -58,77 +42,72 @@ def forms(names, quick=ONE_EACH):
     return pytest.mark.parametrize("name", some(names, quick))
 
 
-def assert_near(found, expected, bound=1e-5, least=0):
-    """Of arrays by name: the error is small next to the largest number, or `least`."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].shape == np.shape(value), name
-        # A mean, of what `example` makes of size 1, may be small.
-        size = np.abs(value).max(initial=max(least, name == "moving_mean"))
-        assert np.all(np.abs(found[name] - value) < bound * size), name
-
-
-def results(each, x, mode=FAST):
-    """Output, gradients and state of a training step, by name."""
-    names = [v.name for v in each.layer.trainable_variables]
-    found = dict(zip(["y", "x", *names], step_of(each, mode)(x), strict=True))
-    return found | each.state()
-
-
-def expected_results(each, reference, values):
-    y = reference.train(values)
-    gradients = reference.gradients(slope_of(each) + y, values)
-    kept = {k: v for k, v in each.state().items() if k in ("rho", "learning_rate")}
-    return {"y": y} | gradients | reference.state() | kept
-
-
-def assert_step(each, seed, rate, mode=FAST, *bounds):
-    """Training from a random state, and inference after it."""
-    x, start = example(each, seed, rate)
+def assert_training_and_inference(each, seed, rate, mode=FAST, *bounds):
+    """A step from a random state, and inference after it."""
+    x, start = a.example(each, seed, rate)
     each.assign(start)
-    reference, values = reference_of(each), each.values(x)
-    expected = expected_results(each, reference, values)
-    assert_near(results(each, x, mode), expected, *bounds)
-    y, state = call(each, x)
-    assert_near({"y": y}, {"y": reference.inference(values)}, *bounds)
-    assert_unchanged(each, state)
+    reference = a.reference_of(each)
+    a.assert_step(each, reference, x, mode, *bounds)
+    y, state = a.call(each, x)
+    a.assert_near({"y": y}, {"y": reference.inference(each.values(x))}, *bounds)
+    np.testing.assert_equal(state, [*map(numpy, each.layer.non_trainable_variables)])
 
 
 def assert_steps(each, mode=FAST):
     """With the learning rate unknown, known, and large: eta is 0."""
     for seed, rate in enumerate((-1.0, 0.03, 0.2)):
-        assert_step(each, seed, rate, mode)
+        assert_training_and_inference(each, seed, rate, mode)
 
 
-def assert_unchanged(each, state):
-    """The state after a call is the one that the layer has."""
-    for value, variable in zip(state, each.layer.non_trainable_variables, strict=True):
-        np.testing.assert_array_equal(value, numpy(variable))
+IN_SOME = {*itertools.product(QUICK, [FAST]), *itertools.product(IN_MODES, MODES)}
 
 
-@forms(FORMS, QUICK)
-def test_training_and_inference(name):
-    assert_steps(case(name))
-
-
-@not_torch
-@forms(FORMS, IN_MODES)
-@pytest.mark.parametrize("mode", OTHER_MODES)
-def test_training_in_other_modes(name, mode):
-    assert_steps(case(name), mode)
+@pytest.mark.parametrize(
+    ("name", "mode"), some(itertools.product(FORMS, MODES), IN_SOME)
+)
+def test_training_and_inference(name, mode):
+    assert_steps(a.case(name), mode)
 
 
 @forms(CHANNELS)
 def test_on_one_device_synchronized_changes_nothing(name):
-    assert_steps(case(name, synchronized=True))
+    assert_steps(a.case(name, synchronized=True))
 
 
 @pytest.mark.parametrize(("name", "mode"), in_modes(CHANNELS, FEW[:7]))
 @pytest.mark.parametrize("samples", [0, 1])
 def test_small_batches(name, mode, samples):
     """A batch of one is its mean, exactly, so that many results are 0."""
-    each = case(name, (samples, 3), axis=-1, epsilon=0.5)
-    assert_step(each, 6, 0.03, mode, 1e-5, 0.1)
+    each = a.case(name, (samples, 3), axis=-1, epsilon=0.5)
+    assert_training_and_inference(each, 6, 0.03, mode, 1e-5, 0.1)
+
+
+# Where maxima tie
+
+TIES = np.array(
+    [
+        # Several maxima of both signs; sums and means are exact in float32.
+        [3, -3, 3, 1, 0, -1, 2, -2],
+        # The same after the mean, 2, is taken away.
+        [5, -1, 5, -1, 2, 2, 1, 3],
+        [2, 2, 2, 2, 2, 2, 2, 2],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+).T
+INFINITE = ["LpNorm(inf)", "LpNorm(inf, centered)"]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("name", "mode"), in_modes(INFINITE))
+def test_maxima_share_the_gradient(name, masked, mode):
+    x = TIES.astype("float32")
+    if masked:  # Hidden elements are as large as the maxima, and larger.
+        x = np.concatenate([x, 3 * x])
+    mask = np.broadcast_to(np.arange(len(x))[:, None] < 8, x.shape)
+    each = a.case(name, x.shape, axis=-1, epsilon=0.5)
+    each.assign(a.example(each, 4)[1])
+    mask = {"mask": mask} if masked else {}
+    a.assert_step(each, a.reference_of(each), x, mode, **mask)
 
 
 SHAPES = st.integers(2, 5).flatmap(lambda rank: st.tuples(*[st.integers(1, 4)] * rank))
@@ -148,18 +127,18 @@ def test_any_shape_axis_norm_and_state(name, shape, axis, p, seed, rate):
     """`--hypothesis-profile=many` has twenty times the examples."""
     norm = {"p": p} if name == "LpNorm(2.5, centered)" else {}
     # Where a channel is constant, epsilon is all that it is divided by.
-    each = case(name, shape, axis=axis % len(shape), epsilon=0.1, **norm)
-    assert_step(each, seed, rate, FAST, 3e-5, 1)
+    each = a.case(name, shape, axis=axis % len(shape), epsilon=0.1, **norm)
+    assert_training_and_inference(each, seed, rate, FAST, 3e-5, 1)
 
 
 @forms(FORMS, [*ONE_EACH, "CBN(coupled, ratio)", "LpNorm(1.5)", "LpNorm(2, centered)"])
 @pytest.mark.parametrize("mode", some(MODES, [FAST]))
 def test_second_derivatives(name, mode):
     """Of input and weights together, along one direction, times the rest."""
-    each = case(name)
-    x, start = example(each, 2, 0.03)
+    each = a.case(name)
+    x, start = a.example(each, 2, 0.03)
     each.assign(start)
-    reference, values, slope = reference_of(each), each.values(x), slope_of(each)
+    reference, values, slope = a.reference_of(each), each.values(x), a.slope_of(each)
     reference.train(values)
     rng = np.random.default_rng(1)
     directions = {k: rng.normal(size=v.shape) for k, v in values.items()}
@@ -168,31 +147,52 @@ def test_second_derivatives(name, mode):
         moved = {k: v + step * directions[k] for k, v in values.items()}
         return reference.gradients(slope + reference.forward(moved), moved)
 
-    def loss(y):
-        return ops.sum(ops.convert_to_tensor(slope) * y + y * y / 2)
-
     there, back = gradients(1e-6), gradients(-1e-6)
     expected = {k: (there[k] - back[k]) / 2e-6 for k in values}
     directions = [direction.astype("float32") for direction in directions.values()]
-    found = second_derivative(each.layer, x, loss, directions, mode)
-    assert_near(dict(zip(values, found, strict=True)), expected, bound=2e-5)
+    found = second_derivative(each.layer, x, a.loss_of(each), directions, mode)
+    a.assert_near(dict(zip(values, found, strict=True)), expected, bound=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    [
+        ("CBN", True),
+        ("LpNorm(2.5, centered)", True),
+        *later(("LpNorm(2, no beta)", False), ("LpNorm(2.5, centered)", False)),
+    ],
+)
+def test_second_derivative_where_a_channel_has_nothing(name, masked):
+    """It is hidden by a mask, or zero."""
+    x, direction = np.random.default_rng(0).normal(1, 2, (2, 9, 3)).astype("float32")
+    mask = {}
+    if masked:
+        mask["mask"] = ops.convert_to_tensor(np.tile([True, False, True], (9, 1)))
+    else:
+        x[:, 1] = 0
+    each = a.case(name, x.shape, axis=-1, epsilon=0.1)
+    layer, loss = each.layer, a.loss_of(each)
+    directions = direction, *map(numpy, layer.trainable_variables)
+    second = second_derivative(layer, x, loss, directions, MODES[-1], **mask)[0]
+    assert np.all(np.isfinite(second))
+    assert np.all(second[:, [0, 2]] != 0)
 
 
 @later_on_jax  # It is of NumPy, but for the layer.
 @forms(MASKED, MASKED)
 def test_reference_gradients_are_finite_differences(name):
-    each = case(name)
-    x, start = example(each, 3, 0.03)
+    each = a.case(name)
+    x, start = a.example(each, 3, 0.03)
     each.assign(start)
-    reference, values = reference_of(each), each.values(x)
-    g = slope_of(each) + reference.train(values)
+    reference, values = a.reference_of(each), each.values(x)
+    g = a.slope_of(each) + reference.train(values)
     for name, gradient in reference.gradients(g, values).items():
 
         def total(value, name=name):
             return np.sum(g * reference.forward({**values, name: value}))
 
         expected = finite_differences(total, values[name])
-        assert_near({name: gradient}, {name: expected}, 1e-6)
+        a.assert_near({name: gradient}, {name: expected}, 1e-6)
 
 
 # Precision
@@ -204,28 +204,28 @@ def test_policies(name, policy):
     # What is rounded: y, the two terms of its gradient and their sum, dx. FusedCBN also
     # rounds the normalised input, the kernel and the product.
     bound = (8 if FORMS[name].inner else 5) * POLICIES[policy]
-    each = case(name, dtype=policy)
+    each = a.case(name, dtype=policy)
     wide = "float64" if policy == "float64" else "float32"
     x = np.random.default_rng(0).normal(1, 2, each.shape).astype(wide)
     x = numpy(ops.cast(x, each.layer.compute_dtype))
-    reference, values = reference_of(each), each.values(x)
-    expected = expected_results(each, reference, values)
-    found = results(each, x)
+    reference, values = a.reference_of(each), each.values(x)
+    expected = a.expected_results(each, reference, values)
+    found = a.results(each, x)
     assert keras.backend.standardize_dtype(found["y"].dtype) == each.layer.compute_dtype
     for weight in each.layer.weights:
         assert keras.backend.standardize_dtype(weight.dtype) == wide
     # Statistics are those of the rounded inputs.
     state = {k: found.pop(k) for k in each.state()}
-    assert_near(state, {k: expected.pop(k) for k in state}, min(bound, 1e-5))
+    a.assert_near(state, {k: expected.pop(k) for k in state}, min(bound, 1e-5))
     # These are sums, with an error of each term.
-    terms = np.abs(slope_of(each) + expected["y"]).sum()
+    terms = np.abs(a.slope_of(each) + expected["y"]).sum()
     for name in {"beta", "gamma", "bias"} & expected.keys():
         factor = np.abs(expected["y"]).max() if name == "gamma" else 1
         error = np.abs(found.pop(name) - expected[name]).max()
         assert error < bound * factor * terms / expected.pop(name).size, name
-    assert_near(found, expected, bound)
-    y, _ = call(each, x)
-    assert_near({"y": y}, {"y": reference.inference(values)}, bound)
+    a.assert_near(found, expected, bound)
+    y, _ = a.call(each, x)
+    a.assert_near({"y": y}, {"y": reference.inference(values)}, bound)
 
 
 # Masks, and layers that do not train
@@ -241,20 +241,20 @@ def of_channels(each, values, channels):
 @pytest.mark.parametrize(("name", "mode"), in_modes(MASKED, FEW))
 def test_what_a_mask_hides_is_not_there(name, mode):
     """Of each channel something else; outputs of what is hidden count too."""
-    each = case(name)
+    each = a.case(name)
     rng = np.random.default_rng(1)
     mask, unused = rng.random((2, *each.shape)) < 0.6
     hidden = np.moveaxis(mask, each.axis, 0)
     hidden[0] = False  # of which nothing is seen
     hidden[1, : each.form.arguments.get("group_size", 0)] = False  # in a group
     unused &= ~mask
-    g = np.where(unused, 0, slope_of(each)).astype("float32")
+    g = np.where(unused, 0, a.slope_of(each)).astype("float32")
     step = training_step(each.layer, linear_loss(g), mode)
     names = ["y", "x", *(v.name for v in each.layer.trainable_variables)]
     for seed, rate in enumerate((0.03, -1.0)):
-        x, start = example(each, seed, rate)
+        x, start = a.example(each, seed, rate)
         each.assign(start)
-        reference, values = reference_of(each), each.values(x) | {"mask": mask}
+        reference, values = a.reference_of(each), each.values(x) | {"mask": mask}
         y = reference.train(values)
         expected = {"y": y} | reference.gradients(g, values) | reference.state()
         # An element that enters nowhere may be huge.
@@ -262,7 +262,7 @@ def test_what_a_mask_hides_is_not_there(name, mode):
         found = dict(zip(names, step(x, mask=mask), strict=True)) | each.state()
         found["y"] = np.where(unused, y, found["y"])
         for channels in (slice(1), slice(1, None)):  # Those of the first may be huge.
-            assert_near(
+            a.assert_near(
                 of_channels(each, {k: found[k] for k in expected}, channels),
                 of_channels(each, expected, channels),
             )
@@ -270,23 +270,22 @@ def test_what_a_mask_hides_is_not_there(name, mode):
     state = each.state()
     found = step(x, mask=np.zeros_like(mask))
     assert all(np.all(np.isfinite(value)) for value in found)
-    for name, value in each.state().items():
-        np.testing.assert_array_equal(value, state[name])
+    np.testing.assert_equal(each.state(), state)
 
 
 @forms(FORMS)
 def test_frozen_is_inference(name):
-    each = case(name, name="frozen")
-    x, start = example(each, 5, 0.03)
+    each = a.case(name, name="frozen")
+    x, start = a.example(each, 5, 0.03)
     each.assign(start)
-    expected, state = call(each, x)
-    in_training = call(each, x, training=True)[0]
+    expected, state = a.call(each, x)
+    in_training = a.call(each, x, training=True)[0]
     assert (np.abs(in_training - expected).max() > 0.1) == bool(state)
     each.layer.trainable = False
     frozen = Case(each.form, each.layer, each.shape)  # Compiled anew.
-    y, state = call(frozen, x, training=True)
+    y, state = a.call(frozen, x, training=True)
     np.testing.assert_array_equal(y, expected)
-    assert_unchanged(frozen, state)
+    np.testing.assert_equal(state, [*map(numpy, each.layer.non_trainable_variables)])
 
 
 # Shapes
@@ -294,8 +293,8 @@ def test_frozen_is_inference(name):
 
 @forms(FORMS, QUICK)
 def test_shapes(name):
-    form, each = FORMS[name], case(name)
-    expected = reference_of(each).inference(each.values(np.zeros(each.shape))).shape
+    form, each = FORMS[name], a.case(name)
+    expected = a.reference_of(each).inference(each.values(np.zeros(each.shape))).shape
     assert tuple(each.layer.compute_output_shape(each.shape)) == expected
     symbolic = form.make()(keras.Input(batch_shape=form.shape), training=True)
     assert tuple(symbolic.shape) == expected

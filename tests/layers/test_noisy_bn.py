@@ -3,14 +3,12 @@
 import keras
 import numpy as np
 import pytest
-from keras import ops
 
 from keras_norms import NoisyBN
-from keras_norms.ops import noise
-from tests.support.any_layer import QUIET
+from tests.support.any_layer import QUIET, noise_of
 from tests.support.autodiff import FAST, MODES, training_step
 from tests.support.backend import BACKEND, later, numpy
-from tests.support.normalizations import assert_near, linear_loss
+from tests.support.normalizations import assert_near, built, linear_loss
 
 SHAPE = (8, 3, 4)
 RNG = np.random.default_rng(0)
@@ -21,27 +19,13 @@ JITTED = {"jit_compile": BACKEND != "torch"}  # Where there is a compiler.
 other_modes = [m for m in MODES if m != FAST]
 
 
-def built(layer, shape=SHAPE):
-    """The layer with random gamma and beta."""
-    layer.build((None, *shape[1:]))
-    layer.gamma.assign(RNG.normal(1, 0.3, layer.gamma.shape))
-    layer.beta.assign(RNG.normal(0, 0.3, layer.beta.shape))
-    return layer
-
-
-def noise_of(seed, x, calls=1, axis=-1, **ranges):
-    """Scale and shift that a layer with this seed draws in its last of some calls."""
-    generator = keras.random.SeedGenerator(seed)
-    for _ in range(calls):
-        pair = noise.scale_and_shift(
-            ops.convert_to_tensor(x), generator, "float32", axis=axis, **ranges
-        )
-    return [numpy(value) for value in pair]
-
-
-def assert_equal(actual, expected):
-    for value, wanted in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(numpy(value), numpy(wanted))
+def loud_and_quiet(shape, axis=-1, **arguments):
+    """A layer with random gamma and beta, and the same without noise."""
+    loud, *_ = built(shape, RNG, NoisyBN, axis=axis, **LOUD, **arguments)
+    quiet = NoisyBN(axis=axis, **QUIET)
+    quiet.build(shape)
+    quiet.set_weights(loud.get_weights())
+    return loud, quiet
 
 
 @pytest.mark.parametrize(
@@ -50,15 +34,12 @@ def assert_equal(actual, expected):
 def test_noise_scales_and_shifts_and_is_a_constant_for_the_gradient(axis, mode):
     """The same noise in every mode: here it is drawn again eagerly."""
     shape = (6, 4, 4)
-    layer = built(NoisyBN(axis=axis, seed=7, **LOUD), shape)
-    quiet = NoisyBN(axis=axis, **QUIET)
-    quiet.build(shape)
-    quiet.set_weights(layer.get_weights())
+    layer, quiet = loud_and_quiet(shape, axis, seed=7)
     g = RNG.normal(size=shape)
     step = training_step(layer, linear_loss(g), mode)
     for call in (1, 2):
         x = RNG.normal(1, 2, shape).astype("float32")
-        scale, shift = noise_of(7, x, call, axis, **LOUD)
+        scale, shift = noise_of(shape, 7, call, axis, **LOUD)
         assert np.abs(scale - 1).max() > 0.2 and np.abs(shift).max() > 0.2
         y, *gradients = step(x)
         y0, *expected = training_step(quiet, linear_loss(scale * g), FAST)(x)
@@ -72,34 +53,20 @@ def test_noise_is_fresh_and_repeats():
         return [numpy(layer(X, training=True)) for _ in range(2)]
 
     first, second = outputs(seed=2**31 - 1)
-    assert_equal(outputs(seed=2**31 - 1), [first, second])
+    np.testing.assert_equal(outputs(seed=2**31 - 1), [first, second])
     other, another = outputs()[0], outputs()[0]
     for a, b in ((first, second), (first, other), (other, another)):
         assert np.abs(a - b).max() > 0.1
 
 
-def test_a_loaded_model_starts_its_noise_anew(tmp_path):
-    """Keras saves no state of a seed generator; Dropout is the same."""
-    model = keras.Sequential([keras.Input((4,)), NoisyBN(seed=3)])
-    first = model(X[:, 0], training=True)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert_equal(loaded.get_weights(), model.get_weights())
-    # Its averages have moved, and with them the shift of the batch's moments.
-    assert_near([loaded(X[:, 0], training=True)], [numpy(first)])
-
-
 def test_noise_at_inference():
     """A prediction draws anew each time, and still moves no statistic."""
-    layer = built(NoisyBN(seed=5, noise_at_inference=True, **LOUD))
-    quiet = NoisyBN(**QUIET)
-    quiet.build(SHAPE)
-    quiet.set_weights(layer.get_weights())
+    layer, quiet = loud_and_quiet(SHAPE, seed=5, noise_at_inference=True)
     noisy = keras.Sequential([keras.Input(SHAPE[1:]), layer])
     noisy.compile("sgd", "mse", **JITTED)
     for call, trainable in ((1, True), (2, True), (3, False)):
         layer.trainable = trainable
-        scale, shift = noise_of(5, X, call, **LOUD)
+        scale, shift = noise_of(SHAPE, 5, call, **LOUD)
         y = noisy.predict_on_batch(X) if trainable else layer(X, training=True)
         assert_near([numpy(y)], [scale * numpy(quiet(X)) + shift])
-    assert_equal(layer.get_weights(), quiet.get_weights())
+    np.testing.assert_equal(layer.get_weights(), quiet.get_weights())

@@ -13,18 +13,13 @@ from keras_norms import AMAT, CBN, FusedCBN, LpNorm, NoisyBN
 from keras_norms.layers import recomputation
 from tests.support.autodiff import MODES, compiled
 from tests.support.backend import BACKEND, jax_only, later, numpy, torch_only
+from tests.support.device_cases import cbn
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "recomputation.md"
 RNG = np.random.default_rng(0)
 X = [RNG.normal(i + 1, i + 2, (8, 5)).astype("float32") for i in range(2)]
 
 runs_twice = pytest.mark.skipif(BACKEND == "jax", reason="JAX traces once")
-
-
-def cbn(**arguments):
-    layer = CBN(**arguments)
-    layer.set_learning_rate(0.03)
-    return layer
 
 
 NORMS = {

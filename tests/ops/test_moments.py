@@ -10,10 +10,18 @@ from tests.support.backend import BACKEND, jax_only, numpy
 from tests.support.batch_reference import CBNReference, relative_error
 
 
-def exact_moments(x):
-    """Mean and variance in float64, channels last."""
-    axes = tuple(range(x.ndim - 1))
+def exact_moments(x, axis=-1):
+    """Mean and variance in float64."""
+    axes = tuple({*range(x.ndim)} - {axis % x.ndim})
     return x.mean(axes, dtype="float64"), x.var(axes, dtype="float64")
+
+
+def assert_moments(x, *bounds, axis=-1, **prior):
+    """Their errors, of the mean and of the variance, are within the bounds."""
+    batch = moments(ops.convert_to_tensor(x), "float32", axis, **prior)
+    exact = exact_moments(numpy(ops.cast(x, "float32")), axis)
+    for found, expected, bound in zip(batch[1:], exact, bounds, strict=True):
+        assert relative_error(found, expected) < bound
 
 
 def test_the_moving_mean_takes_the_place_of_an_element():
@@ -36,30 +44,24 @@ def test_without_a_prior_an_element_takes_its_place(outlier, axis):
     x = np.random.default_rng(2).normal(0, 1, (5000, 4, 3)) + means
     x[outlier, outlier] = 1e3 * means
     x = np.moveaxis(x.astype("float32"), -1, axis)
-    exact, axes = x.astype("float64"), tuple({0, 1, 2} - {axis % 3})
-    batch = moments(ops.convert_to_tensor(x), "float32", axis)
     # A thread of TensorFlow on a CPU adds 5,000 squares to that of the outlier, one
     # after the other, and each time the sum is rounded by 2^-24 of it at most.
     bound = 5000 * 2**-24 if BACKEND == "tensorflow" else 1e-4
-    assert relative_error(batch.mean, exact.mean(axes)) < 1e-5
-    assert relative_error(batch.variance, exact.var(axes)) < bound
+    assert_moments(x, 1e-5, bound, axis=axis)
 
 
 @pytest.mark.parametrize(
-    ("shape", "mean", "error"),  # the latter of the mean and of the variance
+    ("shape", "mean", "bounds"),
     [
         ((70, 1, 1, 4096), 1e3, (2e-7, 5e-5)),
         ((64, 128, 128, 4), 1e3, (1e-6, 4e-6)),
         ((64, 128, 128, 4), 3, (1e-6, 4e-6)),
     ],
 )
-def test_long_sums_keep_their_digits(shape, mean, error):
-    rng = np.random.default_rng(3)
-    sign = (-1) ** np.arange(shape[-1])
-    x = (rng.normal(size=shape) + mean * sign).astype("float32")
-    batch = moments(ops.convert_to_tensor(x), "float32", -1)
-    for actual, wanted, bound in zip(batch[1:], exact_moments(x), error):
-        assert relative_error(actual, wanted) < bound
+def test_long_sums_keep_their_digits(shape, mean, bounds):
+    means = mean * (-1) ** np.arange(shape[-1])
+    x = np.random.default_rng(3).normal(means, 1, shape).astype("float32")
+    assert_moments(x, *bounds)
 
 
 def test_no_variance_rounds_to_less_than_zero():
@@ -80,11 +82,8 @@ def test_a_prior_that_is_wrong(shape, dtype, shared, monkeypatch):
     monkeypatch.setattr(name, lambda: shared)
     prior = np.array([1e2, -1e4, 1e10, 1e30, np.inf], "float32")
     x = np.random.default_rng(9).normal(1, 1, shape)
-    x = ops.cast(ops.convert_to_tensor(x.astype("float32")), dtype)
-    mean, variance = exact_moments(numpy(ops.cast(x, "float32")))
-    batch = moments(x, "float32", -1, prior=ops.convert_to_tensor(prior))
-    assert relative_error(batch.mean, mean) < 1e-6
-    assert relative_error(batch.variance, variance) < 1e-5
+    x = ops.cast(x.astype("float32"), dtype)
+    assert_moments(x, 1e-6, 1e-5, prior=ops.convert_to_tensor(prior))
 
 
 @jax_only

@@ -1,13 +1,15 @@
 """The noise of NoisyBN: its distribution, its independence, the same bits anywhere."""
 
-import keras
+import functools
+import itertools
+
 import numpy as np
 import pytest
 import scipy.stats
 from keras import ops
 
 from keras_norms.ops import noise
-from tests.support.any_layer import QUIET
+from tests.support.any_layer import noise_of
 from tests.support.autodiff import compiled
 from tests.support.backend import BACKEND, numpy
 from tests.support.normalizations import KERNELS
@@ -17,21 +19,9 @@ hashed = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch has its generato
 FOUR_SIGMA = 2 * scipy.stats.norm.sf(4)
 
 
-def draw(shape, seed=0, calls=1, axis=-1, **ranges):
-    """Scales and shifts of the last of some calls, in the given ranges."""
-    generator, x, ranges = (
-        keras.random.SeedGenerator(seed),
-        ops.zeros(shape),
-        QUIET | ranges,
-    )
-    for _ in range(calls):
-        pair = noise.scale_and_shift(x, generator, "float32", axis=axis, **ranges)
-    return [numpy(ops.broadcast_to(v, shape)).astype("float64") for v in pair]
-
-
 def elements(shape, seed=0, calls=1):
     """N(0, 1) and U(-1, 1) of every element."""
-    scale, shift = draw(shape, seed, calls, mean_jitter=1, scale_jitter=1)
+    scale, shift = noise_of(shape, seed, calls, mean_jitter=1, scale_jitter=1)
     return {"normal": scale - 1, "uniform": shift}
 
 
@@ -48,44 +38,44 @@ def million():
     return elements((1000, 1000))
 
 
+def standardised(kind, values):
+    """Values, and their sizes, which depend on each other if radii do."""
+    exact = DISTRIBUTIONS[kind]
+    spread = np.sqrt(exact.moment(4) - exact.var() ** 2)
+    return values / exact.std(), (values**2 - exact.var()) / spread
+
+
+def assert_distributed(values, exact):
+    assert scipy.stats.kstest(values.ravel(), exact.cdf).pvalue > FOUR_SIGMA
+
+
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
 def test_distribution_and_what_is_independent(million, kind):
-    exact, shape = DISTRIBUTIONS[kind], million[kind].shape
-    assert scipy.stats.kstest(million[kind].ravel(), exact.cdf).pvalue > FOUR_SIGMA
+    shape = million[kind].shape
+    assert_distributed(million[kind], DISTRIBUTIONS[kind])
     np.testing.assert_array_equal(elements(shape)[kind], million[kind])
-
-    def standardised(values):
-        """Values, and their sizes, which depend on each other if radii do."""
-        square = values**2
-        spread = np.sqrt(exact.moment(4) - exact.var() ** 2)
-        return values / exact.std(), (square - exact.var()) / spread
-
-    for i, values in enumerate(standardised(million[kind])):
+    for i, values in enumerate(standardised(kind, million[kind])):
         assert_uncorrelated(values[1:], values[:-1])
         assert_uncorrelated(values[:, 1:], values[:, :-1])
         assert_uncorrelated(values[::2, ::2], values[1::2, 1::2])
         for seed, calls in ((0, 2), (1, 1), (1, 2)):
-            other = standardised(elements(shape, seed, calls)[kind])[i]
+            other = standardised(kind, elements(shape, seed, calls)[kind])[i]
             assert_uncorrelated(values, other)
 
 
 def test_normal_and_uniform_are_independent(million):
-    normal, uniform = million["normal"], million["uniform"] * np.sqrt(3)
-    square = (normal**2 - 1) / np.sqrt(2)
-    for a, b in ((normal, uniform), (square, uniform)):
-        assert_uncorrelated(a, b)
-    assert_uncorrelated(square, (uniform**2 - 1) / np.sqrt(0.8))
+    for pair in itertools.product(*(standardised(*each) for each in million.items())):
+        assert_uncorrelated(*pair)
 
 
 WIDE = {"mean_range": 0.5, "scale_range": 1.25}
 
 
 def test_a_channel_draws_its_means():
-    scale, shift = (values[0] for values in draw((3, 100_000), **WIDE))
+    scale, shift = (values[0] for values in noise_of((3, 100_000), **WIDE))
     for values, low, high in ((scale, 1, 1.25), (shift, -0.5, 0.5)):
-        exact = scipy.stats.uniform(low, high - low)
-        assert scipy.stats.kstest(values, exact.cdf).pvalue > FOUR_SIGMA
-    again = draw((3, 100_000), calls=2, **WIDE)[1][0]
+        assert_distributed(values, scipy.stats.uniform(low, high - low))
+    again = noise_of((3, 100_000), calls=2, **WIDE)[1][0]
     scale, shift, again = ((v - v.mean()) / v.std() for v in (scale, shift, again))
     assert_uncorrelated(scale, shift)
     assert_uncorrelated(shift, again)
@@ -94,21 +84,18 @@ def test_a_channel_draws_its_means():
 @pytest.mark.parametrize("axis", [1, -1])
 def test_elements_vary_around_the_means_of_their_channel(axis):
     shape = (200, 5, 100, 5)
-    means = draw(shape, axis=axis, **WIDE)
-    values = draw(shape, axis=axis, mean_jitter=0.2, scale_jitter=0.3, **WIDE)
+    means = noise_of(shape, axis=axis, **WIDE)
+    values = noise_of(shape, axis=axis, mean_jitter=0.2, scale_jitter=0.3, **WIDE)
     others = tuple({0, 1, 2, 3} - {axis % 4})
     for value, mean, kind, size in zip(values, means, DISTRIBUTIONS, (0.3, 0.2)):
         assert np.ptp(mean, others).max() == 0 and np.unique(mean).size == 5
-        exact, found = DISTRIBUTIONS[kind], (value - mean).ravel() / size
-        assert scipy.stats.kstest(found, exact.cdf).pvalue > FOUR_SIGMA
+        assert_distributed((value - mean) / size, DISTRIBUTIONS[kind])
 
 
 def lowbias32(x):
     """https://nullprogram.com/blog/2018/07/31/"""
-    x = x ^ (x >> np.uint32(16))
-    x = x * np.uint32(0x7FEB352D)
-    x = x ^ (x >> np.uint32(15))
-    x = x * np.uint32(0x846CA68B)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x ^ (x >> np.uint32(16))
 
 
@@ -131,12 +118,9 @@ def test_the_hash_in_numpy(seed, mode):
         "uniform": 2 * uniforms(lowbias32(bits + np.uint32(0x9E3779B9))) - 1,
     }
 
-    def hashed_noise(x, seed):
-        return noise.hashed_noise(x, seed, dtype="float32")
-
     x = ops.zeros(shape, "bfloat16")
-    seed = ops.convert_to_tensor(np.uint32(seed))
-    actual = compiled(hashed_noise, mode)(x, seed)
+    hashed_noise = functools.partial(noise.hashed_noise, dtype="float32")
+    actual = compiled(hashed_noise, mode)(x, ops.convert_to_tensor(np.uint32(seed)))
     for value, name in zip(actual, expected):
         # Of numbers up to 6, with a few operations' rounding.
         np.testing.assert_allclose(

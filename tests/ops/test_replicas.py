@@ -1,18 +1,43 @@
 """Sums over replicas one replica at a time; `tests/devices` runs them at once."""
 
+import threading
+from concurrent import futures
+
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
 from keras_norms import CBN
-from keras_norms.ops import lp_norm
+from keras_norms.ops import lp_norm, replicas
 from tests.support.backend import BACKEND, numpy, tensorflow_only
-from tests.support.simulated_replicas import run_on
 
 pytestmark = pytest.mark.skipif(
     BACKEND == "jax", reason="JAX has no replicas: its arrays are those of all devices"
 )
+
+
+def on_each(count, function, monkeypatch):
+    """What `function(i)` returns on each of some replicas, threads of this process."""
+    replica, sent = threading.local(), [None] * count
+    barrier = threading.Barrier(count, timeout=60)
+
+    def all_reduce(operation, x):
+        assert operation == "sum"
+        sent[replica.replica_id_in_sync_group] = x
+        barrier.wait()
+        total = sum(sent)
+        barrier.wait()
+        return total
+
+    def run(i):
+        replica.num_replicas_in_sync, replica.replica_id_in_sync_group = count, i
+        replica.all_reduce = all_reduce
+        return function(i)
+
+    monkeypatch.setattr(replicas, "_context", lambda: replica)
+    with futures.ThreadPoolExecutor(count) as pool:
+        return [*pool.map(run, range(count))]
 
 
 PARTS = [(5, 4), (1, 4), (7, 4)]  # elements and channels of each replica
@@ -42,7 +67,7 @@ def test_statistics_are_those_of_all(p, centered, masked, dtype, monkeypatch):
     size = np.abs(x - x.mean(0) if centered else x)
     norm = size.max(0) if p == np.inf else np.mean(size**p, 0) ** (1 / p)
     expected = [np.ma.filled(v, 0) for v in (np.ma.count(x, 0), x.mean(0), norm)]
-    for batch in run_on(len(PARTS), function, monkeypatch):
+    for batch in on_each(len(PARTS), function, monkeypatch):
         for actual, wanted in zip(batch, expected, strict=True):
             assert actual.dtype == batch.mean.dtype
             np.testing.assert_allclose(numpy(actual), wanted, rtol=1e-5, atol=1e-6)

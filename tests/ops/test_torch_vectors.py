@@ -1,10 +1,11 @@
-"""On PyTorch, how many operations a layer starts: each takes time, on a GPU its own."""
+"""PyTorch starts operations one by one, which takes time, and assigns in place."""
 
 import keras
+import numpy as np
 import pytest
 
-from keras_norms import CBN, FusedCBN
-from tests.support.backend import torch_only
+from keras_norms import CBN, FusedCBN, LpNorm, NoisyBN
+from tests.support.backend import numpy, torch_only
 
 
 def operations(function, *args, **options):
@@ -48,3 +49,20 @@ def test_a_fused_layer_starts_few_more():
     forward, backward = of_a_step(FusedCBN(conv, CBN()), (8, 12, 12, 8))
     assert forward <= 70  # CBN and a convolution: 50
     assert backward <= 62  # 41
+
+
+@torch_only
+@pytest.mark.parametrize("size", [4, 2**10])  # with plain operations and with kernels
+@pytest.mark.parametrize("cls", [CBN, NoisyBN, LpNorm])
+def test_a_call_at_inference_and_then_a_training_step(cls, size):
+    """The gradient of the call is that of the averages it had."""
+    layer = cls(**{"decouple": False} if cls is CBN else {})
+    x = keras.random.normal((size, 64), 3.0).requires_grad_()
+    gradients = []
+    for step in (lambda: None, lambda: layer(x, training=True)):
+        y = layer(x)
+        step()
+        y.sum().backward()
+        gradients.append(numpy(x.grad))
+        x.grad = None
+    np.testing.assert_array_equal(*gradients)

@@ -32,9 +32,8 @@ def reference_unit_norm(v, axes):
 
 
 def reference_standardize(v, axes):
-    centered, deviation = v - v.mean(axes, keepdims=True), v.std(axes, keepdims=True)
-    constant = np.ptp(v, axes, keepdims=True) == 0
-    return np.where(constant, 0, centered / np.where(constant, 1, deviation))
+    length = np.prod([v.shape[axis] for axis in axes]) ** 0.5
+    return length * reference_unit_norm(v - v.mean(axes, keepdims=True), axes)
 
 
 def decomposed(name):
@@ -76,8 +75,7 @@ def test_axes_and_dtypes(name, dtype, axes):
     assert np.abs(numpy(actual) - expected).max() <= TOLERANCE[wide] * size
 
 
-SIZES = (1e-18, 1e-9, 1e9, 1e18)
-HARD = {f"{size:.0e}": size * normal(20, 3) for size in SIZES}
+HARD = {f"{size:.0e}": size * normal(20, 3) for size in (1e-18, 1e-9, 1e9, 1e18)}
 HARD["a mean much larger than the deviation"] = 1e4 + normal(1000, 3)
 # The squares of the first add up to more than float32 holds.
 SEVERAL = np.array([1e18, 1, 1e-18]) * np.abs(normal(1000, 3))
@@ -93,14 +91,6 @@ def test_hard_vectors(name, case):
     actual, expected = numpy(function(v, 0)), reference(v.astype("float64"), (0,))
     for i in range(3):
         assert relative_error(actual[..., i], expected[..., i]) < 1e-5
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_gradient_of_a_length_of_any_size(size):
-    v = (size * normal(20, 3)).astype("float32")
-    step = training_step(AsLayer(lambda v: weight_norms.norm(v, 0)), ops.sum)
-    expected = reference_unit_norm(v.astype("float64"), (0,))
-    assert relative_error(step(v)[1], expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -208,8 +198,8 @@ def test_effective_weight_of_batch_normalization(epsilon, dtype):
     assert relative_error(x @ weight + bias, expected) < TOLERANCE[dtype]
     # The widest dtype decides.
     mixed = [kernel.astype("float32"), *(np.asarray(v, dtype) for v in values[1:])]
-    for value, same in zip(weight_norms.effective_weight(*mixed, epsilon), actual):
-        np.testing.assert_array_equal(numpy(value), numpy(same))
+    found = weight_norms.effective_weight(*mixed, epsilon)
+    np.testing.assert_equal([*map(numpy, found)], [weight, bias])
 
 
 @pytest.mark.parametrize("inputs", [1e-18, 1.0, 1e18])

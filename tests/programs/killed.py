@@ -106,10 +106,8 @@ def outcome(directory):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recipes", default=",".join(RECIPES))
     arguments = parser.parse_args()
-    random.seed(arguments.seed)
     wrong = []
     for recipe in arguments.recipes.split(","):
         kills, rounds, different = 0, 0, []

@@ -108,7 +108,8 @@ def main():
     parser.add_argument("--tests", nargs="+", default=("tests/ops", "tests/layers"))
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        for name in ("keras_norms", "tests"):
+        # What tests import, and pages that they read.
+        for name in ("keras_norms", "tests", "recipes", "tuner", "benchmarks", "docs"):
             shutil.copytree(CHECKOUT / name, pathlib.Path(directory, name))
         shutil.copy(CHECKOUT / "pyproject.toml", directory)
         os.chdir(directory)

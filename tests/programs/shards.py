@@ -8,19 +8,25 @@ all cases, and of Keras' layer, is written instead. A process can divide its CPU
 devices only before it uses any.
 """
 
+import pathlib
 import re
-import types
+import tempfile
 
 import jax
 import keras
 import numpy as np
+import pytest
 
-from keras_norms import AMAT, CBN
-from recipes.engine import classifier, devices, optimizers
-from tests.support import device_cases
+from benchmarks.compiled import collectives
+from keras_norms import AMAT
+from recipes import train
+from recipes.engine import classifier, devices
+from recipes.engine.recorder import SCORES
+from tests.support import device_cases, small
 from tests.support.backend import numpy
 from tests.support.device_cases import CASES, build, data, errors
 
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "tpu.md"
 BATCH = 16
 # How many devices.
 SIZES = {
@@ -29,9 +35,6 @@ SIZES = {
     "cbn, ratio": [(2,), (4,)],
     "cbn, groups": [(4,), (8,)],
 }
-COLLECTIVE = re.compile(
-    r" (all-reduce|all-gather|reduce-scatter|collective-permute)(?:-start)?\("
-)
 
 
 def on(count):
@@ -70,9 +73,7 @@ def two_steps(layer, arrays):
         found["outputs"] += [y, dx]
         found["gradients"] += gradients
         found["state"] += state
-    # Those that each run starts, and not those where a mean is far away.
-    text = program.as_text()
-    return found, len(COLLECTIVE.findall(text[text.index("\nENTRY") :]))
+    return found, len(collectives(program.as_text()))
 
 
 def compared(case, count, mean=0.0):
@@ -83,8 +84,8 @@ def compared(case, count, mean=0.0):
     expected, _ = two_steps(build(case, BATCH), arrays)
     distribution = on(count)
     shared = [divided(distribution, array) for array in arrays]
-    actual, collectives = two_steps(build(case, BATCH), shared)
-    return {**errors(actual, expected), "collectives": collectives}
+    actual, started = two_steps(build(case, BATCH), shared)
+    return {**errors(actual, expected), "collectives": started}
 
 
 def check_large_means():
@@ -95,71 +96,44 @@ def check_large_means():
 
 
 def after_fit():
-    """The weights of a small network, and its norm."""
+    """The weights of a small network, and a norm in it."""
     keras.utils.set_random_seed(0)
-    norm = CBN(name="norm")
-    model = keras.Sequential(
-        [
-            keras.Input((6, 6, 3)),
-            keras.layers.Conv2D(8, 3, activation="tanh", name="first"),
-            norm,
-            keras.layers.Conv2D(8, 3, use_bias=False, name="second"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Flatten(),
-            keras.layers.Dense(4),
-        ]
-    )
+    model = small.convolutions("", (8, 8, 1), 4, "cbn", "tanh")
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     model.compile(keras.optimizers.SGD(schedule, momentum=0.9), "mse")
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(64, 6, 6, 3)), rng.normal(size=(64, 4))
+    x, y = rng.normal(size=(64, 8, 8, 1)), rng.normal(size=(64, 4))
     model.fit(x, y, 16, 2, shuffle=False, verbose=0, callbacks=[AMAT()])
-    return {"weights": [numpy(v) for v in model.variables]}, norm
+    weights = [numpy(v) for v in model.variables]
+    return {"weights": weights}, model.get_layer("conv_norm")
 
 
 def check_model_parallel():
-    """A mesh of 4 by 2: the batch along one axis, channels along the other."""
+    """As docs/tpu.md says: the batch along one axis, channels along the other."""
     keras.distribution.set_distribution(None)
     expected, _ = after_fit()
-    devices = keras.distribution.list_devices("cpu")
-    mesh = keras.distribution.DeviceMesh((4, 2), ("batch", "model"), devices)
-    layouts = keras.distribution.LayoutMap(mesh)
-    layouts["(first|second)/kernel"] = (None, None, None, "model")
-    layouts["first/bias"] = ("model",)
-    layouts["norm/(gamma|beta|moving_mean|moving_square)"] = ("model",)
-    keras.distribution.set_distribution(
-        keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
-    )
+    exec(re.search(r"mesh = .*?(?=\n```)", PAGE.read_text(), re.DOTALL)[0])
     found, norm = after_fit()
     variables = norm.gamma, norm.moving_square, norm.average_weight
     assert [len(v.value.sharding.spec) for v in variables] == [1, 1, 0]
     assert max(errors(found, expected).values()) < 1e-4
 
 
-def check_evaluation():
-    """Every test image counts once, also where 8 devices cannot share them."""
-    rng = np.random.default_rng(0)
-    images = rng.normal(size=(90, 8, 8, 1)).astype("float32")
-    labels = rng.integers(10, size=90).astype("int32")
-    settings = classifier.Training(model="resnet8", batch_size=16)
-    source = types.SimpleNamespace(
-        test=(images, labels), image_shape=(8, 8, 1), num_classes=10, steps=1
-    )
-
-    def evaluated(*test):
-        keras.utils.set_random_seed(0)
-        norm = settings.normalisation()
-        model = classifier._network(settings, source, norm, optimizers.SGD)
-        return model.evaluate(*test, verbose=0, batch_size=45)
-
+def check_training():
+    """A recipe's is that of one device; of test images that 8 cannot share, too."""
+    usual = small.SETTINGS | {"train_size": 154, "validation_size": 90}
+    usual |= {"activation": "tanh", "saved_models_dir": None}
     keras.distribution.set_distribution(None)
-    alone = evaluated(images, labels)
-    strategy = devices.get("data_parallel")
-    with strategy.scope():
-        test = strategy.distribute(source, settings).test
-        np.testing.assert_allclose(evaluated(test), alone, rtol=1e-5)
+    found = []
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        small.use(patch)
+        for strategy in (None, devices.get("data_parallel")):
+            settings = classifier.Saved(**usual, runs_dir=f"{folder}/{len(found)}")
+            lines = train.train(settings, strategy).metrics
+            found.append([[line[key] for key in SCORES] for line in lines])
+    np.testing.assert_allclose(*found, rtol=1e-4)
 
 
 if __name__ == "__main__":
-    checks = check_large_means, check_model_parallel, check_evaluation
+    checks = check_large_means, check_model_parallel, check_training
     device_cases.main(compared, SIZES, *checks)

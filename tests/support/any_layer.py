@@ -12,6 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+from keras_norms.ops import noise
 from tests.support.autodiff import FAST, compiled, training_step
 from tests.support.backend import numpy
 from tests.support.layer_reference import Fused, OfChannels, Wrapped, known_to
@@ -19,6 +20,15 @@ from tests.support.weight_reference import CASES, WeightReference
 
 # Noise depends on the position: without it, elements can be compared.
 QUIET = {"mean_range": 0, "scale_range": 1, "mean_jitter": 0, "scale_jitter": 0}
+
+
+def noise_of(shape, seed=0, calls=1, axis=-1, **ranges):
+    """Scale and shift of each element in the last of some calls of a generator."""
+    generator, x = keras.random.SeedGenerator(seed), ops.zeros(shape)
+    ranges = {"axis": axis, **QUIET, **ranges}
+    for _ in range(calls):
+        pair = noise.scale_and_shift(x, generator, "float32", **ranges)
+    return [numpy(ops.broadcast_to(v, shape)).astype("float64") for v in pair]
 
 
 class Form(NamedTuple):
@@ -33,8 +43,7 @@ class Form(NamedTuple):
     def make(self, dtype="float32", **other):
         arguments = {**self.arguments, **other}
         if self.inner is None:
-            quiet = QUIET if self.cls is NoisyBN else {}
-            return self.cls(dtype=dtype, **quiet, **arguments)
+            return self.cls(dtype=dtype, **arguments)
         inner = CASES[self.inner].make(dtype=dtype, **self.inner_arguments)
         if self.cls is FusedCBN:
             return FusedCBN(inner, CBN(dtype=dtype, **arguments))
@@ -43,18 +52,18 @@ class Form(NamedTuple):
 
 def _norm(cls, shape, inner=None, inner_arguments=None, **arguments):
     arguments = {"axis": -1, "momentum": 0.5, "epsilon": 1e-3, **arguments}
+    arguments |= QUIET if cls is NoisyBN else {}
     return Form(cls, arguments, shape, inner, inner_arguments or {})
 
 
 DENSE, SERIES, IMAGES, VOLUMES = (6, 4), (3, 4, 5), (3, 4, 2, 3), (2, 3, 2, 2, 3)
+RATIO = {"mean_gradient": "ratio"}
 CHANNELS = {
     "CBN": _norm(CBN, DENSE),
-    "CBN(ratio)": _norm(CBN, SERIES, axis=1, mean_gradient="ratio", rho=2.0),
+    "CBN(ratio)": _norm(CBN, SERIES, axis=1, rho=2.0, **RATIO),
     "CBN(coupled)": _norm(CBN, IMAGES, decouple=False, rho=0.5),
     "CBN(no beta)": _norm(CBN, SERIES, axis=0, center=False),
-    "CBN(coupled, ratio)": _norm(
-        CBN, DENSE, decouple=False, mean_gradient="ratio", scale=False
-    ),
+    "CBN(coupled, ratio)": _norm(CBN, DENSE, decouple=False, scale=False, **RATIO),
     "NoisyBN": _norm(NoisyBN, SERIES, axis=1),
     "NoisyBN(no gamma)": _norm(NoisyBN, VOLUMES, scale=False),
     "NoisyBN(no beta)": _norm(NoisyBN, DENSE, center=False),
@@ -74,7 +83,7 @@ FUSED = {
     for inner, suffix, inner_arguments, arguments in (
         ("dense", ", tanh", {"activation": "tanh"}, {}),
         ("dense_of_sequences", ", no bias", {"use_bias": False}, {"rho": 2.0}),
-        ("conv1d", "", {}, {"mean_gradient": "ratio"}),
+        ("conv1d", "", {}, RATIO),
         ("conv2d", "", {}, {"decouple": False}),
         ("conv2d_same", "", {}, {}),
         ("conv2d_dilated", "", {}, {"center": False, "scale": False}),
@@ -86,9 +95,7 @@ FUSED = {
 }
 GROUPS = {
     "CBN(groups)": _norm(CBN, (6, 2, 4), group_size=2),
-    "CBN(groups, ratio)": _norm(
-        CBN, SERIES, axis=1, mean_gradient="ratio", group_size=1
-    ),
+    "CBN(groups, ratio)": _norm(CBN, SERIES, axis=1, group_size=1, **RATIO),
     "CBN(groups, coupled)": _norm(CBN, DENSE, decouple=False, group_size=3),
     "NoisyBN(groups)": _norm(NoisyBN, (4, 3, 4), axis=1, group_size=2),
     "LpNorm(groups)": _norm(LpNorm, DENSE, p=1.5, group_size=3),
@@ -177,7 +184,7 @@ def example(each, seed, rate=-1.0):
         elif name == "learning_rate":
             value = rate
         elif name == "rho":
-            continue
+            value = rng.uniform(0.5, 2)
         else:  # A kernel, a gain or a bias, which do not drive tanh to its ends.
             value = rng.normal(0.5, 1, shape) * (1 if each.norm is None else 0.25)
         values[name] = np.float32(value)
@@ -207,19 +214,51 @@ def slope_of(each):
     return np.random.default_rng(9).normal(size=shape).astype("float32")
 
 
-@functools.cache
-def step_of(each, mode=FAST):
-    """A training step: output, gradients of a loss, and the state moves on.
-
-    The gradient of the loss is `slope_of(each)` and the output.
-    """
+def loss_of(each):
+    """A function of the output, whose gradient is `slope_of(each)` and the output."""
+    dtype = "float64" if each.layer.compute_dtype == "float64" else "float32"
 
     def loss(y):
-        dtype = "float64" if each.layer.compute_dtype == "float64" else "float32"
         y, slope = ops.cast(y, dtype), ops.convert_to_tensor(slope_of(each), dtype)
         return ops.sum(slope * y + y * y / 2)
 
-    return training_step(each.layer, loss, mode)
+    return loss
+
+
+@functools.cache
+def step_of(each, mode=FAST):
+    """A training step: output, gradients of `loss_of`, and the state moves on."""
+    return training_step(each.layer, loss_of(each), mode)
+
+
+def results(each, x, mode=FAST, **mask):
+    """Output, gradients and state of a training step, by name."""
+    names = [v.name for v in each.layer.trainable_variables]
+    step = step_of(each, mode)(x, **mask)
+    return dict(zip(["y", "x", *names], step, strict=True)) | each.state()
+
+
+def expected_results(each, reference, values):
+    """What `results` should be; the reference moves on."""
+    y = reference.train(values)
+    gradients = reference.gradients(slope_of(each) + y, values)
+    return {"y": y} | gradients | reference.state()
+
+
+def assert_near(found, expected, bound=1e-5, least=0):
+    """Of arrays by name: the error is small next to the largest number, or `least`."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == np.shape(value), name
+        # A mean, of what `example` makes of size 1, may be small.
+        size = np.abs(value).max(initial=max(least, name == "moving_mean"))
+        assert np.all(np.abs(found[name] - value) < bound * size), name
+
+
+def assert_step(each, reference, x, mode=FAST, *bounds, **mask):
+    """A training step is that of the reference, which moves on too."""
+    expected = expected_results(each, reference, each.values(x) | mask)
+    assert_near(results(each, x, mode, **mask), expected, *bounds)
 
 
 def reference_of(each):

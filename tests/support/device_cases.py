@@ -30,6 +30,7 @@ class Case(NamedTuple):
 
 
 def cbn(rate=0.02, **kwargs):
+    """A layer that knows its learning rate."""
     layer = CBN(beta_initializer=keras.initializers.Constant(0.3), **kwargs)
     layer.set_learning_rate(rate)
     return layer

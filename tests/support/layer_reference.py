@@ -22,6 +22,7 @@ from tests.support.weight_reference import Linear, WeightReference
 REFERENCES = {CBN: CBNReference, NoisyBN: BatchNormReference, LpNorm: LpNormReference}
 # Of the states of layers, that of references; any other is the second statistic.
 NAMES = {"moving_mean": "moving_mean", "average_weight": "weight"}
+NAMES |= {"rho": "rho", "learning_rate": "rate"}
 
 
 class OfChannels:
@@ -33,11 +34,8 @@ class OfChannels:
         make = REFERENCES[type(each.norm)]
         self.reference = make(each.channels, **known_to(make, each.form.arguments))
         for name, value in each.state().items():
-            if name == "learning_rate":
-                self.reference.rate = float(value)
-            elif name != "rho":
-                self.names[name] = NAMES.get(name, "moving_statistic")
-                setattr(self.reference, self.names[name], value.astype("float64"))
+            self.names[name] = NAMES.get(name, "moving_statistic")
+            setattr(self.reference, self.names[name], value.astype("float64"))
 
     def state(self):
         return {k: getattr(self.reference, name) for k, name in self.names.items()}
@@ -66,13 +64,9 @@ class OfChannels:
     def gradients(self, g, values):
         """Of sum(g * forward), by name."""
         parts = zip(self.groups, self._cut(g), self._parts(values))
-        dx, *affine = zip(
-            *(each.gradients(slope, *part) for each, slope, part in parts)
-        )
-        found = {
-            "x": self._joined(dx),
-            **dict(zip(("gamma", "beta"), map(sum, affine))),
-        }
+        found = [group.gradients(slope, *part) for group, slope, part in parts]
+        dx, dgamma, dbeta = zip(*found)
+        found = {"x": self._joined(dx), "gamma": sum(dgamma), "beta": sum(dbeta)}
         return {name: value for name, value in found.items() if name in values}
 
     def inference(self, values):

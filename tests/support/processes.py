@@ -1,6 +1,7 @@
 """Programs that tests start."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -16,3 +17,9 @@ def run(*arguments, succeeds=True, **environment):
     )
     assert (done.returncode == 0) is succeeds, done.stderr[-3000:]
     return done.stdout if succeeds else done.stdout + done.stderr
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

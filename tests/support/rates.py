@@ -69,15 +69,11 @@ def branches(*norms):
     return keras.Model(inputs, y)
 
 
-def mean_output(y_true, y_pred):
-    return ops.mean(y_pred, axis=-1)
-
-
 def compiled(model, rate, **kwargs):
     """`model` with plain SGD, or with the optimizer given instead of a rate."""
     is_optimizer = isinstance(rate, keras.optimizers.Optimizer)
     optimizer = rate if is_optimizer else keras.optimizers.SGD(rate)
-    model.compile(optimizer, mean_output, **kwargs)
+    model.compile(optimizer, lambda y, output: ops.mean(output, axis=-1), **kwargs)
     return model
 
 
@@ -107,8 +103,7 @@ def used(model):
 
 def close(rates, expected):
     """`rates` are the expected ones, and 0 for the steps that were not taken."""
-    expected = [float(rate) for rate in expected]
-    expected += [0] * (MOST_STEPS - len(expected))
+    expected = np.pad(expected, (0, MOST_STEPS - len(expected)))
     np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -122,8 +117,7 @@ def check(model, norm, expected):
 
 def rates_of(rate, steps):
     """Those of a schedule, or of a constant."""
-    rates = [rate(step) if callable(rate) else rate for step in steps]
-    return [float(keras.ops.convert_to_numpy(rate)) for rate in rates]
+    return [float(numpy(rate(step) if callable(rate) else rate)) for step in steps]
 
 
 class Twice(keras.layers.Layer):

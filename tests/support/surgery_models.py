@@ -78,9 +78,9 @@ def of_class(model, cls):
     return [layer for layer in model._flatten_layers() if isinstance(layer, cls)]
 
 
-def norms_in(model):
-    """The names of the BatchNormalization layers that are left."""
-    return [layer.name for layer in of_class(model, layers.BatchNormalization)]
+def norms_in(model, cls=layers.BatchNormalization):
+    """The names of the norms of a class that are there, or left."""
+    return [layer.name for layer in of_class(model, cls)]
 
 
 def names(model):
@@ -121,36 +121,40 @@ def chain(*steps):
     return lambda x: functools.reduce(lambda made, step: step(made), steps, x)
 
 
-def model_of(shape, *steps, **kwargs):
+def branches(join, *steps):
+    """What functions make of the same tensor, joined."""
+    return lambda x: join([step(x) for step in steps])
+
+
+def model_of(shape, *steps, name=None, **kwargs):
     """A model of functions of tensors, with random norms."""
     inputs = keras.Input(shape, **kwargs)
-    return randomize(keras.Model(inputs, chain(*steps)(inputs)))
+    return randomize(keras.Model(inputs, chain(*steps)(inputs), name=name))
 
 
-def conv_layers(filters, name, size=3, norm=True, activation="relu", **kwargs):
+def conv_layers(filters, name, size=3, activation="relu", **kwargs):
     """Convolution, BatchNormalization and activation, as in most networks."""
-    kwargs = {"padding": "same", "use_bias": not norm, **kwargs}
-    made = [layers.Conv2D(filters, size, name=name, **kwargs)]
-    made += [layers.BatchNormalization(name=f"{name}_bn")] if norm else []
+    kwargs = {"padding": "same", "use_bias": False, **kwargs}
+    made = layers.Conv2D(filters, size, name=name, **kwargs)
     last = [layers.Activation(activation, name=f"{name}_act")] if activation else []
-    return made + last
+    return [made, layers.BatchNormalization(name=f"{name}_bn"), *last]
 
 
-def conv(x, *args, **kwargs):
-    return chain(*conv_layers(*args, **kwargs))(x)
+def conv(*args, **kwargs):
+    return chain(*conv_layers(*args, **kwargs))
 
 
 def residual():
     """A residual network with padding layers, a projection and a pooled head."""
     inputs = keras.Input((12, 12, 3), name="image")
-    x = conv(inputs, 4, "stem")
-    y = conv(x, 4, "a1")
-    y = conv(y, 4, "a2", activation=None)
+    x = conv(4, "stem")(inputs)
+    y = conv(4, "a1")(x)
+    y = conv(4, "a2", activation=None)(y)
     x = layers.Activation("relu", name="a")(layers.Add(name="sum_a")([x, y]))
-    shortcut = conv(x, 8, "b0", size=1, strides=2, activation=None)
+    shortcut = conv(8, "b0", size=1, strides=2, activation=None)(x)
     y = layers.ZeroPadding2D(1, name="b1_pad")(x)
-    y = conv(y, 8, "b1", strides=2, padding="valid")
-    y = conv(y, 8, "b2", activation=None)
+    y = conv(8, "b1", strides=2, padding="valid")(y)
+    y = conv(8, "b2", activation=None)(y)
     x = layers.Activation("relu", name="b")(layers.Add(name="sum_b")([shortcut, y]))
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     x = layers.Dense(5, name="logits")(layers.Dropout(0.5, name="drop")(x))
@@ -159,37 +163,36 @@ def residual():
 
 def kinds():
     """Every kind of linear layer with a norm after it."""
-    inputs = keras.Input((12, 12, 3), name="image")
-    x = conv(inputs, 4, "stem", activation="tanh", dilation_rate=2)
-    x = layers.ZeroPadding2D(((0, 1), (0, 1)))(x)
-    x = layers.DepthwiseConv2D(3, 2, use_bias=False, depth_multiplier=2)(x)
-    x = layers.ReLU()(layers.BatchNormalization(scale=False)(x))
-    x = layers.SeparableConv2D(8, 3, padding="same", use_bias=False)(x)
-    x = layers.BatchNormalization(center=False)(x)
-    x = layers.Activation("swish")(x)
-    x = conv(x, 8, "grouped", groups=2)
-    x = layers.Conv2DTranspose(4, 3, 2, padding="same")(x)
-    x = layers.LeakyReLU()(layers.BatchNormalization()(x))
-    x = layers.Flatten()(layers.MaxPooling2D()(x))
-    x = layers.BatchNormalization()(layers.EinsumDense("ab,bc->ac", 6)(x))
-    return randomize(keras.Model(inputs, layers.Dense(5)(x)))
+    return model_of(
+        (12, 12, 3),
+        conv(4, "stem", activation="tanh", dilation_rate=2),
+        layers.ZeroPadding2D(((0, 1), (0, 1))),
+        layers.DepthwiseConv2D(3, 2, use_bias=False, depth_multiplier=2),
+        *(layers.BatchNormalization(scale=False), layers.ReLU()),
+        layers.SeparableConv2D(8, 3, padding="same", use_bias=False),
+        *(layers.BatchNormalization(center=False), layers.Activation("swish")),
+        conv(8, "grouped", groups=2),
+        layers.Conv2DTranspose(4, 3, 2, padding="same"),
+        *(layers.BatchNormalization(), layers.LeakyReLU()),
+        *(layers.MaxPooling2D(), layers.Flatten()),
+        *(layers.EinsumDense("ab,bc->ac", 6), layers.BatchNormalization()),
+        layers.Dense(5),
+    )
 
 
 def nested():
     """A Sequential in a Functional in a Functional, with preprocessing outside."""
     block = [keras.Input((8, 8, 4)), *conv_layers(4, "conv")]
-    inputs = keras.Input((8, 8, 3), name="body_in")
-    x = keras.Sequential(block, name="block")(conv(inputs, 4, "first"))
-    body = keras.Model(inputs, x, name="body")
-    image = keras.Input((8, 8, 3), name="image")
-    x = layers.GlobalAveragePooling2D()(body(layers.Rescaling(0.5)(image)))
-    return randomize(keras.Model(image, layers.Dense(3, name="head")(x)))
+    block = keras.Sequential(block, name="block")
+    body = model_of((8, 8, 3), conv(4, "first"), block, name="body")
+    ends = layers.GlobalAveragePooling2D(), layers.Dense(3, name="head")
+    return model_of((8, 8, 3), layers.Rescaling(0.5), body, *ends)
 
 
 def shared():
     """Two images through the same layers."""
     inputs = [keras.Input((8, 8, 3), name=name) for name in ("left", "right")]
-    stack = chain(*conv_layers(4, "stem"), *conv_layers(4, "second"))
+    stack = chain(conv(4, "stem"), conv(4, "second"))
     x = layers.Flatten()(layers.Concatenate()([stack(x) for x in inputs]))
     return randomize(keras.Model(inputs, layers.Dense(3, name="head")(x)))
 

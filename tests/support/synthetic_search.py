@@ -52,8 +52,12 @@ class Tuner(trials.Tuner):
         return trials.metrics([{"test_accuracy": a, "epochs": epochs} for a in scores])
 
 
-def oracle(algorithm, count=8, tune="rho,omega", seed=1):
+def oracle(algorithm, count=8, tune="rho,omega", directory=None):
+    """Of a search, in its directory where one is given, as a tuner puts it there."""
     space = keras_tuner.HyperParameters()
     for each in spaces.parse(tune):
         each.add(space, each.name, grid=algorithm == "grid")
-    return oracles.make(algorithm, space, count, SETTINGS.epochs, seed)
+    made = oracles.make(algorithm, space, count, SETTINGS.epochs, seed=1)
+    if directory is not None:
+        made._set_project_dir(str(directory.parent), directory.name)
+    return made

@@ -4,6 +4,7 @@ Written from the formulas. Nothing here is shared with the package.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -61,9 +62,8 @@ def convolution(x, kernel, strides=1, dilation_rate=1, groups=1, padding="valid"
 
 
 def depthwise_convolution(x, kernel, depth_multiplier=1, padding="valid"):
-    x = _padded(x, kernel.shape) if padding == "same" else x
-    y = sum(part[..., None] * kernel[at] for at, part in _windows(x, kernel.shape))
-    return y.reshape(*y.shape[:-2], -1)
+    kernel = kernel.reshape(*kernel.shape[:-2], 1, -1)
+    return convolution(x, kernel, groups=x.shape[-1], padding=padding)
 
 
 def separable_convolution(x, depthwise_kernel, pointwise_kernel, depth_multiplier=1):
@@ -90,7 +90,7 @@ def _windows(x, kernel_shape, strides=1, dilation=1):
         yield at, x[(slice(None), *window)]
 
 
-def _padded(x, kernel_shape, strides=1, dilation=1):
+def _padded(x, kernel_shape, strides, dilation):
     """Zeros around it, so that each stride begins at an element, the odd zero last."""
     pads = [(0, 0)]
     for n, k in zip(x.shape[1:-1], kernel_shape):
@@ -117,15 +117,25 @@ class Linear(NamedTuple):
         return self.linear(x, *kernels) + weights.get("bias", 0)
 
 
-BOTH = ("depthwise_kernel", "pointwise_kernel")
+# By the name of the layer of Keras without its rank.
+LINEAR = {
+    "Dense": np.matmul,
+    "Conv": convolution,
+    "ConvTranspose": transposed_convolution,
+    "DepthwiseConv": depthwise_convolution,
+    "SeparableConv": separable_convolution,
+}
 
 
-def _case(name, linear, shape, fan_in, *arguments, **config):
+def _case(name, shape, fan_in, *arguments, **config):
     """A layer of Keras with one kernel, or two: a tuple of their `fan_in`."""
+    linear = partial(LINEAR[re.sub(r"\dD", "", name)], **config)
     make = partial(getattr(layers, name), *arguments, **config)
-    two = isinstance(fan_in[0], tuple)
-    fan_in = dict(zip(BOTH, fan_in)) if two else {"kernel": fan_in}
-    return Linear(make, shape, partial(linear, **config), fan_in)
+    if isinstance(fan_in[0], tuple):
+        fan_in = {"depthwise_kernel": fan_in[0], "pointwise_kernel": fan_in[1]}
+    else:
+        fan_in = {"kernel": fan_in}
+    return Linear(make, shape, linear, fan_in)
 
 
 def _einsum(equation, output_shape, bias_axes, shape, fan_in, units=(-1,)):
@@ -138,8 +148,8 @@ SAME, DOUBLE = {"padding": "same"}, {"depth_multiplier": 2}
 IMAGES, EVEN, SERIES = (2, 5, 4, 4), (2, 4, 4, 4), (2, 3, 4)
 ONE, TWO, THREE = (0,), (0, 1), (0, 1, 2)
 CASES = {
-    "dense": _case("Dense", np.matmul, (5, 4), ONE, 3),
-    "dense_of_sequences": _case("Dense", np.matmul, SERIES, ONE, 3),
+    "dense": _case("Dense", (5, 4), ONE, 3),
+    "dense_of_sequences": _case("Dense", SERIES, ONE, 3),
     "einsum_heads": _einsum("abc,cde->abde", (3, 2, 2), "de", SERIES, ONE, (-2, -1)),
     "einsum_of_heads": _einsum("abde,dec->abc", (3, 4), "c", (2, 3, 2, 3), TWO),
     "einsum_swapped": _einsum("abc,ced->abde", (3, 2, 3), "de", SERIES, ONE, (-1, -2)),
@@ -148,32 +158,20 @@ CASES = {
     ),
     "einsum_ellipsis_left": _einsum("...x,xy->...y", 3, "y", SERIES, ONE),
     "einsum_ellipsis_right": _einsum("ab...,bc->ac...", 3, "c", (2, 4, 5), ONE, (1,)),
-    "conv1d": _case("Conv1D", convolution, (2, 6, 2), TWO, 3, 3),
-    "conv2d": _case("Conv2D", convolution, (2, 6, 6, 2), THREE, 3, (3, 2), strides=2),
-    "conv2d_same": _case("Conv2D", convolution, IMAGES, THREE, 3, 3, strides=2, **SAME),
-    "conv2d_dilated": _case(
-        "Conv2D", convolution, IMAGES, THREE, 3, 2, dilation_rate=2, **SAME
-    ),
-    "conv2d_in_groups": _case("Conv2D", convolution, EVEN, THREE, 4, 2, groups=2),
-    "conv3d": _case("Conv3D", convolution, (2, 3, 3, 3, 2), (0, 1, 2, 3), 3, (2, 1, 2)),
-    "conv1d_transpose": _case(
-        "Conv1DTranspose", transposed_convolution, (2, 4, 2), (0, 2), 3, 3, strides=2
-    ),
-    "conv2d_transpose": _case(
-        "Conv2DTranspose", transposed_convolution, (2, 3, 3, 2), (0, 1, 3), 3, 2
-    ),
-    "depthwise_conv1d": _case(
-        "DepthwiseConv1D", depthwise_convolution, (2, 6, 3), ONE, 3, **DOUBLE
-    ),
+    "conv1d": _case("Conv1D", (2, 6, 2), TWO, 3, 3),
+    "conv2d": _case("Conv2D", (2, 6, 6, 2), THREE, 3, (3, 2), strides=2),
+    "conv2d_same": _case("Conv2D", IMAGES, THREE, 3, 3, strides=2, **SAME),
+    "conv2d_dilated": _case("Conv2D", IMAGES, THREE, 3, 2, dilation_rate=2, **SAME),
+    "conv2d_in_groups": _case("Conv2D", EVEN, THREE, 4, 2, groups=2),
+    "conv3d": _case("Conv3D", (2, 3, 3, 3, 2), (0, 1, 2, 3), 3, (2, 1, 2)),
+    "conv1d_transpose": _case("Conv1DTranspose", (2, 4, 2), (0, 2), 3, 3, strides=2),
+    "conv2d_transpose": _case("Conv2DTranspose", (2, 3, 3, 2), (0, 1, 3), 3, 2),
+    "depthwise_conv1d": _case("DepthwiseConv1D", (2, 6, 3), ONE, 3, **DOUBLE),
     "depthwise_conv2d": _case(
-        "DepthwiseConv2D", depthwise_convolution, (2, 4, 4, 3), TWO, 2, **DOUBLE, **SAME
+        "DepthwiseConv2D", (2, 4, 4, 3), TWO, 2, **DOUBLE, **SAME
     ),
-    "separable_conv1d": _case(
-        "SeparableConv1D", separable_convolution, (3, 6, 2), (ONE, TWO), 3, 3
-    ),
-    "separable_conv2d": _case(
-        "SeparableConv2D", separable_convolution, EVEN, (TWO, THREE), 3, 2, **DOUBLE
-    ),
+    "separable_conv1d": _case("SeparableConv1D", (3, 6, 2), (ONE, TWO), 3, 3),
+    "separable_conv2d": _case("SeparableConv2D", EVEN, (TWO, THREE), 3, 2, **DOUBLE),
 }
 
 

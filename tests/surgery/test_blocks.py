@@ -42,8 +42,7 @@ def assert_converts_and_folds(model, x=X):
 
 def test_blocks():
     """The last is in a Functional model in a block."""
-    inputs = keras.Input((6, 6, 4))
-    inner = keras.Model(inputs, m.Block()(inputs), name="inner")
+    inner = model_of((6, 6, 4), m.Block(), name="inner")
     wraps = of_call(lambda self, x: self.model(x), model=inner)
     model = with_block(m.Block(name="first"), m.Block(name="second"), wraps)
     new, folded = assert_converts_and_folds(model)
@@ -192,19 +191,14 @@ class Stays(layers.Layer):
         return self.norm(self.conv(x), **kwargs)
 
 
-def counts(self, x):
-    self.scale.assign(self.scale + 1)
-    return self.inside(x)
+def also(action):
+    """A call that does something else besides."""
 
+    def call(self, x):
+        action(self, x)
+        return self.inside(x)
 
-def remembers(self, x):
-    self.last = x.shape
-    return self.inside(x)
-
-
-def adds_loss(self, x):
-    self.add_loss(ops.sum(ops.ones(())))
-    return self.inside(x)
+    return call
 
 
 def asks_training(self, x, training=None):
@@ -220,8 +214,8 @@ def fills_batch(self, x):
     [
         (lambda self, x: self.inside(x) * ops.abs(self.scale), "reads .*scale"),
         (lambda self, x: ops.multiply(self.inside(x), self.scale), "reads .*scale"),
-        (counts, "changes its variables .*scale"),
-        (remembers, "sets .*last"),
+        (also(lambda self, x: self.scale.assign_add(1)), "changes .*scale"),
+        (also(lambda self, x: setattr(self, "last", x.shape)), "sets .*last"),
         (lambda self, x: x if ops.max(x) > 9 else self.inside(x), "symbolic|KerasT"),
         (
             lambda self, x: ops.cond(ops.max(x) > 9, lambda: 2 * x, lambda: x),
@@ -232,7 +226,7 @@ def fills_batch(self, x):
             lambda self, x: self.inside(x, training=False),
             "calls 'inner_norm' with training=False",
         ),
-        (adds_loss, "adds losses"),
+        (also(lambda self, x: self.add_loss(ops.ones(()))), "adds losses"),
         (fills_batch, ""),
     ],
 )

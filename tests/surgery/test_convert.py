@@ -16,10 +16,6 @@ from tests.support.surgery_models import apply, bn, dense, quiet, relu
 pytestmark = thorough_on("jax")
 
 
-def cbns(model):
-    return [layer.name for layer in m.of_class(model, CBN)]
-
-
 def readers(model, name):
     """The names of what calls on the output of a layer."""
     return [n.operation.name for n in model.get_layer(name)._outbound_nodes]
@@ -29,7 +25,8 @@ def test_cbn_stands_before_every_linear_layer_but_the_first():
     model = convert(m.residual(), "cbn", preserve=False)
     assert not m.norms_in(model)
     # The sum reads the tensor before the norm of a1; b0 and b1 share theirs.
-    assert sorted(cbns(model)) == ["a1_cbn", "a2_cbn", "b1_cbn", "b2_cbn", "logits_cbn"]
+    cbns = [f"{name}_cbn" for name in ("a1", "a2", "b1", "b2", "logits")]
+    assert sorted(m.norms_in(model, CBN)) == cbns
     assert readers(model, "stem_act") == ["a1_cbn", "sum_a"]
     assert sorted(readers(model, "b1_cbn")) == ["b0", "b1_pad"]
     assert readers(model, "b1_pad") == ["b1"]
@@ -51,26 +48,25 @@ def test_the_raw_input_is_not_normalised():
     model = m.randomize(keras.Model(inputs, [x, y, z, normalised]))
     model.get_layer("standard").adapt(m.images(4, 8, 8, 3))
     new = m.check_convert(model, data=m.images(4, 8, 8, 3))
-    assert sorted(cbns(new)) == ["four_cbn", "three_cbn"]
+    assert sorted(m.norms_in(new, CBN)) == ["four_cbn", "three_cbn"]
 
 
 def test_nested_and_shared_layers():
     new = m.check_convert(m.nested())
-    assert sorted(cbns(new)) == ["conv_cbn", "head_cbn"]
+    assert sorted(m.norms_in(new, CBN)) == ["conv_cbn", "head_cbn"]
     block = new.get_layer("body").get_layer("block")
     assert isinstance(block, keras.Sequential)
     assert m.names(block) == ["conv_cbn", "conv", "conv_act"]
     new = m.check_convert(m.shared())
-    assert cbns(new) == ["second_cbn", "head_cbn"]
+    assert m.norms_in(new, CBN) == ["second_cbn", "head_cbn"]
     assert len(new.get_layer("second_cbn")._inbound_nodes) == 2
 
 
 def test_padding_that_others_read_stays_before_the_norm():
-    inputs = keras.Input((8, 8, 3))
-    padded = layers.ZeroPadding2D(name="pad")(relu(layers.Conv2D(3, 3)(inputs)))
-    y = layers.Conv2D(3, 3, name="conv")(padded)
-    z = layers.MaxPooling2D(3, 1, name="max")(padded)
-    new = m.check_convert(keras.Model(inputs, [y, z]))
+    pad = layers.ZeroPadding2D(name="pad")
+    read = layers.Conv2D(3, 3, name="conv"), layers.MaxPooling2D(3, 1, name="max")
+    steps = layers.Conv2D(3, 3), relu, pad, m.branches(list, *read)
+    new = m.check_convert(m.model_of((8, 8, 3), *steps))
     assert sorted(readers(new, "pad")) == ["conv_cbn", "max"]
 
 
@@ -78,7 +74,8 @@ def test_a_template_gives_its_configuration():
     model = m.sequential()
     template = CBN(axis=1, rho=2.0, omega=3.0, epsilon=1e-3, name="mine")
     new = m.check_convert(model, template, data=m.batch_for(model))
-    assert cbns(new) == cbns(quiet(convert, model, CBN)) == ["two_cbn", "head_cbn"]
+    for each in new, quiet(convert, model, CBN):
+        assert m.norms_in(each, CBN) == ["two_cbn", "head_cbn"]
     for layer in m.of_class(new, CBN):
         config = layer.get_config()
         found = [config[name] for name in ("rho", "omega", "epsilon", "axis")]
@@ -197,6 +194,6 @@ def test_norms_that_stay():
     plain = quiet(convert, model, "cbn", preserve=False)
     for new in (m.check_convert(model, says=says), plain):
         assert m.norms_in(new) == ["axis", "mask", "training"]
-        assert len(cbns(new)) == 3
+        assert len(m.of_class(new, CBN)) == 3
     # In place, the axis does not matter.
     m.check_convert(model, "noisy_bn")

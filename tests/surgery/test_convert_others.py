@@ -2,7 +2,6 @@
 
 import functools
 
-import keras
 import numpy as np
 import pytest
 from keras import layers
@@ -182,13 +181,12 @@ def test_kernels_without_a_mean_keep_the_function(norm, gain, scale):
 @later_on_jax
 def test_fused_ones_are_fused_and_recalibrate_and_fold_like_the_unfused():
     """A residual block with a projected shortcut, padding, and a head."""
-    inputs = keras.Input((8, 8, 3))
-    x = m.conv(inputs, 4, "stem")
-    branch = m.conv(m.conv(x, 6, "first", strides=2), 6, "second", activation=None)
-    shortcut = m.conv(x, 6, "shortcut", size=1, strides=2, activation=None)
-    x = layers.ZeroPadding2D()(relu(layers.Add()([branch, shortcut])))
-    x = layers.GlobalAveragePooling2D()(layers.Conv2D(5, 3, activation="relu")(x))
-    model = m.randomize(keras.Model(inputs, layers.Dense(4, name="logits")(x)))
+    first, second = m.conv(6, "first", strides=2), m.conv(6, "second", activation=None)
+    shortcut = m.conv(6, "shortcut", size=1, strides=2, activation=None)
+    block = m.branches(layers.add, m.chain(first, second), shortcut)
+    padded = layers.ZeroPadding2D(), layers.Conv2D(5, 3, activation="relu")
+    head = layers.GlobalAveragePooling2D(), dense(name="logits")
+    model = m.model_of((8, 8, 3), m.conv(4, "stem"), block, relu, *padded, *head)
     model.compile("sgd", "mse")
     x, other = m.images(16, 8, 8, 3), m.images(16, 8, 8, 3, seed=1)
     plain, fused = (
@@ -223,11 +221,10 @@ def test_skip():
     model = m.residual()
     new = m.check_convert(model, "cbn", skip=["a1", "a2_bn", "logits"])
     assert "a2_bn" in m.names(new) and "a1_bn" not in m.names(new)
-    norms = [layer.name for layer in m.of_class(new, CBN)]
-    assert norms == ["a2_cbn", "b1_cbn", "b2_cbn"]
+    assert m.norms_in(new, CBN) == ["a2_cbn", "b1_cbn", "b2_cbn"]
     assert len(m.norms_in(quiet(convert, m.nested(), "cbn", skip="block"))) == 1
     new = convert(model, "wn", skip=lambda layer: layer.name != "stem")
-    assert [layer.name for layer in m.of_class(new, WN)] == ["stem"]
+    assert m.norms_in(new, WN) == ["stem"]
 
 
 @later_on_jax

@@ -12,7 +12,7 @@ from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN, convert, fold
 from tests.support import backend
 from tests.support import surgery_models as m
 from tests.support.backend import later, numpy, precision, some
-from tests.support.surgery_models import apply, bn, chain, dense, relu
+from tests.support.surgery_models import apply, bn, branches, chain, dense, relu
 
 pytestmark = backend.thorough_on("jax")
 
@@ -31,19 +31,10 @@ def conv(*args, padding="same", **kwargs):
     return apply(layers.Conv2D, *args, padding=padding, **kwargs)
 
 
-def branches(join, *steps):
-    """What functions make of the same tensor, joined."""
-    return lambda x: join([step(x) for step in steps])
-
-
 def norms_of_one_reader(*norms):
     """A Dense layer before each norm, and one layer that reads all of them."""
-
-    def result(x):
-        reader = layers.Dense(3)
-        return layers.add([reader(norm(tanh(x))) for norm in norms])
-
-    return result
+    reader = layers.Dense(3)
+    return branches(layers.add, *(chain(tanh, norm, reader) for norm in norms))
 
 
 # Name -> shape of the input, steps, BatchNormalization and Rescaling layers that are
@@ -254,16 +245,6 @@ def test_channels_first():
     assert sorted(layer.axis for layer in m.of_class(new, CBN)) == [-1, 1, 1]
 
 
-def test_inputs_and_outputs_keep_their_structure():
-    inputs = {"a": keras.Input((4,), name="a"), "b": keras.Input((4,), name="b")}
-    x = bn(dense()(inputs["a"]))
-    outputs = {"sum": layers.Add()([x, inputs["b"]]), "pair": [x, inputs["b"]]}
-    model = m.randomize(keras.Model(inputs, outputs))
-    x = {"a": m.images(2, 4), "b": m.images(2, 4, seed=1)}
-    made = m.check_fold(model, x)(x)
-    keras.tree.assert_same_structure(made, outputs)
-
-
 def test_norms_that_stay_are_named():
     trains, inner = (layers.BatchNormalization(name=x) for x in ("trains", "inner"))
     over = layers.TimeDistributed(inner, name="over")
@@ -297,12 +278,6 @@ def explicit(norm):
     return lambda x: lstm(norm()(tanh(x), mask=x[..., 0] > 0))
 
 
-def inside_of_another(x):
-    inputs = keras.Input((7, 5))
-    inside = keras.Model(inputs, chain(tanh, bn, relu, bn)(inputs))
-    return lstm(inside(x))
-
-
 joined = branches(layers.concatenate, chain(dense(), bn), chain(tanh, bn))
 # Of tokens, the later ones of which are masked.
 MASKED = {
@@ -310,7 +285,7 @@ MASKED = {
     "attention": attention,
     "an explicit mask": explicit(layers.BatchNormalization),
     "joined": chain(joined, bn, gru),
-    "nested": inside_of_another,
+    "nested": lambda x: lstm(m.model_of((7, 5), tanh, bn, relu, bn)(x)),
     "dropout": chain(bn, layers.SpatialDropout1D(0.3), sequence, bn, tanh, bn, gru),
     "EinsumDense without masks": chain(einsum("abc,c->abc", (7, 5), "c"), bn, lstm),
     # Of keras_norms, so that there is nothing to convert

@@ -57,29 +57,6 @@ def test_statistics_stay_and_the_rest_trains_through_files(tmp_path):
     assert "Frozen" not in str(keras.saving.serialize_keras_object(model))
 
 
-def test_a_step_is_that_of_a_scale_and_shift():
-    """The gradients of gamma, beta and the input, against float64."""
-    dense = layers.Dense(3, use_bias=False, kernel_initializer="random_normal")
-    model = m.model_of((4,), dense, layers.BatchNormalization(name="norm"))
-    norm = freeze(model).get_layer("norm")
-    names = "gamma", "beta", "moving_mean", "moving_variance"
-    gamma, beta, mean, variance = (
-        numpy(getattr(norm, name)).astype("float64") for name in names
-    )
-    kernel, x = numpy(dense.kernel).astype("float64"), m.images(8, 4)
-    model.compile(keras.optimizers.SGD(0.5), "mse")
-    model.fit(x, np.zeros((8, 3)), batch_size=8, verbose=0)
-    deviation = np.sqrt(variance + norm.epsilon)
-    normalized = (x @ kernel - mean) / deviation
-    slope = 2 / 24 * (gamma * normalized + beta)
-    for found, expected in (
-        (norm.gamma, gamma - 0.5 * np.sum(slope * normalized, 0)),
-        (norm.beta, beta - 0.5 * np.sum(slope, 0)),
-        (dense.kernel, kernel - 0.5 * x.T @ (slope * gamma / deviation)),
-    ):
-        np.testing.assert_allclose(numpy(found), expected, rtol=1e-4, atol=1e-5)
-
-
 def test_gamma_and_beta_fixed_too():
     model = m.model_of((6, 3), m.bn, m.dense(2))
     freeze(model, affine=True).compile("sgd", "mse")

@@ -91,13 +91,10 @@ def test_layers_that_are_given():
 
 
 def test_kernels_of_one_path_keep_each_its_norm():
-    def nested(name):
-        inputs = keras.Input((4,))
-        outputs = m.chain(m.dense(4, name="fc"), m.bn)(inputs)
-        return keras.Model(inputs, outputs, name=name)
-
-    model = m.model_of((4,), nested("one"), nested("two"))
-    first, second = (part.get_layer("fc") for part in model.layers[1:])
+    steps = m.dense(name="fc"), m.bn
+    parts = [m.model_of((4,), *steps, name=name) for name in ("one", "two")]
+    model = m.model_of((4,), *parts)
+    first, second = (part.get_layer("fc") for part in parts)
     second.kernel.assign(10 * second.kernel)
     before = norm_of(first), norm_of(second)
     model.compile("sgd", "mse")

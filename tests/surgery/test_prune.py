@@ -9,7 +9,6 @@ import pytest
 from keras import layers, ops
 
 from keras_norms import CBN, FusedCBN, convert, prune
-from keras_norms.surgery.prune import norms_of_one_maker
 from tests.support import planted
 from tests.support import surgery_models as m
 from tests.support.backend import numpy, precision, some, tensorflow_only, thorough_on
@@ -20,11 +19,9 @@ pytestmark = thorough_on("jax")
 
 def chain(padding="same", activation="relu"):
     """Two convolutions and a Dense layer after Flatten."""
-    inputs = keras.Input((6, 6, 3), name="image")
-    x = m.conv(inputs, 6, "one", activation=activation, padding=padding)
-    x = m.conv(x, 5, "two", padding=padding)
-    x = layers.Flatten(name="flatten")(x)
-    return planted.settle(keras.Model(inputs, layers.Dense(3, name="head")(x)))
+    one = m.conv(6, "one", activation=activation, padding=padding)
+    two = m.conv(5, "two", padding=padding)
+    return planted.settle(m.model_of((6, 6, 3), one, two, layers.Flatten(), m.dense(3)))
 
 
 PLANTED = {"one": [0, 4, 5], "two": [1, 3]}
@@ -126,10 +123,9 @@ def test_constants_at_the_border_are_exact():
 
 def test_a_constant_in_a_bias_is_exact_away_from_the_border():
     """It goes where `gamma` allows its error there, of each tap that reads padding."""
-    inputs = keras.Input((7, 7, 2), name="image")
-    x = m.conv(inputs, 4, "one", activation=None)
     strided = {"kernel_size": 3, "strides": 2, "padding": "same"}
-    model = planted.settle(keras.Model(inputs, layers.SeparableConv2D(3, **strided)(x)))
+    steps = m.conv(4, "one", activation=None), layers.SeparableConv2D(3, **strided)
+    model = planted.settle(m.model_of((7, 7, 2), *steps))
     planted.kill(model.get_layer("one_bn"), [1], 0.5)
     # Ones convolved with ones: what is missing was padding.
     ones = layers.Conv2D(1, kernel_initializer="ones", **strided)
@@ -286,7 +282,7 @@ STAY = {
     "groups": apply(layers.Conv2D, 5, 1, groups=5),
     "a wrapper": lambda x: layers.TimeDistributed(layers.Conv1D(2, 1))(x),
     "always in training": lambda x: layers.Dropout(0.0)(x, training=True),
-    "joined along pixels": lambda x: layers.Concatenate(1)([x, m.conv(x, 5, "two")]),
+    "joined along pixels": lambda x: layers.Concatenate(1)([x, m.conv(5, "two")(x)]),
 }
 
 FEW = {"a function", "PReLU", "a permutation", "joined with pixels", "a gate of each"}
@@ -295,11 +291,9 @@ FEW |= {"a part", "softmax", "pooling of channels", "a reshaping of channels", "
 
 @pytest.mark.parametrize("name", some([*GO, *STAY], FEW))
 def test_one_layer_between(name):
-    inputs = keras.Input((6, 6, 3))
-    x = m.conv(inputs, 4, "first", size=1)  # of which channels can always go
-    x = {**GO, **STAY}[name](m.conv(x, 5, "one"))
-    x = layers.Flatten()(x) if len(x.shape) > 2 else x
-    model = planted.settle(keras.Model(inputs, layers.Dense(2, name="head")(x)))
+    first = m.conv(4, "first", size=1)  # of which channels can always go
+    steps = first, m.conv(5, "one"), {**GO, **STAY}[name], layers.Flatten(), m.dense(2)
+    model = planted.settle(m.model_of((6, 6, 3), *steps))
     planted.kill(model.get_layer("one_bn"), [1, 4], -0.7)
     planted.kill(model.get_layer("first_bn"), [0], -0.7)
     pruned = planted.check(model, similarity=None)
@@ -316,12 +310,6 @@ def test_a_layer_with_softmax_keeps_its_channels():
             planted.put(weight, (..., 1), 0)
     planted.put(layer.bias, 1, -999)  # the constant 0
     assert planted.removed(planted.check(model, similarity=None)) == {"first": [1]}
-
-
-def test_norms_of_one_maker():
-    """Not those before a sum."""
-    names = [norm.name for norm in norms_of_one_maker(m.residual())]
-    assert names == ["a1_bn", "b1_bn"]
 
 
 def test_residual_sums_lose_a_channel_everywhere_or_nowhere():
@@ -352,13 +340,12 @@ def convolved(conv, filters=5, size=2, **kwargs):
     ],
 )
 def test_convolutions_of_all_kinds(dimensions, conv, up):
-    inputs = keras.Input((5,) * dimensions + (2,), name="image")
-    x = conv(5, 2, use_bias=False, name="conv")(inputs)
-    x = up(layers.BatchNormalization(name="conv_bn")(x))
-    model = planted.settle(keras.Model(inputs, layers.Dense(3)(layers.Flatten()(x))))
-    planted.kill(model.get_layer("conv_bn"), [4], 0)
-    planted.kill(model.get_layer("conv_bn"), [1, 2], 0.7)  # one of them may stay
-    planted.twin(planted.layers_of(model, "conv", "conv_bn"), source=0, copy=3)
+    first, norm = conv(5, 2, use_bias=False, name="conv"), layers.BatchNormalization()
+    steps = first, norm, up, layers.Flatten(), layers.Dense(3)
+    model = planted.settle(m.model_of((5,) * dimensions + (2,), *steps))
+    planted.kill(norm, [4], 0)
+    planted.kill(norm, [1, 2], 0.7)  # one of them may stay
+    planted.twin([first, norm], source=0, copy=3)
     kernel = model.get_layer("up").weights[-2]
     transposed = "Transpose" in type(model.get_layer("up")).__name__
     planted.put(kernel, (..., 0, slice(None)) if transposed else (..., 0), 0)
@@ -380,10 +367,8 @@ def test_shared_nested_and_outer_layers():
     gone = planted.removed(planted.check(model))
     assert 0 in gone["body/first"] and 2 in gone["block/conv"]
     # Outputs keep their channels.
-    inputs = keras.Input((6, 6, 3))
-    x = m.conv(inputs, 4, "one")
-    outputs = [m.conv(x, 4, name) for name in ("two", "three")]
-    model = planted.settle(keras.Model(inputs, outputs))
+    one, *ends = (m.conv(4, name) for name in ("one", "two", "three"))
+    model = planted.settle(m.model_of((6, 6, 3), one, m.branches(list, *ends)))
     for layer in m.of_class(model, layers.BatchNormalization):
         planted.kill(layer, [1], -1)
     assert planted.removed(planted.check(model)) == {"one": [1]}

@@ -1,6 +1,5 @@
 import json
 import os
-import socket
 import threading
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from tests.support import small
 from tests.support import synthetic_search as synthetic
 from tests.support.backend import thorough_on
+from tests.support.processes import free_port
 from tuner import cluster, search
 
 pytestmark = thorough_on("jax")
@@ -24,12 +24,8 @@ def search_small(settings):
 def test_a_worker_has_the_trials_and_scores_of_a_search_alone(tmp_path, monkeypatch):
     alone = synthetic.Tuner(synthetic.oracle("random", 4), tmp_path / "alone")
     alone.search()
-    chief = synthetic.oracle("random", 4)
-    chief._set_project_dir(str(tmp_path), "a")
-    with socket.socket() as found:
-        found.bind((cluster.LOOPBACK, 0))
-        port = str(found.getsockname()[1])
-    place = cluster.LOOPBACK, port
+    chief = synthetic.oracle("random", 4, directory=tmp_path / "a")
+    place = cluster.LOOPBACK, str(free_port())
     thread = threading.Thread(target=cluster.serve, args=(chief, *place), daemon=True)
     thread.start()
     for name, value in zip(cluster.VARIABLES, ("worker0", *place), strict=True):
@@ -59,8 +55,7 @@ def test_a_chief_and_two_workers(tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_workers_that_die_again_and_again(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "RESTARTS", 0)
-    oracle = synthetic.oracle("random", 1)
-    oracle._set_project_dir(str(tmp_path), "a")
+    oracle = synthetic.oracle("random", 1, directory=tmp_path / "a")
     with pytest.raises(RuntimeError, match="Workers failed 1 times"):
         cluster.run(oracle, 1, os._exit, 3)
 

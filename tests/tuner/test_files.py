@@ -45,8 +45,7 @@ def test_a_trial_that_is_gone_or_another_is_an_error(searched):
 @pytest.mark.parametrize("name", ["oracle.json", "trial_0/trial.json"])
 def test_a_file_of_another_search_or_version_is_an_error(name, searched):
     other = searched.parent / "b"
-    oracle = synthetic.oracle("random", 4, tune="rho,learning_rate")
-    oracle._set_project_dir(str(other.parent), other.name)
+    oracle = synthetic.oracle("random", 4, "rho,learning_rate", directory=other)
     oracle.create_trial("worker0")
     shutil.copy(other / name, searched / name)
     with pytest.raises(ValueError, match="hyperparameters.*learning_rate.*rho"):

@@ -35,8 +35,7 @@ def test_a_search_that_ended_at_a_write_goes_on(algorithm, moments, tmp_path):
         directory = tmp_path / str(fatal)
         with synthetic.ends_at_write(fatal, error):
             run(directory, algorithm)
-        before = synthetic.oracle(algorithm)
-        before._set_project_dir(str(tmp_path), str(fatal))
+        before = synthetic.oracle(algorithm, directory=directory)
         if (directory / "oracle.json").exists():
             before.reload()
         after = run(directory, algorithm)
@@ -100,12 +99,12 @@ def test_a_search_goes_on_though_trials_fail(tmp_path):
 
 def resumed(tmp_path, *tuner_ids, count):
     """A chief that started again, and the trials that its workers had."""
-    chiefs = [synthetic.oracle("random", count) for _ in range(2)]
-    for chief in chiefs:
-        chief._set_project_dir(str(tmp_path), "a")
-    started = [chiefs[0].create_trial(tuner_id) for tuner_id in tuner_ids]
-    chiefs[1].reload()
-    return chiefs[1], started
+    before, after = (
+        synthetic.oracle("random", count, directory=tmp_path / "a") for _ in range(2)
+    )
+    started = [before.create_trial(tuner_id) for tuner_id in tuner_ids]
+    after.reload()
+    return after, started
 
 
 def end(oracle, trial):

@@ -99,14 +99,11 @@ def numbered():
     return tf.constant(encoded(image, quality=100, subsampling=0))
 
 
-def edges(image):
-    """The columns and rows, in pixels of the whole image, where a crop ends."""
-    red, green = image[..., 0].mean(0) / 4, image[..., 1].mean(1) / 4
-    found = []
-    for line in (red, green):
-        step = (line[-2] - line[1]) / (len(line) - 3)
-        found.append((line[1] - 1.5 * step + 0.5, line[-2] + 1.5 * step + 0.5))
-    return found
+def edges(crop):
+    """Left and top, and right and bottom, in pixels of the whole image."""
+    lines = np.stack([crop[..., 0].mean(0), crop[..., 1].mean(1)]) / 4
+    step = (lines[:, -2] - lines[:, 1]) / (lines.shape[1] - 3)
+    return lines[:, 1] - 1.5 * step + 0.5, lines[:, -2] + 1.5 * step + 0.5
 
 
 def test_random_crops_are_within_area_and_ratio_and_half_of_them_mirrored():
@@ -114,7 +111,7 @@ def test_random_crops_are_within_area_and_ratio_and_half_of_them_mirrored():
     crops, mirrored = [], 0
     for number in range(150):
         crop = imagenet.random_crop(image, 32, (5, number)).numpy()
-        (left, right), (top, bottom) = edges(crop)
+        (left, top), (right, bottom) = edges(crop)
         mirrored += right < left
         left, right = sorted((left, right))
         # An edge is known to about a pixel: JPEG, and rounding of the crop.
@@ -129,7 +126,7 @@ def test_random_crops_are_within_area_and_ratio_and_half_of_them_mirrored():
 
 
 def test_middle_crop_and_standardised_colours():
-    (left, right), (top, bottom) = edges(imagenet.middle_crop(numbered(), 32).numpy())
+    (left, top), (right, bottom) = edges(imagenet.middle_crop(numbered(), 32).numpy())
     # 35 pixels, 7/8 of 40, in the middle of 60 and 40.
     np.testing.assert_allclose((left, right), (12, 47), atol=0.8)
     np.testing.assert_allclose((top, bottom), (2, 37), atol=0.8)

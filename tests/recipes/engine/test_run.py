@@ -1,3 +1,7 @@
+import builtins
+import contextlib
+import io
+import itertools
 import json
 import os
 import pathlib
@@ -10,7 +14,6 @@ import pytest
 from recipes.engine import run
 from tests.programs import damaged
 from tests.programs.damaged import CONFIG, record
-from tests.support import processes
 from tests.support.backend import later
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -64,23 +67,76 @@ def test_metrics_and_a_checkpoint(tmp_path, monkeypatch):
         assert one.load() is None
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-@pytest.mark.parametrize("every", [21, *later(3)])
-def test_ended_at_any_moment_and_again(every):
-    printed = processes.run("-m", "tests.programs.forked", f"--every={every}")
-    counts = [int(line.split()[1]) for line in printed.splitlines()]
-    assert counts[0] >= 42 // every and counts[1] == counts[2] >= 180 // every
+def go_on(directory):
+    """Records a run once more. Returns its files, temporary ones too."""
+    record(directory)
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != ".lock"}
 
 
-@pytest.mark.parametrize("count", [20, *later(300)])
-@pytest.mark.parametrize("name", ["config.json", "results.json", "checkpoint.npz"])
-def test_a_damaged_file_is_an_error_that_names_it(name, count, tmp_path):
+# On files; writes into an open one have a test of their own.
+OPERATIONS = [(builtins, "open"), (io, "open"), (os, "mkdir"), (os, "replace")]
+OPERATIONS += [(os, "truncate"), (os, "unlink")]
+
+
+def test_killed_before_any_operation_and_again(tmp_path):
+    for fatal in itertools.count():
+        left = itertools.count(fatal, -1)
+
+        def ending(function, left=left):
+            def call(*arguments, **more):
+                if next(left) <= 0:  # Nor does a killed process clean up.
+                    raise KeyboardInterrupt
+                return function(*arguments, **more)
+
+            return call
+
+        directory = tmp_path / str(fatal)
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in OPERATIONS:
+                patch.setattr(module, name, ending(getattr(module, name)))
+            with contextlib.suppress(KeyboardInterrupt):
+                record(directory)
+                break
+        assert go_on(directory) == go_on(tmp_path / "whole")
+    assert fatal > 30
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("step", [30, *later(7)])
+def test_a_write_that_ends_at_any_byte_and_again(step, killed, tmp_path):
+    """It fails, as on a full disk; who is killed there leaves what was written."""
+    resource = pytest.importorskip("resource")
+    limit, bounds = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in range(0, 800, step):  # bytes of a file; a checkpoint has more
+        directory = tmp_path / str(size)
+        with run.Run(directory, CONFIG):  # whose next write is a line of metrics
+            pass
+        with pytest.MonkeyPatch.context() as patch:
+            if killed:
+                patch.setattr(os, "unlink", lambda path: None)
+            resource.setrlimit(limit, (size, bounds[1]))
+            try:
+                with pytest.raises(OSError, match="cannot be written: File too large"):
+                    record(directory)
+            finally:
+                resource.setrlimit(limit, bounds)
+        assert go_on(directory) == go_on(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("every", [False, *later(True)])
+@pytest.mark.parametrize(
+    "name", ["config.json", "metrics.jsonl", "results.json", "checkpoint.npz"]
+)
+def test_a_damaged_file_is_an_error_that_names_it(name, every, tmp_path):
     """Or of a text, which is still JSON, another text."""
     record(tmp_path / "run", complete=name != "checkpoint.npz")
     path = tmp_path / "run" / name
-    step, read = 1 + path.stat().st_size // count, damaged.run_state
-    found = damaged.count(path, lambda: read(tmp_path / "run"), step, [0])
-    assert not found["wrong"] and found["errors"] > 0.5 * found.total()
+    step, bits = (1, range(8)) if every else (1 + path.stat().st_size // 20, [0])
+    found = damaged.count(path, lambda: damaged.run_state(tmp_path / "run"), step, bits)
+    assert not found["wrong"]
+    # A line that was cut was being written.
+    if name != "metrics.jsonl":
+        assert found["errors"] > found.total() / (1 + len(bits))
 
 
 HOLDER = """
@@ -120,7 +176,3 @@ def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
     for path in (tmp_path / "runs", pathlib.Path("/proc/runs")):  # for root, too
         with pytest.raises(OSError, match="cannot be written: .*the same command goes"):
             run.Run(path / "a", CONFIG).__enter__()
-    with run.Run(tmp_path / "run", CONFIG) as one:
-        (one.directory / "metrics.jsonl").mkdir()
-        with pytest.raises(OSError, match="metrics.jsonl cannot be written: Is a dir"):
-            one.log(epoch=4)

@@ -273,6 +273,34 @@ def test_trials_on_two_devices():
     run_python("-c", DEVICES, XLA_FLAGS=flags)
 
 
+CHIPS = """
+from benchmarks.tpu import compiler  # before JAX
+import jax
+from benchmarks.compiled import COLLECTIVES
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from recipes.engine.population import CURRENT
+from tests.recipes.engine.test_together import TRIALS, make
+trials = make([*TRIALS, TRIALS[0]])
+chips = compiler.chips("v5e:2x2").by_batch.mesh.devices
+trials._by_trial = NamedSharding(Mesh(chips, ("trial",)), PartitionSpec("trial"))
+current = {key: trials._state[key] for key in CURRENT}
+train = current, trials._settings, trials.epochs.astype("uint32"), trials._train_data
+test = trials._state, trials._test_data
+for name, arguments in {"train_epoch": train, "evaluate": test}.items():
+    shapes = jax.eval_shape(lambda *arrays: arrays, *arguments)
+    text = trials._compiled(getattr(trials._trial, name), shapes).as_text()
+    assert "num_partitions=4" in text
+    assert not [kind for kind in COLLECTIVES if f" {kind}" in text]
+"""
+
+
+@pytest.mark.thorough
+def test_trials_on_a_slice_of_tpus_exchange_nothing():
+    """By their compiler, which needs no TPU."""
+    pytest.importorskip("libtpu")
+    run_python("-c", CHIPS)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "bfloat16"])
 def test_bfloat16(dtype, tmp_path):

@@ -1,12 +1,12 @@
 import concurrent.futures
 import dataclasses
 import functools
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 
-from keras_norms import AMAT, CBN
 from recipes.cbn import max_lr
 from recipes.engine import classifier, imagenet, optimizers, results, training, workers
 from tests.support import small
@@ -45,9 +45,7 @@ def test_hooks_and_callbacks_add_to_the_lines_and_to_the_results(tmp_path):
         assert line | expected | {"seed": 0} == line
     assert outcome.results["epochs"] == outcome.results["lines"] == 3
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
+    stop = mock.Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path, seed=1), after=stop)
     assert not training._last  # in a state that nobody knows
@@ -79,27 +77,36 @@ def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
     assert training.compiled(second, problem)[0] is not again
 
 
-# Two steps an epoch; a tenth from the fourth step on, a hundredth from the sixth. The
+# Two steps an epoch; a tenth from the fifth step on, a hundredth from the seventh. The
 # layer of the network that is used again has omega 1, here divided by the batches whose
 # gradients make a step.
-TOLD = [[0.1, 0.5], [0.01, 0.05], [0.001, 0.005]]
+TOLD = [[0.1, 0.5], [0.1, 0.5], [0.01, 0.05], [0.001, 0.005]]
 
 
-@later_on_jax
+ALONE = [[rate, 2 * product] for rate, product in TOLD]
+
+
 @pytest.mark.parametrize(
-    "norm, expected", [("bn_rho_amat", TOLD), *later(("bn_rho", [[-1, -1]] * 3))]
+    "norm, batches, expected",
+    [
+        ("bn_rho_amat", 2, TOLD),
+        *later(("bn_rho_amat", None, ALONE), ("bn_rho", 2, [[-1, -1]] * 4)),
+    ],
 )
-def test_amat_goes_with_the_norms_that_want_it(norm, expected, tmp_path):
+def test_amat_goes_with_the_norms_that_want_it(norm, batches, expected, tmp_path):
     def rate(model, problem, settings):
         layer = training.standalone(model, problem).get_layer("conv_norm")
         product = model.get_layer("conv_norm").learning_rate
         rates = {"rate": layer.learning_rate, "product": product}
+        rates["sgd"] = model.optimizer.learning_rate
+        assert norm == "bn_rho" or model.get_layer("conv_norm").omega == 1
         return {key: float(training.numpy_copy(v)) for key, v in rates.items()}
 
-    asked = settings(tmp_path, norm=norm, gradient_accumulation_steps=2)
+    asked = settings(tmp_path, norm=norm, epochs=4, gradient_accumulation_steps=batches)
     metrics = train(asked, after=rate).metrics
     found = [[line["rate"], line["product"]] for line in metrics]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert [line["sgd"] for line in metrics] == pytest.approx([0.1, 0.1, 0.01, 0.001])
 
 
 @later_on_jax
@@ -141,36 +148,3 @@ def test_schedules():
         schedule = make(0.1, total)
         rates = [float(schedule(step)) for step in range(total)]
         np.testing.assert_allclose(rates, expected, rtol=1e-6)
-
-
-def fit(rate, callbacks, accumulated):
-    """A network after five epochs of two steps each."""
-    keras.utils.set_random_seed(0)
-    x, y = np.random.default_rng(0).normal(size=(2, 8, 3)).astype("float32")
-    norm, last = CBN(omega=5.0, name="norm"), keras.layers.Dense(3, name="last")
-    model = keras.Sequential([keras.layers.Input((3,)), norm, last], name="net")
-    more = {"gradient_accumulation_steps": accumulated}
-    model.compile(optimizers.SGD(rate, 0.9, 0.01, **more), "mse")
-    callbacks = callbacks(model)
-    # The second call goes on where it was, by the optimizer's count of steps.
-    for epochs in (3, 2):
-        model.fit(x, y, 4, epochs, shuffle=False, verbose=0, callbacks=callbacks)
-    return model
-
-
-@pytest.mark.parametrize("accumulated", [None, 2])
-def test_rates_that_are_set_equal_those_of_a_schedule_and_amat(accumulated):
-    schedule = optimizers.piecewise_schedule(0.1, 10)
-
-    def told(model):
-        return [optimizers.Rate(schedule, optimizers.give_omegas(model))]
-
-    expected = fit(schedule, lambda model: [AMAT()], accumulated)
-    found = fit(0.7, told, accumulated)
-    (layer,) = optimizers.followers(found)
-    rate = 5.0 * 0.001 / (accumulated or 1)
-    assert layer.omega == 1 and layer.learning_rate.numpy() == pytest.approx(rate)
-    values = {v.path: v.numpy() for v in found.variables}
-    others = {v.path: v.numpy() for v in expected.variables}
-    for key in values.keys() - {"net/norm/learning_rate"}:
-        np.testing.assert_allclose(values[key], others[key], rtol=1e-4, atol=1e-6)

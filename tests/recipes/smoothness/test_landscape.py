@@ -2,6 +2,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_norms import diagnostics
 from recipes.smoothness import _training, landscape
 from tests.support import smoothness_reference as reference
 
@@ -10,29 +11,20 @@ def test_deep_linear_network(tmp_path):
     settings, directory, (row,) = reference.run(landscape, tmp_path, norms=["none"])
     assert len(list(directory.glob("*.png"))) == 3
 
-    # Without a norm, everything can be computed by hand.
+    along = {"learning_rate": reference.RATE, "step_range": (0.01, 30), "points": 8}
     lines = landscape.train(settings.one(norm="none", seed=0)).metrics
     largest = max(line["loss_max"] for line in lines)
     assert row["largest_loss_max"]["mean"] == pytest.approx(largest)
-    kernels, x, y = reference.start()
     for line, step in zip(lines, (0, 2), strict=True):
-        weights = reference.descend(kernels, x, y, step)
-        loss, gradient = reference.loss_and_gradients(weights, x, y)
+        found = diagnostics.landscape(*reference.descended(step), **along)
         assert line["step"] == step
-        assert line["loss"] == pytest.approx(loss, rel=1e-4)
-        steps = reference.RATE * np.linspace(0.01, 30, 8)
-        points = [[w - s * g for w, g in zip(weights, gradient)] for s in steps]
-        found = [reference.loss_and_gradients(point, x, y) for point in points]
-        losses = [loss for loss, _ in found]
-        distances = np.array([reference.distance(g, gradient) for _, g in found])
-        betas = distances / (steps * reference.distance(gradient))
-        assert line["loss_min"] == pytest.approx(min(losses), rel=1e-3)
-        assert line["loss_max"] == pytest.approx(max(losses), rel=1e-3)
+        losses = [line[key] for key in ("loss", "loss_min", "loss_max")]
+        assert losses == pytest.approx([found.loss, *found.loss_range], rel=1e-4)
         # The step of a hundredth is rounded to few bits in float32.
-        found = line["gradient_distances"][1:]
-        np.testing.assert_allclose(found, distances[1:], rtol=1e-2)
-        assert line["gradient_distance_max"] == pytest.approx(max(distances), rel=1e-2)
-        assert line["effective_beta"] == pytest.approx(max(betas), rel=5e-2)
+        distances = line["gradient_distances"]
+        np.testing.assert_allclose(distances[1:], found.distances[1:], rtol=1e-3)
+        assert line["gradient_distance_max"] == max(distances)
+        assert line["effective_beta"] == pytest.approx(found.effective_beta, rel=5e-2)
 
 
 @pytest.mark.thorough

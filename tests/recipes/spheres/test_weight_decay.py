@@ -60,18 +60,13 @@ def test_weight_growth(tmp_path, monkeypatch, small_network):
 def test_robustness(tmp_path, small_network):
     own = {"norms": ("bn",), "weight_decays": (0, 0.05), "workers": 1}
     own |= {"steps": 2, "test_size": 40}
-    found, table = small.run(robustness, tmp_path, "epsilon", **own, **small.SETTINGS)
+    found, _ = small.run(robustness, tmp_path, "epsilon", **own, **small.SETTINGS)
     rows = found["rows"]
     for row in rows:
         (found,) = row["runs"]
         assert [m["samples"] for m in found["inf"]] == [40] * 3
         assert len({m["clean"] for m in [*found["inf"], found["2"]]}) == 1
         assert row["inf"]["clean"] == {"mean": found["inf"][1]["clean"], "std": None}
-    *_, changed = small.cells(table)
-    lost = [row["inf"]["attack_difference"]["mean"] for row in rows]
-    # The paper's: 0.3375 - 0.4307 in Table 1, 0.5005 - 0.5478 in Table 2.
-    here = f"{100 * (lost[1] - lost[0]):+.1f}"
-    assert changed[2:] == [here, "+0.0", "-9.3", "-6.7", "-4.7"]
     lost = {"norm": "none", "weight_decay": 0.0, "diverged": 2}
     lost |= robustness.summary([])
     table = robustness.table([lost], robustness.Settings())
