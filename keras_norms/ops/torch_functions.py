@@ -40,6 +40,7 @@ def sum(x, axis):
 
 
 def maximum(x, y):
+    """Of two tensors, or of a tensor and a number, which costs one operation."""
     return torch.maximum(x, y) if isinstance(y, torch.Tensor) else x.clamp_min(y)
 
 

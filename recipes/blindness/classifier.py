@@ -28,8 +28,8 @@ shares (TensorFlow). Batches of mixed labels, float64, in brackets float32:
 
 Tables 2 and 3 hold up to rounding, which VGG-11 has much of: its loss is small next to
 the terms. The linear part of Table 4 is considerable, but not the larger one; nor is it
-in LeNet on all of MNIST (0.48, 0.31 and 0.50, the paper 0.67 to 0.77; 6 minutes of a
-core each). All networks: docs/results/blindness.md.
+in LeNet on all of MNIST (0.48, 0.31 and 0.50, the paper 0.67 to 0.77; 9 minutes of a
+core that other work shared, and more). All networks: docs/results/blindness.md.
 
 Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """

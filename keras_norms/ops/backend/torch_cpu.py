@@ -2,8 +2,8 @@
 
 There every operation is a loop of its own, and the first touch of fresh memory takes
 longer than the loop: in-place operations and the batch normalization operations, which
-do several things in one loop, are what is fast. Each function computes what the one of
-that name in `moments` or `passes` does.
+do several things in one loop, are what is fast. Each function computes what the one
+that it is registered for does.
 """
 
 import torch
@@ -16,7 +16,7 @@ _LARGE = 2**16  # elements; below, what is saved is less than a custom function 
 
 
 def is_small(x, *others, axis):
-    """Whether it takes longer to start operations than to compute."""
+    """Whether starting operations takes longest, and no gradient is kept."""
     return (
         x.is_cpu
         and x.dtype == others[0].dtype
@@ -29,6 +29,7 @@ def is_small(x, *others, axis):
 
 @moments.mean_and_variance.faster(where=is_small)
 def mean_and_variance_in_few_operations(x, prior, count, *, axis):
+    """Both from sums around the batch's own mean, which needs no prior."""
     axes = reduction_axes(x.ndim, axis)
     first = x.mean(axes, keepdim=True)
     x = x - first

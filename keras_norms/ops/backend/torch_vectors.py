@@ -49,6 +49,7 @@ def map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
         weight,
     )
     found = batch.mean + square
+    # Nearly always, and then nothing is selected. A CPU is read without waiting.
     if found.is_cpu and batch.count.item() > 0 and math.isfinite(found.sum().item()):
         return batch_map, after
     usable = (found.abs_() < torch.inf) & (batch.count > 0)
