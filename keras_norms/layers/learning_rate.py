@@ -209,6 +209,9 @@ class FollowsLearningRate(keras.layers.Layer):
                 store[variable.name] = variable
 
     def load_own_variables(self, store):
+        if not self.built:  # nothing to load; Keras' own error if there is
+            super().load_own_variables(store)
+            return
         for variable in (v for v in self.weights if v is not self.step):
             if variable.name not in store:
                 raise ValueError(

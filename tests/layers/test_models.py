@@ -1,5 +1,7 @@
 """Every layer in models: training, saving, copying, mixed precision, any size."""
 
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -81,6 +83,15 @@ def test_training_saving_and_copying(tmp_path):
     for each in (loaded, model):
         fit(each)
     assert_same(loaded, model)
+
+
+def test_layers_before_they_are_built(tmp_path):
+    layer = FusedCBN(layers.Dense(2), CBN(rho=2.0))
+    assert copy.deepcopy(layer).get_config() == layer.get_config()
+    keras.Sequential([layer]).save(path := tmp_path / "model.keras")
+    assert not keras.models.load_model(path).built
+    with pytest.raises(ValueError, match="never built"):
+        CBN().load_own_variables({"rho": np.ones(())})
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", *later("mixed_float16")])

@@ -167,6 +167,7 @@ def by_hand(settings, amat=True, replacement=False, **more):
                 layer.set_learning_rate(rate)
             chosen = order[8 * step : 8 * step + 8]
             batch = crop_and_flip(x[chosen], jax.random.fold_in(key, step))
+            model.reset_metrics()  # older Keras returns the mean since then
             losses.append(model.train_on_batch(batch, y[chosen]))
         means.append(np.mean(losses))
     return {v.path: numpy(v) for v in model.variables}, means
