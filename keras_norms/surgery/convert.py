@@ -134,7 +134,8 @@ def convert(
     Raises:
         ValueError: If the model is not built, if it is subclassed and cannot be traced,
             if `norm` is none of the above, if a layer with weights cannot be made again
-            from its configuration, or if `data` is of another kind.
+            from its configuration, or if `data` is of another kind, has no end, or
+            gives activations that are not finite.
 
     Example:
 

@@ -17,7 +17,7 @@ from keras_norms.surgery._graph import affine, linear
 from keras_norms.surgery._graph.blocks import graph_of
 from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
 from keras_norms.surgery._graph.graph import Graph, to_float64
-from keras_norms.surgery._graph.measure import inputs_of, wrong_data
+from keras_norms.surgery._graph.measure import check_end, inputs_of, wrong_data
 from keras_norms.surgery._prune.channels import Channels
 from keras_norms.surgery._prune.resize import resize, substitute
 from keras_norms.surgery._prune.selection import Site, select
@@ -248,6 +248,7 @@ def _check(gamma, similarity, steps, batch_size, ratio, round_to):
 def _collect(model, data, steps, batch_size):
     """The batches of `data`, inputs only."""
     x = inputs_of(model, data)
+    check_end(x, steps)
     try:
         found = _keras.batches_of(x, batch_size)
     except ValueError as e:

@@ -13,7 +13,13 @@ from keras_norms._types import Tensor
 from keras_norms.layers.frozen import Frozen
 from keras_norms.surgery._graph.affine import NORM_CLASSES
 from keras_norms.surgery._graph.graph import assign, to_float64, to_numpy
-from keras_norms.surgery._graph.measure import inputs_of, measure, stored, wrong_data
+from keras_norms.surgery._graph.measure import (
+    NotFinite,
+    inputs_of,
+    measure,
+    stored,
+    wrong_data,
+)
 
 Logs = dict[str, float] | None
 
@@ -59,8 +65,9 @@ def recalibrate(
 
     Raises:
         ValueError: If the model is not built, if it calls no layer to measure, if
-            `data` is of another kind, empty, or does not fit the model, or if another
-            argument is out of its range.
+            `data` is of another kind, empty, endless without `steps`, does not fit the
+            model, or gives activations that are not finite, or if another argument is
+            out of its range. The model is then as it was.
 
     Example:
 
@@ -153,7 +160,8 @@ class Recalibrate(keras.callbacks.Callback):
       weights than those measured last.
 
     Training goes on with the statistics that it had: they are put back when the next
-    epoch begins. When training ends the measured ones stay.
+    epoch begins. When training ends the measured ones stay. Once training diverged, so
+    that activations are not finite, statistics stay as they are.
 
     Put it after callbacks that change weights (`SwapEMAWeights`), and before those that
     save (`ModelCheckpoint`) or remember weights (`EarlyStopping`). The checkpoint of an
@@ -275,7 +283,10 @@ class Recalibrate(keras.callbacks.Callback):
                 if v.name.startswith(("moving_", "renorm_", "average_weight"))
             ]
         start = time.perf_counter()
-        batches = _measure_anew(model, self.data, self.steps, self.batch_size, 0)
+        try:
+            batches = _measure_anew(model, self.data, self.steps, self.batch_size, 0)
+        except NotFinite:  # Training diverged. What to do is for other callbacks.
+            batches = 0
         seconds = time.perf_counter() - start
         self._measured = weights
         self._seconds += seconds

@@ -10,10 +10,10 @@ import pytest
 from keras import layers, ops
 
 from keras_norms import AMAT, CBN, LpNorm, NoisyBN
-from keras_norms.surgery import Recalibrate, freeze, prune, recalibrate
+from keras_norms.surgery import Recalibrate, convert, freeze, prune, recalibrate
 from tests.support import planted
 from tests.support import surgery_models as m
-from tests.support.backend import BACKEND, numpy, some
+from tests.support.backend import BACKEND, later, numpy, some
 from tests.support.surgery_models import apply, dense
 from tests.support.wrapped import Damped
 
@@ -129,7 +129,8 @@ def generator(x):
 
 def tf_data(x):
     tf = pytest.importorskip("tensorflow")
-    return tf.data.Dataset.from_tensor_slices((x, np.zeros(12))).batch(5)
+    of_five = tf.data.Dataset.from_tensor_slices((x, np.zeros(12))).batch(5)
+    return of_five.filter(lambda x, y: True)  # of unknown length
 
 
 # Of 12 samples; options, and how many samples are read
@@ -158,6 +159,38 @@ def test_data_of_all_kinds(kind):
     expected = prune(model, x[:count], 0.5)
     assert planted.removed(found) == planted.removed(expected)
     assert found[-2:] == pytest.approx(expected[-2:], rel=1e-4)
+
+
+def two_layers():
+    return m.model_of(
+        (4,), dense(3, "relu"), apply(layers.BatchNormalization), dense(2)
+    )
+
+
+class Endless(Batches):
+    num_batches = None
+
+
+@pytest.mark.parametrize("make", [Endless, *later(lambda x: tf_data(x).repeat())])
+def test_data_without_an_end(make):
+    data, model = make(m.images(12, 4)), two_layers()
+    for function in (recalibrate, prune, lambda *_: convert(model, CBN, data=data)):
+        with pytest.raises(ValueError, match="`data` has no end: give `steps`"):
+            function(model, data)
+
+
+def test_activations_that_are_not_finite():
+    """An error that changes nothing, and no end of a training that diverged."""
+    (x, y), model = batch(), two_layers()
+    lost = np.where(x == x[5], np.nan, x)
+    for function in (quietly, lambda *_: convert(model, CBN, data=lost)):
+        with pytest.raises(ValueError, match=r"layers \['.*'\] read is not"):
+            function(model, lost)
+    assert np.isfinite(numpy(model.layers[2].moving_mean)).all()
+    model.compile(keras.optimizers.SGD(1e30), "mse")
+    recalibrated = Recalibrate(x)
+    model.fit(x, y, 16, epochs=2, callbacks=[recalibrated], verbose=0)
+    assert recalibrated.history["batches"] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("batch_size", [4, 1])

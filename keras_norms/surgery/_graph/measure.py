@@ -74,6 +74,26 @@ def wrong_data(data):
     )
 
 
+class NotFinite(ValueError):
+    """Of activations that are not finite nothing is measured."""
+
+
+def check_end(x, steps):
+    """An error where all batches are asked for, and there is no last one."""
+    if steps is not None:
+        return
+    if isinstance(x, keras.utils.PyDataset):
+        is_endless = x.num_batches is None
+    else:
+        # Of a tf.data.Dataset; -2 is unknown.
+        is_endless = hasattr(x, "cardinality") and int(x.cardinality()) == -1
+    if is_endless:
+        raise ValueError(
+            "Argument `data` has no end: give `steps`, or a part of it, such as "
+            f"`data.take(100)`. Received: data of class {type(x).__name__}"
+        )
+
+
 def measure(
     model,
     layers,
@@ -90,6 +110,7 @@ def measure(
     """
     probe = _Probe(model, layers, with_batch_statistics)
     x = inputs_of(model, data)
+    check_end(x, steps)
     if isinstance(data, list) and not isinstance(x, list):
         few = len(data) <= _FEW  # a list of batches
     else:
@@ -108,7 +129,19 @@ def measure(
         if "data type" in str(e) or "generator" in str(e):
             raise wrong_data(data) from e
         raise
-    return [_combine(calls) if calls else None for calls in outputs]
+    found = [_combine(calls) if calls else None for calls in outputs]
+    lost = [
+        layer.name
+        for layer, statistics in zip(layers, found)
+        if statistics is not None and not np.isfinite(statistics[:3]).all()
+    ]
+    if lost:
+        raise NotFinite(
+            "Argument `data` must give activations that are finite, and what layers "
+            f"{lost} read is not: there is NaN, infinity or too large a number in the "
+            f"data or in weights. Received: data of class {type(data).__name__}"
+        )
+    return found
 
 
 def _is_few(x, steps, batch_size):
@@ -116,10 +149,11 @@ def _is_few(x, steps, batch_size):
     if steps is not None:
         return steps <= _FEW
     first = (tree.flatten(x) or [()])[0]
-    if not hasattr(first, "__len__"):
+    try:
+        length = len(first)
+    except TypeError:  # it has none, or a dataset does not know it
         return False
-    is_array = hasattr(first, "shape")
-    return len(first) <= _FEW * ((batch_size or 32) if is_array else 1)
+    return length <= _FEW * ((batch_size or 32) if hasattr(first, "shape") else 1)
 
 
 class _Probe(keras.Model):
