@@ -40,6 +40,12 @@ def test_norms_in_place_preserve_the_function(name, norm):
             np.testing.assert_allclose(found, numpy(weight), rtol=1e-6)
 
 
+def test_statistics_stay_where_gamma_cannot_make_up_for_new_ones():
+    norm = apply(layers.BatchNormalization, scale=False)
+    model = m.model_of((5,), dense(4, "relu"), norm, dense(2))
+    m.check_convert(model, "noisy_bn", data=m.images(20, 5))
+
+
 @later_on_jax
 def test_lp_norm_measures_its_norm_on_data():
     model, x = m.sequential(), m.images(40, 8, 8, 3)
