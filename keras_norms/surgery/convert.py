@@ -237,7 +237,8 @@ def _calibrate(model, report, new, data):
             continue
         arrays, met = affine_lib.weights_for(unit, affine, found)
         if not met and unit.name not in report.changed:
-            if statistics.weight:  # Without gamma, only the old ones keep the function.
+            # Without gamma or beta, the statistics of the old norm keep the function.
+            if statistics.weight and not affine_lib.norm_is_guessed(unit):
                 continue
             report.changed.append(unit.name)
         assign_all(unit.made, arrays)

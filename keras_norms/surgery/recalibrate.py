@@ -160,8 +160,8 @@ class Recalibrate(keras.callbacks.Callback):
       weights than those measured last.
 
     Training goes on with the statistics that it had: they are put back when the next
-    epoch begins. When training ends the measured ones stay. Once training diverged, so
-    that activations are not finite, statistics stay as they are.
+    epoch begins. When training ends the measured ones stay. Where activations are not
+    finite, as after a training that diverged, statistics stay, with a warning.
 
     Put it after callbacks that change weights (`SwapEMAWeights`), and before those that
     save (`ModelCheckpoint`) or remember weights (`EarlyStopping`). The checkpoint of an
@@ -285,7 +285,8 @@ class Recalibrate(keras.callbacks.Callback):
         start = time.perf_counter()
         try:
             batches = _measure_anew(model, self.data, self.steps, self.batch_size, 0)
-        except NotFinite:  # Training diverged. What to do is for other callbacks.
+        except NotFinite as error:  # Whether a diverged training ends is not for this.
+            warnings.warn(f"Recalibrate measured nothing. {error}", stacklevel=2)
             batches = 0
         seconds = time.perf_counter() - start
         self._measured = weights

@@ -85,12 +85,13 @@ def check_end(x, steps):
     if isinstance(x, keras.utils.PyDataset):
         is_endless = x.num_batches is None
     else:
-        # Of a tf.data.Dataset; -2 is unknown.
+        # A tf.data.Dataset says -1 of no end, -2 of one that it does not know.
         is_endless = hasattr(x, "cardinality") and int(x.cardinality()) == -1
     if is_endless:
         raise ValueError(
-            "Argument `data` has no end: give `steps`, or a part of it, such as "
-            f"`data.take(100)`. Received: data of class {type(x).__name__}"
+            "Argument `data` must have an end, or `steps` be given where that is an "
+            "argument. `data.take(100)` is a part of a tf.data.Dataset. "
+            f"Received: data of class {type(x).__name__}"
         )
 
 
