@@ -85,17 +85,39 @@ def test_mixed_precision():
 def test_float16_gradients_are_scaled_as_in_training():
     with precision("mixed_float16"):
         model = networks.build("BatchNormalization")
-    loss, found = model.loss, []
+    loss, (x, y) = model.loss, networks.batch()
+    gradients, products = [], []
+    for factor, scaled in ((1, True), (1e-7, True), (1e-7, False), (1e4, True)):
 
-    def small(y, logits):
-        return 1e-7 * loss(y, logits)
+        def times(y, logits, factor=factor):
+            return factor * loss(y, logits)
 
-    for settings in ({}, {"loss": small}, {"loss": small, "auto_scale_loss": False}):
-        networks.compiled(model, **settings)
-        found.append(diagnostics.value_and_grad(model, *networks.batch()).gradient)
-    expected, scaled, unscaled = map(flat, found)
-    assert relative_error(1e7 * scaled, expected) < 0.01
-    assert relative_error(1e7 * unscaled, expected) > 0.5
+        networks.compiled(model, times, auto_scale_loss=scaled)
+        objective = diagnostics.Objective(model, x, y)
+        gradients.append(objective.value_and_grad()[1] / factor)
+        vector = np.ones(objective.start.shape)
+        products.append(objective.hessian_vector_product(vector) / factor)
+    for expected, scaled, unscaled, overflowing in (gradients, products):
+        assert relative_error(scaled, expected) < 0.02
+        assert relative_error(unscaled, expected) > 0.5
+        # Training takes a smaller scale after steps that overflow.
+        assert relative_error(overflowing, expected) < 0.02
+
+
+def test_hessian_of_attention():
+    attention = layers.MultiHeadAttention(2, 3)
+    inputs = keras.Input((4, 5))
+    mixed = layers.Flatten()(attention(inputs, inputs))
+    model = networks.compiled(keras.Model(inputs, layers.Dense(2)(mixed)), "mse")
+    rng = np.random.default_rng(0)
+    x, y, step = rng.normal(size=(8, 4, 5)), rng.normal(size=(8, 2)), 1e-2
+    objective = diagnostics.Objective(model, x, y)
+    vector = rng.normal(size=objective.start.shape)
+    product = objective.hessian_vector_product(vector)
+    after, before = (
+        objective.value_and_grad(objective.start + s * vector)[1] for s in (step, -step)
+    )
+    assert relative_error(product, (after - before) / (2 * step)) < 5e-3
 
 
 def test_several_inputs_and_outputs_with_their_losses_and_weights():

@@ -7,30 +7,53 @@ import keras
 
 @contextlib.contextmanager
 def twice_differentiable():
-    """Let the moments that Keras takes on TensorFlow have a second derivative.
-
-    `tf.nn.moments` stops the gradient at the mean inside the variance. Its first
-    derivative is right without, for deviations sum to zero; its second is not.
-    """
-    if keras.backend.backend() != "tensorflow":
+    """Let operations that Keras calls have a second derivative."""
+    backend = keras.backend.backend()
+    if backend == "jax":
         yield
         return
-    import tensorflow as tf
+    if backend == "tensorflow":
+        import tensorflow as tf
 
-    def moments(x, axes, shift=None, keepdims=False, name=None):
-        wide = tf.float32 if x.dtype in (tf.float16, tf.bfloat16) else x.dtype
-        y = tf.cast(x, wide)
-        mean = tf.reduce_mean(y, axes, keepdims=True)
-        variance = tf.reduce_mean(tf.square(y - mean), axes, keepdims=keepdims)
-        mean = mean if keepdims else tf.squeeze(mean, axes)
-        return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
+        module, name, replacement = tf.nn, "moments", _moments
+    else:
+        import torch
 
-    original = tf.nn.moments
-    tf.nn.moments = moments
+        module, name = torch.nn.functional, "scaled_dot_product_attention"
+        replacement = _attention(getattr(module, name))
+    original = getattr(module, name)
+    setattr(module, name, replacement)
     try:
         yield
     finally:
-        tf.nn.moments = original
+        setattr(module, name, original)
+
+
+def _moments(x, axes, shift=None, keepdims=False, name=None):
+    """Compute `tf.nn.moments`, which stops the gradient at the mean in the variance.
+
+    Its first derivative is right without, for deviations sum to zero; its second is
+    not.
+    """
+    import tensorflow as tf
+
+    wide = tf.float32 if x.dtype in (tf.float16, tf.bfloat16) else x.dtype
+    y = tf.cast(x, wide)
+    mean = tf.reduce_mean(y, axes, keepdims=True)
+    variance = tf.reduce_mean(tf.square(y - mean), axes, keepdims=keepdims)
+    mean = mean if keepdims else tf.squeeze(mean, axes)
+    return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
+
+
+def _attention(function):
+    """PyTorch's attention, of products and a softmax: its kernels have no second."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attention(*args, **kwargs):
+        with sdpa_kernel(SDPBackend.MATH):
+            return function(*args, **kwargs)
+
+    return attention
 
 
 def differentiate(function, values, differentiable=False):

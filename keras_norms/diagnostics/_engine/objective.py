@@ -284,7 +284,7 @@ class Objective:
         if not self._of_weights:
             with drawing_from(self._randomness):
                 values = [self._loss.activation(self._state, self._batch[0])]
-        self._scale = ops.convert_to_tensor(_loss_scale(model), "float32")
+        self._scale = _loss_scale(model)
         self._dtypes = [v.dtype for v in values]
         self.shapes = [tuple(v.shape) for v in values]
         self.start = self.flatten([ops.convert_to_numpy(v) for v in values])
@@ -307,11 +307,8 @@ class Objective:
         """Compute the loss, a float, and its gradient at a point, a vector."""
         self.gradient_evaluations += 1
         values = self._tensors("point", self.start if point is None else point)
-        with drawing_from(self._randomness):
-            loss, gradient = self._loss.value_and_grad(
-                values, self._state, *self._batch, self._scale
-            )
-        return float(ops.convert_to_numpy(loss)), _numpy(gradient)
+        loss, gradient = self._scaled(self._loss.value_and_grad, values)
+        return float(loss), gradient
 
     def hessian_vector_product(
         self, vector: np.ndarray, point: np.ndarray | None = None
@@ -319,11 +316,21 @@ class Objective:
         """Compute the Hessian at a point times a vector, a vector."""
         values = self._tensors("point", self.start if point is None else point)
         vectors = self._tensors("vector", vector)
-        with drawing_from(self._randomness):
-            product = self._loss.hessian_vector_product(
-                values, vectors, self._state, *self._batch, self._scale
-            )
-        return _numpy(product)
+        return self._scaled(self._loss.hessian_vector_product, values, vectors)[0]
+
+    def _scaled(self, function, *values):
+        """Compute a function of the scale of the loss: a smaller one if it overflows.
+
+        The scale of training falls in the same way, by halves, over many steps.
+        """
+        while True:
+            scale = ops.convert_to_tensor(self._scale, "float32")
+            with drawing_from(self._randomness):
+                found = function(*values, self._state, *self._batch, scale)
+            found = [_numpy(each) for each in tree.flatten(found)]
+            if self._scale <= 1 or np.isfinite(found[-1]).all():
+                return found
+            self._scale /= 8
 
     def flatten(self, values: Data) -> np.ndarray:
         """Make a vector of a list of arrays, or, with a layer, of one array."""
