@@ -18,8 +18,9 @@ def run(recipe, kind):
     """
     kind.define_flags()
 
-    def main(_):
+    def main(arguments):
         try:
+            _refuse(arguments[1:])
             settings = kind.from_flags()
         except ValueError as error:
             sys.exit(f"{error}\nAll flags: {sys.argv[0]} --help")
@@ -36,9 +37,16 @@ def parse(kind, arguments):
     """The settings that a list of arguments such as `--epochs=3` says."""
     values = flags.FlagValues()
     kind.define_flags(values)
-    if unknown := values(["recipe", *arguments])[1:]:
-        raise ValueError(f"Arguments must be flags. Received: {unknown}")
+    _refuse(values(["recipe", *arguments])[1:])
     return kind.from_flags(values)
+
+
+def _refuse(arguments):
+    """Raises a ValueError if there are arguments that are no flags."""
+    if arguments:
+        raise ValueError(
+            f"Arguments must be flags, --name=value. Received: {arguments}"
+        )
 
 
 def report(directory):

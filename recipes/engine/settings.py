@@ -174,6 +174,12 @@ class Sweep(Settings):
         compare=False,
     )
 
+    @classmethod
+    def from_flags(cls, flag_values=flags.FLAGS):
+        made = super().from_flags(flag_values)
+        made.runs()  # which checks what is swept
+        return made
+
     def one(self, **values):
         """The settings of one run, of the class `RUN`."""
         names = [field.name for field in dataclasses.fields(self.RUN)]

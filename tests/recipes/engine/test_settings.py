@@ -50,7 +50,7 @@ def test_flags():
     assert (made.cook, made.runs_dir) == ("me", "x")
     for bad, message in (
         ("--pepper=1", "pepper"),
-        ("pepper", "must be flags. Received: .'pepper'"),
+        ("pepper", "must be flags.* Received: .'pepper'"),
     ):
         with pytest.raises((ValueError, flags.Error), match=message):
             command.parse(Cooking, [bad])
@@ -107,11 +107,15 @@ def test_bad_values(monkeypatch):
     ):
         with pytest.raises(ValueError, match=rf"`{name}` must {must}\. Received: "):
             Cooking(**{name: value})
-    monkeypatch.setattr(command.app, "run", lambda main: main([]))
     monkeypatch.setattr(Cooking, "define_flags", lambda: None)
     monkeypatch.setattr(Cooking, "from_flags", lambda: Cooking(salt=0.0))
-    with pytest.raises(SystemExit, match="`salt` must be positive.*\n.*--help"):
-        command.run(None, Cooking)
+    for left, message in (
+        ([], "`salt` must be positive"),
+        (["dish=pie"], "must be flags.*dish=pie"),
+    ):
+        monkeypatch.setattr(command.app, "run", lambda main, x=left: main(["", *x]))
+        with pytest.raises(SystemExit, match=f"{message}.*\n.*--help"):
+            command.run(None, Cooking)
 
 
 def test_runs_of_a_sweep():
