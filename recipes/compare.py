@@ -1,8 +1,8 @@
 """Compares normalisations: CBN learns faster than BN, most of all with sigmoid.
 
 The first comparison is `make demo`: 30 trainings of ResNet-8 on scikit-learn's 8x8
-digits, 2 to 3 minutes on two cores. The second is the paper's, for a GPU and ten seeds; the
-third is the same with the ten seeds of a combination trained together, in one program
+digits, 2 to 3 minutes on two cores. The second is the paper's, for a GPU and ten seeds;
+the third is the same with the ten seeds of a combination trained together, in a program
 (JAX, for an accelerator: on a CPU nothing is gained; batches come in another order):
 
     python -m recipes.compare --models=resnet8 --rho=2
