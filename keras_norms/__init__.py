@@ -1,6 +1,6 @@
 """Normalisation layers for Keras 3 that improve on BatchNormalization."""
 
-from keras_norms import diagnostics
+from keras_norms import activations, diagnostics
 from keras_norms.amat import AMAT
 from keras_norms.layers import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from keras_norms.surgery import (
@@ -26,6 +26,7 @@ __all__ = [
     "Recalibrate",
     "WN",
     "WS",
+    "activations",
     "convert",
     "diagnostics",
     "fold",

@@ -27,7 +27,7 @@ def test_every_layer_has_files_of_every_backend():
     for path in FILES:
         with zipfile.ZipFile(path) as file:
             config = file.read("config.json").decode()
-            saved.update(re.findall(r'"registered_name": "keras_norms>(\w+)"', config))
+            saved.update(re.findall(r'": "keras_norms>(\w+)"', config))
     registered = {
         name.removeprefix("keras_norms>")
         for name, value in keras.saving.get_custom_objects().items()

@@ -23,6 +23,7 @@ from keras_norms.surgery._graph.blocks import graph_of, warn_of_layers
 from keras_norms.surgery._graph.fused_cbn import fuse_cbn, split_fused_cbn
 from keras_norms.surgery._graph.graph import assign_all
 from keras_norms.surgery._graph.measure import inputs_of, measure
+from keras_norms.surgery._graph.relu import take_own_relu, take_relu_of_keras
 from keras_norms.surgery.recalibrate import recalibrate
 
 
@@ -46,7 +47,9 @@ def convert(
     after the normalisation, as it is with `padding="same"`. Layers that lost the
     `BatchNormalization` after them get a bias. A new CBN is called after the first
     layer that reads it: `conv1_cbn`. A `BatchNormalization` of another axis than that
-    of the channels, or called with a mask or with `training=True`, stays.
+    of the channels, or called with a mask or with `training=True`, stays. Layers whose
+    activation is `"relu"` get `keras_norms.activations.relu`, the same function with
+    less memory on JAX; norms of Keras bring `"relu"` back.
 
     **NoisyBN, LpNorm** and what a callable returns take the place and the name of each
     `BatchNormalization`. **WS, CWN, WN** wrap every layer with a kernel, under its
@@ -171,8 +174,11 @@ def convert(
         wrap(report, units, functools.partial(template.cls, **template.keywords))
     elif template.cls is CBN:
         insert_cbn(report, graph, graphs, units, template, preserve)
+        take_own_relu(units)
     else:
         replace_norms(report, units, template)
+    if of_keras:
+        take_relu_of_keras(units)
     is_wrapped = template.cls in linear.WRAPPERS
     hidden = [] if is_wrapped else affine_lib.hidden_norms(graph)
     new = report.new if preserve else {}

@@ -10,6 +10,7 @@ from keras_norms.surgery._graph import linear, moves
 from keras_norms.surgery._graph.blocks import NORMALIZING, graph_of, warn_of_layers
 from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
 from keras_norms.surgery._graph.graph import to_float64
+from keras_norms.surgery._graph.relu import take_relu_of_keras
 from keras_norms.surgery._graph.remake import config_of
 
 
@@ -93,6 +94,7 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
         "stay as they are": sorted(affine_lib.hidden_norms(graph)),
     }
     warn_of_layers("fold", parts)
+    take_relu_of_keras(units)
     return graph.make()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from keras import layers
 
 import keras_norms
-from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
+from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN, activations
 from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.frozen import FROZEN
 
@@ -50,6 +50,7 @@ MODELS = {
         LpNorm(p=3, norm_of="centered"),
     ],
     "lp_norm_inf": lambda: [conv(use_bias=False), LpNorm(p=float("inf"))],
+    "relu": lambda: [conv(activation=activations.relu), CBN()],
     "ws": lambda: wrapped(WS, gain=True),
     "cwn": lambda: wrapped(CWN, scale=2.0, gain=True),
     "wn": lambda: wrapped(WN),
@@ -66,7 +67,7 @@ def build(name):
     y = rng.integers(0, 3, 32)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.2, momentum=0.9), loss)
-    callbacks = [AMAT()] if "cbn" in name else []
+    callbacks = [AMAT()] if "cbn" in name or name == "relu" else []
     model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
     # Without the optimizer: that of PyTorch loads where PyTorch is only.
     return keras.Model(model.inputs, model.outputs, name=name)

@@ -11,6 +11,7 @@ import keras
 from keras import tree
 
 from keras_norms import _keras
+from keras_norms.activations import relu
 
 
 class _Kept:
@@ -216,7 +217,7 @@ def _is_kept(value):
         return not is_of(type(value), "keras")
     # Keras finds these by their names.
     name = getattr(value, "__name__", "")
-    return getattr(keras.activations, name, None) is not value
+    return getattr(keras.activations, name, None) is not value and value is not relu
 
 
 def is_of(cls, *packages):

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 from keras import layers, tree
 
+from keras_norms import activations
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
 
@@ -37,7 +38,7 @@ _ACTIVATIONS = tuple(
         *("softsign", "squareplus", "tanh", "tanh_shrink", "threshold"),
     )
     if hasattr(keras.activations, name)
-)
+) + (activations.relu,)
 _ACTIVATION_LAYERS = (layers.ReLU, layers.LeakyReLU, layers.ELU)
 _IN_PLACE = (
     *(*moves.ZERO_PADDING, *moves.CROPPING, *moves.UPSAMPLING),
