@@ -14,10 +14,11 @@ def relu(x: Tensor) -> Tensor:
 
     JAX's own gradient reads the input, so that a training step keeps the input and what
     the next layers keep of the output. This one reads the output, as TensorFlow's and
-    PyTorch's do. Values and gradients are the same.
+    PyTorch's do. Values and gradients are the same. It costs memory where the input is
+    kept anyway, as a concatenation of what other layers read too.
 
-    `convert` to CBN gives it to layers whose activation is `"relu"`; `fold` and
-    `convert` to norms of Keras give `"relu"` back.
+    `convert` to CBN puts it in the place of `"relu"`; `fold` and `convert` to norms of
+    Keras bring `"relu"` back.
 
     Args:
         x: Tensor of floats.

@@ -67,3 +67,21 @@ def test_convert_gives_it_and_fold_and_norms_of_keras_take_it(norm, tmp_path):
     for back in (fold(loaded), m.quiet(convert, loaded, "batch_norm")):
         assert own(back) == 0 and "keras_norms" not in str(back.get_config())
         m.assert_same_outputs(back, model, x)
+
+
+def test_convert_leaves_the_activation_of_what_others_read():
+    def steps(x):
+        first, second = (layers.Activation("relu", name=f"of_{i}") for i in "ab")
+        conv = layers.Conv2D(3, 3, padding="same")(x)
+        both = layers.Concatenate()([conv, x])
+        sums = layers.Conv2D(6, 1)(first(both)) + both
+        return layers.Conv2D(2, 1)(second(sums))
+
+    model = m.model_of((5, 5, 3), steps)
+    for fused, own in ((False, ["of_b"]), (True, ["of_a", "of_b"])):
+        new = m.quiet(convert, model, "cbn", fused=fused)
+        found = [e.name for e in new.layers if isinstance(e, layers.Activation)]
+        assert found == ["of_a", "of_b"]
+        assert own == [
+            n for n in found if new.get_layer(n).activation is activations.relu
+        ]

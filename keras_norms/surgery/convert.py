@@ -47,9 +47,10 @@ def convert(
     after the normalisation, as it is with `padding="same"`. Layers that lost the
     `BatchNormalization` after them get a bias. A new CBN is called after the first
     layer that reads it: `conv1_cbn`. A `BatchNormalization` of another axis than that
-    of the channels, or called with a mask or with `training=True`, stays. Layers whose
-    activation is `"relu"` get `keras_norms.activations.relu`, the same function with
-    less memory on JAX; norms of Keras bring `"relu"` back.
+    of the channels, or called with a mask or with `training=True`, stays. Where
+    nothing else reads what a linear layer or a sum makes for the activation `"relu"`,
+    and with `fused=True` everywhere, it becomes `keras_norms.activations.relu`, the
+    same function with less memory on JAX. Norms of Keras bring `"relu"` back.
 
     **NoisyBN, LpNorm** and what a callable returns take the place and the name of each
     `BatchNormalization`. **WS, CWN, WN** wrap every layer with a kernel, under its
@@ -174,7 +175,7 @@ def convert(
         wrap(report, units, functools.partial(template.cls, **template.keywords))
     elif template.cls is CBN:
         insert_cbn(report, graph, graphs, units, template, preserve)
-        take_own_relu(units)
+        take_own_relu(units, everywhere=fused)
     else:
         replace_norms(report, units, template)
     if of_keras:

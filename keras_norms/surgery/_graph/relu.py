@@ -6,14 +6,29 @@ from keras_norms.activations import relu
 from keras_norms.surgery._graph import linear
 
 
-def take_own_relu(units):
-    """Let layers with a ReLU, which a CBN may read, have one that needs less memory."""
-    _exchange(units, keras.activations.relu, relu)
+def take_own_relu(units, everywhere):
+    """Let layers with a ReLU have one whose gradient reads the output.
+
+    Not `everywhere`, where something else may keep the input: as a concatenation does,
+    of which a DenseNet would then keep the ReLU of each.
+    """
+    found = [u for u in units if everywhere or _input_is_its_own(u)]
+    _exchange(found, keras.activations.relu, relu)
 
 
 def take_relu_of_keras(units):
     """Let layers have no function of this package."""
     _exchange(units, relu, keras.activations.relu)
+
+
+def _input_is_its_own(unit):
+    """Whether what the ReLU reads is made by a linear layer or a sum, for it alone."""
+    if unit.cls is not keras.layers.Activation:
+        return True
+    makers = [node.input.node.unit for node in unit.nodes if node.input.is_private]
+    return len(makers) == len(unit.nodes) and all(
+        linear.is_linear(maker) or maker.cls.__name__ == "Add" for maker in makers
+    )
 
 
 def _exchange(units, old, new):
