@@ -1,4 +1,4 @@
-"""ReLU, with a gradient that has its output, on every backend."""
+"""ReLU whose gradient reads its output, on every backend."""
 
 import functools
 
@@ -45,7 +45,7 @@ def _relu_of_jax():
         return jax.numpy.maximum(x, 0)
 
     def slope(tangent, output, _):
-        # Without it XLA makes the output again, of the input, which it keeps for that.
+        # Without the barrier XLA keeps the input and computes the output again.
         output = jax.lax.optimization_barrier(jax.lax.stop_gradient(output))
         return jax.lax.select(output > 0, tangent, jax.numpy.zeros_like(tangent))
 

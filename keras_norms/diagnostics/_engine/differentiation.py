@@ -46,7 +46,7 @@ def _moments(x, axes, shift=None, keepdims=False, name=None):
 
 
 def _attention(function):
-    """PyTorch's attention, of products and a softmax: its kernels have no second."""
+    """Attention of PyTorch by plain operations, which have a second derivative."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attention(*args, **kwargs):

@@ -9,8 +9,8 @@ from keras_norms.surgery._graph import linear
 def take_own_relu(units, everywhere):
     """Let layers with a ReLU have one whose gradient reads the output.
 
-    Not `everywhere`, where something else may keep the input: as a concatenation does,
-    of which a DenseNet would then keep the ReLU of each.
+    Unless `everywhere`, only where nothing else reads the input of the ReLU. In a
+    DenseNet later layers read it too, and keeping the output as well costs memory.
     """
     found = [u for u in units if everywhere or _input_is_its_own(u)]
     _exchange(found, keras.activations.relu, relu)
