@@ -9,6 +9,7 @@ import keras
 from keras_norms.layers.learning_rate import FollowsLearningRate
 from recipes.models import norms
 from recipes.models.applications import APPLICATIONS, application
+from recipes.models.mlp import mlp
 from recipes.models.resnet import resnet
 from recipes.models.vgg import vgg11, vgg16
 
@@ -20,7 +21,7 @@ NAMED = {
     "resnet34": partial(resnet, 34),
     **{name: partial(application, name) for name in APPLICATIONS},
 }
-NAMES = f"resnet8, resnet20, ..., {', '.join(NAMED)}."
+NAMES = f"resnet8, resnet20, ..., mlp256, ..., {', '.join(NAMED)}."
 
 
 def build(
@@ -30,10 +31,11 @@ def build(
 
     Args:
         model: `"resnet20"` (any depth 6n + 2 but 50), `"vgg11"` or `"vgg16"`, for small
-            images; for those of ImageNet `"resnet18"`, `"resnet34"`, and, of 32x32
-            pixels at least, `"resnet50"`, `"resnet101"`, `"densenet121"`,
-            `"densenet169"` or `"efficientnetb0"`. Those for small images may end with a
-            width, such as `"vgg16_0.25"` with a quarter of the channels.
+            images, which may end with a width, such as `"vgg16_0.25"` with a quarter of
+            the channels; `"mlp256"`, Dense layers of 256 (or any number of) units; for
+            images of ImageNet `"resnet18"`, `"resnet34"`, and, of 32x32 pixels at
+            least, `"resnet50"`, `"resnet101"`, `"densenet121"`, `"densenet169"` or
+            `"efficientnetb0"`.
         input_shape: `(height, width, channels)`.
         num_classes: Size of the output.
         norm: A name in `recipes.models.norms.NORMS`, or a `Norm`.
@@ -48,7 +50,8 @@ def build(
     if isinstance(norm, str):
         norm = norms.get(norm, rho, omega)
     name, _, width = model.partition("_")
-    make = NAMED.get(name) or partial(resnet, int(name.removeprefix("resnet")))
+    kind, number = re.fullmatch(r"(\D+)(\d*)", name).groups()
+    make = NAMED.get(name) or partial({"resnet": resnet, "mlp": mlp}[kind], int(number))
     with dtype_policy(dtype):
         network = make(input_shape, num_classes, norm, activation)
         return scaled(network, float(width)) if width else network
@@ -98,11 +101,13 @@ def check(model, activation):
     depth = re.fullmatch(r"resnet(\d+)", name)
     small = name in SMALL or name not in NAMED and depth and int(depth[1]) in DEPTHS
     scales = all(re.fullmatch(r"0\.\d*[1-9]|[1-9]\d*", width) for width in widths)
-    if not (model in NAMED or small and scales):
+    perceptron = re.fullmatch(r"mlp[1-9]\d*", model)
+    if not (model in NAMED or perceptron or small and scales):
         raise ValueError(
             f"Argument `model` must be one of {', '.join(NAMED)}, or 'resnet' and a "
-            "depth 6n + 2, such as 'resnet8', 'resnet20' or 'resnet32'; those and "
-            f"{', '.join(SMALL)} may have a width, such as 'vgg16_0.25'. "
+            "depth 6n + 2, such as 'resnet8', 'resnet20' or 'resnet32', or 'mlp' and a "
+            f"number of units, such as 'mlp256'; residual ones and {', '.join(SMALL)} "
+            "may have a width, such as 'vgg16_0.25'. "
             f"Received: model={model!r}"
         )
     try:

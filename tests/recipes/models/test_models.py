@@ -32,6 +32,7 @@ def build(name, norm, size=8, channels=1, activation="relu", **options):
 NETWORKS = {
     "resnet8": (10, 7, 2, None),
     "vgg11": (9, 8, 0, None),
+    "mlp16": (4, 3, 0, None),
     "resnet18": (21, 17, 3, 11_689_512),
     "resnet34": (37, 33, 3, 21_797_672),
     "resnet50": (54, 49, 4, 25_557_032),
@@ -40,7 +41,7 @@ NETWORKS = {
     "densenet169": (169, 169, 0, 14_149_480),
     "efficientnetb0": (82, 49, 0, 5_288_548),
 }
-SMALL = ["resnet8", "vgg11"]
+SMALL = ["resnet8", "vgg11", "mlp16"]
 # What may stand between a linear layer and its CBN; where that stands in small ones.
 PASSED = (L.ZeroPadding2D, L.Dropout, L.Reshape, L.GlobalAveragePooling2D)
 NONLINEAR = (L.Activation, L.MaxPooling2D, L.GlobalAveragePooling2D)
@@ -69,8 +70,9 @@ def test_places_of_norms(name):
         # that is concatenated.
         assert len(found) == activations
         normalised = convolutions
-    assert all(isinstance(layer, CONVOLUTIONS) for layer in normalised)
-    assert all(conv.use_bias == (conv not in normalised) for conv in convolutions)
+    assert all(isinstance(layer, LINEAR) for layer in normalised)
+    assert model.layers[-1] not in normalised
+    assert all(each.use_bias == (each not in normalised) for each in of(model, LINEAR))
     assert not of(model, (L.Rescaling, L.Normalization))
     assert model.layers[-1].activation is keras.activations.linear
 
