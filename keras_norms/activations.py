@@ -1,4 +1,4 @@
-"""ReLU whose gradient reads its output, on every backend."""
+"""ReLUs whose gradients read their output, on every backend."""
 
 import functools
 
@@ -17,8 +17,8 @@ def relu(x: Tensor) -> Tensor:
     PyTorch's do. Values and gradients are the same. It costs memory where the input is
     kept anyway, as a concatenation of what other layers read too.
 
-    `convert` to CBN puts it in the place of `"relu"`; `fold` and `convert` to norms of
-    Keras bring `"relu"` back.
+    `convert` to CBN puts it in the place of `"relu"`, and `relu6` in that of `"relu6"`;
+    `fold` and `convert` to norms of Keras bring these back.
 
     Args:
         x: Tensor of floats.
@@ -30,24 +30,44 @@ def relu(x: Tensor) -> Tensor:
 
     >>> keras.layers.Conv2D(64, 3, activation=keras_norms.activations.relu)
     """
-    if keras.backend.backend() != "jax" or isinstance(x, keras.KerasTensor):
-        return ops.relu(x)
-    return _relu_of_jax()(ops.convert_to_tensor(x))
+    return ops.relu(x) if _is_not_of_jax(x) else _of_jax(None)(ops.convert_to_tensor(x))
+
+
+@keras.saving.register_keras_serializable("keras_norms")
+def relu6(x: Tensor) -> Tensor:
+    """Compute `min(max(x, 0), 6)`, as `relu` of this package does `max(x, 0)`.
+
+    It is to "relu6" and `keras.layers.ReLU(6)` what `relu` is to "relu".
+
+    Args:
+        x: Tensor of floats.
+
+    Returns:
+        Tensor of the same shape and dtype.
+    """
+    return ops.relu6(x) if _is_not_of_jax(x) else _of_jax(6)(ops.convert_to_tensor(x))
+
+
+def _is_not_of_jax(x):
+    return keras.backend.backend() != "jax" or isinstance(x, keras.KerasTensor)
 
 
 @functools.cache
-def _relu_of_jax():
+def _of_jax(highest):
     import jax
 
     @jax.custom_jvp
     @jax.jit
     def relu(x):
-        return jax.numpy.maximum(x, 0)
+        return jax.numpy.clip(x, 0, highest)
 
     def slope(tangent, output, _):
         # Without the barrier XLA keeps the input and computes the output again.
         output = jax.lax.optimization_barrier(jax.lax.stop_gradient(output))
-        return jax.lax.select(output > 0, tangent, jax.numpy.zeros_like(tangent))
+        passes = output > 0
+        if highest is not None:
+            passes &= output < highest
+        return jax.lax.select(passes, tangent, jax.numpy.zeros_like(tangent))
 
     relu.defjvps(slope)
     return relu

@@ -1,4 +1,4 @@
-"""ReLU of this package: values, derivatives, files, and what surgery does with it."""
+"""ReLUs of this package: values, derivatives, files, what surgery does with them."""
 
 import keras
 import numpy as np
@@ -10,21 +10,26 @@ from tests.support import autodiff
 from tests.support import surgery_models as m
 from tests.support.backend import jax_only, numpy
 
+HIGHEST = {"relu": np.inf, "relu6": 6}
 
+
+@pytest.mark.parametrize("name", HIGHEST)
 @pytest.mark.parametrize("mode", autodiff.MODES)
-def test_value_and_gradient(mode):
-    model = m.model_of((5,), m.apply(layers.Activation, activations.relu))
-    x = np.array([[-2.0, -0.0, 0.0, 1e-30, 3.0]], "float32")
+def test_value_and_gradient(mode, name):
+    model = m.model_of((7,), m.apply(layers.Activation, getattr(activations, name)))
+    x = np.array([[-2.0, -0.0, 0.0, 1e-30, 3.0, 6.0, 9.0]], "float32")
     step = autodiff.training_step(model, lambda y: keras.ops.sum(y * y), mode)
     y, slope = step(x)
-    np.testing.assert_array_equal(y, np.maximum(x, 0))
-    np.testing.assert_array_equal(slope, 2 * np.maximum(x, 0))
+    np.testing.assert_array_equal(y, np.clip(x, 0, HIGHEST[name]))
+    passes = (x > 0) & (x < HIGHEST[name])
+    np.testing.assert_array_equal(slope, 2 * np.where(passes, x, 0))
 
 
-def test_second_derivatives():
+@pytest.mark.parametrize("name", HIGHEST)
+def test_second_derivatives(name):
     x, y = np.random.default_rng(0).normal(size=(2, 8, 5))
     products = []
-    for activation in ("relu", activations.relu):
+    for activation in (name, getattr(activations, name)):
         keras.utils.set_random_seed(0)
         model = m.model_of((5,), m.dense(6, activation), m.dense(5))
         model.compile("sgd", "mse")
@@ -35,11 +40,12 @@ def test_second_derivatives():
 
 
 @jax_only
-def test_the_gradient_reads_the_output():
+@pytest.mark.parametrize("name", HIGHEST)
+def test_the_gradient_reads_the_output(name):
     import jax
 
     def total(x):
-        return activations.relu(x).sum()
+        return getattr(activations, name)(x).sum()
 
     program = jax.make_jaxpr(jax.grad(total))(np.ones(3, "float32")).jaxpr
     (barrier,) = (e for e in program.eqns if e.primitive.name == "optimization_barrier")
@@ -47,26 +53,51 @@ def test_the_gradient_reads_the_output():
     assert len(readers) == 1 and barrier not in readers
 
 
-@pytest.mark.parametrize("norm", ["cbn", CBN(rho=2)])
-def test_convert_gives_it_and_fold_and_norms_of_keras_take_it(norm, tmp_path):
-    def own(model):
-        return [getattr(layer, "activation", None) for layer in model.layers].count(
-            activations.relu
-        )
+def own(model):
+    """Names of the layers with a function of this package."""
+    functions = activations.relu, activations.relu6
+    return [e.name for e in model.layers if getattr(e, "activation", None) in functions]
 
-    active = m.apply(layers.Activation, "relu")
-    convs = [m.apply(layers.Conv2D, 4, 3, activation=a) for a in (None, "relu", None)]
+
+@pytest.mark.parametrize("name", HIGHEST)
+@pytest.mark.parametrize("norm", ["cbn", CBN(rho=2)])
+def test_convert_gives_it_and_fold_and_norms_of_keras_take_it(norm, name, tmp_path):
+    active = m.apply(layers.Activation, name)
+    convs = [m.apply(layers.Conv2D, 4, 3, activation=a) for a in (None, name, None)]
     model = m.model_of((9, 9, 3), convs[0], m.bn, active, *convs[1:])
     x = m.batch_for(model)
     new = m.quiet(convert, model, norm, data=x)
     path = tmp_path / "model.keras"
     new.save(path)
     loaded = keras.models.load_model(path)
-    assert [own(each) for each in (model, new, loaded)] == [0, 2, 2]
+    assert [len(own(each)) for each in (model, new, loaded)] == [0, 2, 2]
     np.testing.assert_array_equal(numpy(loaded(x)), numpy(new(x)))
     for back in (fold(loaded), m.quiet(convert, loaded, "batch_norm")):
-        assert own(back) == 0 and "keras_norms" not in str(back.get_config())
+        assert not own(back) and "keras_norms" not in str(back.get_config())
         m.assert_same_outputs(back, model, x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({}, "relu"),
+        ({"max_value": 6.0, "dtype": "mixed_bfloat16"}, "relu6"),
+        *(({each: 0.5}, None) for each in ("max_value", "negative_slope", "threshold")),
+    ],
+)
+def test_convert_gives_it_to_a_relu_layer(arguments, name):
+    relu = m.apply(layers.ReLU, **arguments, name="r")
+    model = m.model_of((5,), m.dense(4), m.bn, relu, m.dense(3))
+    new = m.quiet(convert, model, "cbn")
+    layer, x = new.get_layer("r"), m.batch_for(model)
+    assert layer.dtype_policy == model.get_layer("r").dtype_policy
+    if name is None:
+        assert layer.get_config() == model.get_layer("r").get_config()
+    else:
+        assert layer.activation is getattr(activations, name)
+        back = fold(new).get_layer("r")
+        assert back.activation is getattr(keras.activations, name)
+    m.assert_same_outputs(fold(new), new, x)
 
 
 def test_convert_leaves_the_activation_of_what_others_read():
@@ -78,10 +109,7 @@ def test_convert_leaves_the_activation_of_what_others_read():
         return layers.Conv2D(2, 1)(second(sums))
 
     model = m.model_of((5, 5, 3), steps)
-    for fused, own in ((False, ["of_b"]), (True, ["of_a", "of_b"])):
+    for fused, expected in ((False, ["of_b"]), (True, ["of_a", "of_b"])):
         new = m.quiet(convert, model, "cbn", fused=fused)
         found = [e.name for e in new.layers if isinstance(e, layers.Activation)]
-        assert found == ["of_a", "of_b"]
-        assert own == [
-            n for n in found if new.get_layer(n).activation is activations.relu
-        ]
+        assert found == ["of_a", "of_b"] and own(new) == expected

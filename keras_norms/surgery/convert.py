@@ -48,9 +48,10 @@ def convert(
     `BatchNormalization` after them get a bias. A new CBN is called after the first
     layer that reads it: `conv1_cbn`. A `BatchNormalization` of another axis than that
     of the channels, or called with a mask or with `training=True`, stays. Where
-    nothing else reads what a linear layer or a sum makes for the activation `"relu"`,
-    and with `fused=True` everywhere, it becomes `keras_norms.activations.relu`, the
-    same function with less memory on JAX. Norms of Keras bring `"relu"` back.
+    nothing else reads what a linear layer or a sum makes for `"relu"`, `"relu6"` or a
+    `ReLU` layer that is one of them, and with `fused=True` everywhere, it becomes the
+    same function of `keras_norms.activations`, with less memory on JAX. Norms of Keras
+    bring that of Keras back.
 
     **NoisyBN, LpNorm** and what a callable returns take the place and the name of each
     `BatchNormalization`. **WS, CWN, WN** wrap every layer with a kernel, under its

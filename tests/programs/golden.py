@@ -51,6 +51,7 @@ MODELS = {
     ],
     "lp_norm_inf": lambda: [conv(use_bias=False), LpNorm(p=float("inf"))],
     "relu": lambda: [conv(activation=activations.relu), CBN()],
+    "relu6": lambda: [conv(activation=activations.relu6), CBN()],
     "ws": lambda: wrapped(WS, gain=True),
     "cwn": lambda: wrapped(CWN, scale=2.0, gain=True),
     "wn": lambda: wrapped(WN),
@@ -67,7 +68,7 @@ def build(name):
     y = rng.integers(0, 3, 32)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.2, momentum=0.9), loss)
-    callbacks = [AMAT()] if "cbn" in name or name == "relu" else []
+    callbacks = [AMAT()] if "cbn" in name or "relu" in name else []
     model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
     # Without the optimizer: that of PyTorch loads where PyTorch is only.
     return keras.Model(model.inputs, model.outputs, name=name)

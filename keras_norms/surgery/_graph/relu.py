@@ -1,9 +1,12 @@
-"""The activation "relu" of layers, and the function of this package in its place."""
+"""The ReLUs of Keras, and the functions of this package in their place."""
 
 import keras
 
-from keras_norms.activations import relu
+from keras_norms.activations import relu, relu6
 from keras_norms.surgery._graph import linear
+
+_OF_KERAS = keras.activations.relu, keras.activations.relu6
+_OWN = relu, relu6
 
 
 def take_own_relu(units, everywhere):
@@ -13,17 +16,30 @@ def take_own_relu(units, everywhere):
     DenseNet later layers read it too, and keeping the output as well costs memory.
     """
     found = [u for u in units if everywhere or _input_is_its_own(u)]
-    _exchange(found, keras.activations.relu, relu)
+    for unit in found:
+        if unit.cls is keras.layers.ReLU:
+            _become_activation(unit)
+    _exchange(found, _OF_KERAS, _OWN)
 
 
 def take_relu_of_keras(units):
     """Let layers have no function of this package."""
-    _exchange(units, relu, keras.activations.relu)
+    _exchange(units, _OWN, _OF_KERAS)
+
+
+def _become_activation(unit):
+    """Turn a `keras.layers.ReLU` that is "relu" or "relu6" into an `Activation`."""
+    config = dict(unit.config)
+    highest = config.pop("max_value")
+    slope, threshold = config.pop("negative_slope"), config.pop("threshold")
+    if highest in (None, 6) and slope == threshold == 0:
+        activation = "relu" if highest is None else "relu6"
+        unit.become(keras.layers.Activation, {**config, "activation": activation}, {})
 
 
 def _input_is_its_own(unit):
     """Whether what the ReLU reads is made by a linear layer or a sum, for it alone."""
-    if unit.cls is not keras.layers.Activation:
+    if unit.cls not in (keras.layers.Activation, keras.layers.ReLU):
         return True
     makers = [node.input.node.unit for node in unit.nodes if node.input.is_private]
     return len(makers) == len(unit.nodes) and all(
@@ -31,9 +47,10 @@ def _input_is_its_own(unit):
     )
 
 
-def _exchange(units, old, new):
-    old, new = map(keras.activations.serialize, (old, new))
+def _exchange(units, olds, news):
+    olds, news = (list(map(keras.activations.serialize, each)) for each in (olds, news))
     for unit in units:
-        has_one = unit.cls in (keras.layers.Activation, *linear.PLAIN)
-        if has_one and unit.config.get("activation") == old:
-            unit.configure(activation=new)
+        if unit.cls in (keras.layers.Activation, *linear.PLAIN):
+            activation = unit.config.get("activation")
+            if activation in olds:
+                unit.configure(activation=news[olds.index(activation)])

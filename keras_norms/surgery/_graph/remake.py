@@ -11,7 +11,7 @@ import keras
 from keras import tree
 
 from keras_norms import _keras
-from keras_norms.activations import relu
+from keras_norms.activations import relu, relu6
 
 
 class _Kept:
@@ -217,7 +217,8 @@ def _is_kept(value):
         return not is_of(type(value), "keras")
     # Keras finds these by their names.
     name = getattr(value, "__name__", "")
-    return getattr(keras.activations, name, None) is not value and value is not relu
+    found_by_name = getattr(keras.activations, name, None), relu, relu6
+    return all(value is not each for each in found_by_name)
 
 
 def is_of(cls, *packages):

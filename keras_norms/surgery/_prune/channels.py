@@ -38,7 +38,7 @@ _ACTIVATIONS = tuple(
         *("softsign", "squareplus", "tanh", "tanh_shrink", "threshold"),
     )
     if hasattr(keras.activations, name)
-) + (activations.relu,)
+) + (activations.relu, activations.relu6)
 _ACTIVATION_LAYERS = (layers.ReLU, layers.LeakyReLU, layers.ELU)
 _IN_PLACE = (
     *(*moves.ZERO_PADDING, *moves.CROPPING, *moves.UPSAMPLING),

@@ -64,7 +64,8 @@ def entries():
 CALLS = dict(entries())
 # Called by `FusedCBN` with what `call` gets, which Keras has looked at.
 del CALLS["CBN.scale_and_shift"]
-del CALLS["activations.relu"]  # called by layers, with what they compute
+for relu in "relu", "relu6":
+    del CALLS[f"activations.{relu}"]  # called by layers, with what they compute
 ENTRIES = {name: Entry(name, call) for name, call in CALLS.items()}
 # What fits is tried of these; others would call the model.
 QUICK = ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
