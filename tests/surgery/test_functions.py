@@ -95,7 +95,7 @@ MODELS = {
         activation(ops.cos),
         dense(kernel_regularizer=Sum()),
         apply(layers.BatchNormalization, gamma_regularizer=Sum()),
-        *(relu, dense(bias_regularizer=Sum())),
+        *(activation("relu"), dense(bias_regularizer=Sum())),
     ],
     "Lambda": [
         *(function(lambda x: x / np.pi), dense(), bn),
