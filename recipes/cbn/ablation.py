@@ -23,7 +23,7 @@ over activations goes up with each part, most of it with rho and least with AMAT
 
 On CIFAR-10 (10,000 images, ResNet-8, one seed) the place adds 11 points with sigmoid, 5
 with tanh and 0 with ReLU, all four parts 14, 7 and 1, and AMAT nothing. That, rows 6
-and 7, three seeds of digits and a VGG are in docs/results/cbn_ablation.md.
+and 7, ten seeds of digits and a VGG are in docs/results/cbn_ablation.md.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
