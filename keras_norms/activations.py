@@ -62,12 +62,18 @@ def _of_jax(highest):
         return jax.numpy.clip(x, 0, highest)
 
     def slope(tangent, output, _):
-        # Without the barrier XLA keeps the input and computes the output again.
-        output = jax.lax.optimization_barrier(jax.lax.stop_gradient(output))
+        output = kept(jax.lax.stop_gradient(output))
         passes = output > 0
         if highest is not None:
             passes &= output < highest
         return jax.lax.select(passes, tangent, jax.numpy.zeros_like(tangent))
 
+    # Without the barrier XLA keeps the input and computes the output again. On GPUs
+    # that is better for relu6, which it does not put into convolutions as it does relu.
+    kept = jax.lax.optimization_barrier
+    if highest is not None:
+        kept = functools.partial(
+            jax.lax.platform_dependent, tpu=kept, default=lambda output: output
+        )
     relu.defjvps(slope)
     return relu
