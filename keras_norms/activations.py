@@ -30,15 +30,15 @@ def relu(x: Tensor) -> Tensor:
 
     >>> keras.layers.Conv2D(64, 3, activation=keras_norms.activations.relu)
     """
-    return ops.relu(x) if _is_not_of_jax(x) else _of_jax(None)(ops.convert_to_tensor(x))
+    return ops.relu(x) if _is_left_to_keras(x) else _on_jax(x, None)
 
 
 @keras.saving.register_keras_serializable("keras_norms")
 def relu6(x: Tensor) -> Tensor:
     """Compute `min(max(x, 0), 6)`, as `relu` of this package does `max(x, 0)`.
 
-    It is to "relu6" and `keras.layers.ReLU(6)` what `relu` is to "relu", on TPUs. On
-    GPUs, where that would move more bytes, it is JAX's own.
+    It is to "relu6" and `keras.layers.ReLU(6)` what `relu` is to "relu", on TPUs.
+    Elsewhere its gradient reads its input, which moves fewer bytes on GPUs.
 
     Args:
         x: Tensor of floats.
@@ -46,15 +46,19 @@ def relu6(x: Tensor) -> Tensor:
     Returns:
         Tensor of the same shape and dtype.
     """
-    return ops.relu6(x) if _is_not_of_jax(x) else _of_jax(6)(ops.convert_to_tensor(x))
+    return ops.relu6(x) if _is_left_to_keras(x) else _on_jax(x, 6)
 
 
-def _is_not_of_jax(x):
+def _is_left_to_keras(x):
     return keras.backend.backend() != "jax" or isinstance(x, keras.KerasTensor)
 
 
+def _on_jax(x, highest):
+    return _relu_of_jax(highest)(ops.convert_to_tensor(x))
+
+
 @functools.cache
-def _of_jax(highest):
+def _relu_of_jax(highest):
     import jax
 
     @jax.custom_jvp
@@ -77,8 +81,8 @@ def _of_jax(highest):
         if highest is None:
             passed = passes_by_output(*both)
         else:
-            # On GPUs XLA puts relu into convolutions, relu6 not: what comes out of them
-            # is the input, and there at no cost.
+            # On GPUs convolutions compute relu too, but not relu6: they write its input
+            # anyway, and the output would be one more tensor.
             passed = jax.lax.platform_dependent(
                 *both, tpu=passes_by_output, default=lambda x, _: passes(x)
             )

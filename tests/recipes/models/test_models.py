@@ -170,6 +170,8 @@ def test_bad_arguments():
         ("resnet50_0.5", "may have a width.*model='resnet50_0.5'"),
         ("resnet50", r"32x32.*input_shape=\(8, 8, 1\)"),
         ("vgg16_0", "vgg16_0.25.*mod"),
+        ("mlp0", "such as 'mlp256'.*model='mlp0'"),
+        ("mlp16_0.5", "may have a width.*model='mlp16_0.5'"),
     ):
         with pytest.raises(ValueError, match=message):
             build(name, "bn")
