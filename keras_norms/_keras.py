@@ -218,3 +218,13 @@ def forget_calls(operation):
 def unsafe_deserialization():
     """A scope in which configurations of one's own models may hold functions."""
     return SafeModeScope(False)
+
+
+# PyTorch
+
+
+def torch_device():
+    """Where Keras makes tensors."""
+    from keras.src.backend.torch.core import get_device
+
+    return get_device()

@@ -8,12 +8,13 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import initializers, ops
+from keras import initializers
 from keras.optimizers.schedules import LearningRateSchedule
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Tensor
+from keras_norms.ops.functions import ops
 
 
 class FollowsLearningRate(keras.layers.Layer):
@@ -74,6 +75,8 @@ class FollowsLearningRate(keras.layers.Layer):
             )
         self._was_told = True
         if self.built:
+            if not is_tensor:
+                rate = ops.full((), rate, self.statistics_dtype)
             self.learning_rate.assign(rate)
 
     def _check_state(self, rate):

@@ -135,7 +135,7 @@ def _elements(x, axis, dtype):
     shape = ops.shape(x)
     sizes = [shape[i] for i in reduction_axes(len(shape), axis)]
     static = math.prod(size for size in sizes if isinstance(size, int))
-    count = ops.convert_to_tensor(float(static), dtype)
+    count = ops.full((), float(static), dtype)
     for size in sizes:
         if not isinstance(size, int):
             count = count * ops.cast(size, dtype)

@@ -4,7 +4,10 @@ See `functions`.
 """
 
 import keras
+import numpy as np
 import torch
+
+from keras_norms import _keras
 
 
 def __getattr__(name):
@@ -20,11 +23,17 @@ _SAME = {
 
 
 def cast(x, dtype):
-    return _tensor(x).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    return _tensor(x).to(_dtype(dtype))
 
 
 def copy(x):
     return _tensor(x).clone()
+
+
+def full(shape, number, dtype):
+    """In Keras, the number goes from the CPU to the GPU, which is waited for."""
+    device = _keras.torch_device()
+    return torch.full(shape, number, dtype=_dtype(dtype), device=device)
 
 
 def stop_gradient(x):
@@ -60,4 +69,10 @@ def max(x, axis=(), keepdims=False, initial=None):
 def _tensor(x):
     if isinstance(x, keras.Variable):
         return x.value
+    if isinstance(x, np.ndarray):  # In Keras, a GPU is waited for.
+        return torch.as_tensor(x).to(_keras.torch_device(), non_blocking=True)
     return x if isinstance(x, torch.Tensor) else keras.ops.convert_to_tensor(x)
+
+
+def _dtype(dtype):
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype

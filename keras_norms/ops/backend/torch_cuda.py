@@ -32,8 +32,9 @@ def applies_to(x, *others, axis):
 
 @passes.affine.faster(where=applies_to)
 def affine(x, center, scale, offset=None, *, axis):
-    offset = torch.zeros_like(scale) if offset is None else offset
     flat, back = _flat(x, axis)
+    if offset is None:
+        return back(torch.batch_norm_elemt(flat, None, None, center, scale, 0.0))
     ones = torch.ones_like(scale)
     return back(torch.batch_norm_elemt(flat, scale, offset, center, ones, 0.0))
 

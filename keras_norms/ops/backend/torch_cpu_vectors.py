@@ -1,4 +1,4 @@
-"""Arithmetic of vectors over channels for PyTorch, in few operations.
+"""Arithmetic of vectors over channels for PyTorch on a CPU, in few operations.
 
 PyTorch starts the operations one by one, which for a vector takes longer than the
 arithmetic. `map_of_moments` computes what the one in `normalize` does.
@@ -23,7 +23,11 @@ def is_plain(batch, *others, settings):
     )
 
 
-@normalize.map_of_moments.faster(where=is_plain)
+def applies_to(batch, *others, settings):
+    return batch.mean.is_cpu and is_plain(batch, settings=settings)
+
+
+@normalize.map_of_moments.faster(where=applies_to)
 def map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
     weight, kept, kept_here = _weights(learning_rate, state.weight, settings)
     ahead = (batch.mean - state.mean).mul_(kept_here)
@@ -49,8 +53,8 @@ def map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
         weight,
     )
     found = batch.mean + square
-    # Nearly always, and then nothing is selected. A CPU is read without waiting.
-    if found.is_cpu and batch.count.item() > 0 and math.isfinite(found.sum().item()):
+    # Nearly always, and then nothing is selected.
+    if batch.count.item() > 0 and math.isfinite(found.sum().item()):
         return batch_map, after
     usable = (found.abs_() < torch.inf) & (batch.count > 0)
     mean, square = (torch.where(usable, *pair) for pair in zip(after[:2], state[:2]))
@@ -61,18 +65,11 @@ def map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
 def _weights(rate, weight, settings):
     """The new weight, and those of the averages in new ones and in the map.
 
-    Numbers on a CPU, where one can be read without waiting for it.
+    Numbers: a CPU is read without waiting.
     """
-    if rate.is_cpu:
-        number, old = rate.item(), weight.item()
-        step = min(max(settings.omega * number, normalize.SMALLEST_STEP), 1.0)
-        step = step if number >= 0 else 1 - settings.momentum
-        new = step + (1 - step) * old
-        kept = (new - step) / new  # (1 - step) * the old weight / the new one
-        return torch.full_like(weight, new), kept, kept if number >= 0 else 0.0
-    known = rate >= 0
-    step = (rate * settings.omega).clamp_(normalize.SMALLEST_STEP, 1)
-    step = torch.where(known, step, 1 - settings.momentum)
-    new = torch.addcmul(step, 1 - step, weight)
-    kept = (new - step).div_(new)
-    return new, kept, kept * known
+    rate, old = rate.item(), weight.item()
+    step = min(max(settings.omega * rate, normalize.SMALLEST_STEP), 1.0)
+    step = step if rate >= 0 else 1 - settings.momentum
+    new = step + (1 - step) * old
+    kept = (new - step) / new  # (1 - step) * the old weight / the new one
+    return torch.full_like(weight, new), kept, kept if rate >= 0 else 0.0
