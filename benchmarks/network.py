@@ -123,12 +123,13 @@ def main(_):
     values = flags.FLAGS
     if YARDSTICK not in values.norms:
         raise app.UsageError("--norms must have bn among them.")
-    keras.config.set_dtype_policy(values.dtype_policy)
     jit_compile = "auto" if values.jit_compile is None else values.jit_compile
     bandwidth = machine.copy_bandwidth()
     rows = []
     for text in values.networks:
         name, size, batch = networks.parse(text)
+        keras.utils.clear_session(free_memory=True)  # which forgets the policy
+        keras.config.set_dtype_policy(values.dtype_policy)
         rows += measure(
             name,
             size,
@@ -138,7 +139,6 @@ def main(_):
             rounds=values.rounds,
             jit_compile=jit_compile,
         )
-        keras.utils.clear_session(free_memory=True)
     compare.report(
         values.output,
         "network",

@@ -52,6 +52,37 @@ def test_a_fused_layer_starts_few_more():
 
 
 @torch_only
+@pytest.mark.parametrize(
+    "make",
+    [
+        CBN,
+        LpNorm,
+        lambda: FusedCBN(keras.layers.Conv2D(16, 3, padding="same"), CBN()),
+    ],
+)
+def test_a_training_step_does_not_wait_for_a_gpu(make, monkeypatch):
+    """As what Keras makes a tensor of a number or an array with does."""
+    import torch
+
+    layer, x = make(), keras.random.normal((8, 12, 12, 8)).requires_grad_()
+    layer(x, training=True)
+    as_tensor, waits = torch.as_tensor, []
+
+    def spy(value, **options):
+        if "device" in options and not isinstance(value, torch.Tensor):
+            waits.append(value)
+        return as_tensor(value, **options)
+
+    monkeypatch.setattr(torch, "as_tensor", spy)
+    keras.ops.convert_to_tensor(1.0)
+    assert waits.pop() == 1
+    layer(x, training=True).sum().backward()
+    for norm in (n for n in layer._flatten_layers() if isinstance(n, CBN)):
+        norm.set_learning_rate(0.03)
+    assert not waits
+
+
+@torch_only
 @pytest.mark.parametrize("size", [4, 2**10])  # with plain operations and with kernels
 @pytest.mark.parametrize("cls", [CBN, NoisyBN, LpNorm])
 def test_a_call_at_inference_and_then_a_training_step(cls, size):

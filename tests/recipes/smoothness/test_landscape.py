@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from keras_norms import diagnostics
+from recipes.engine import training
 from recipes.smoothness import _training, landscape
 from tests.support import smoothness_reference as reference
 
@@ -47,3 +48,27 @@ def test_classifier(tmp_path, small_network):
     # Digits of 8x8 are enlarged, and batches go on where the steps are.
     assert model.input_shape == (None, 32, 32, 1)
     np.testing.assert_array_equal(problem.batches(1)[1][0], problem.batches(0)[3][0])
+
+
+def test_runs_are_compared_at_the_same_training_loss():
+    """Of the steps without a norm, here the first has no counterpart."""
+
+    def outcome(norm, losses, ranges):
+        settings = landscape.Run(norm=norm)
+        metrics = [
+            {"train_loss": loss, "loss_min": 1.0, "loss_max": 1.0 + width}
+            | {"gradient_norm": 2.0, "gradient_distance_max": 3 * width}
+            | {"effective_beta": 7.0}
+            for loss, width in zip(losses, ranges, strict=True)
+        ]
+        return training.Outcome(settings, {"diverged": False}, metrics)
+
+    none = outcome("none", [2.0, 1.0, 0.5], [8.0, 4.0, 2.0])
+    bn = outcome("bn", [1.1, 0.52, 0.45, None], [1.0, 1.0, 5.0, 9.0])
+    outcomes = training.Outcomes({each.settings: each for each in (none, bn)})
+    found = landscape.relative_to_none(bn, outcomes)
+    assert found["points"] == 2
+    assert found["loss_range"] == pytest.approx((1 / 4 + 1 / 2) / 2)
+    assert found["gradient_distance"] == pytest.approx(found["loss_range"])
+    assert found["relative_distance"] == pytest.approx(found["loss_range"])
+    assert found["effective_beta"] == 1
