@@ -29,9 +29,9 @@ shares (TensorFlow). Batches of mixed labels, float64, in brackets float32:
 Tables 2 and 3 hold up to rounding, which VGG-11 has much of: its loss is small next to
 the terms. The linear part of Table 4 is considerable, but not the larger one; nor is it
 in LeNet on all of MNIST (0.48, 0.31 and 0.50, the paper 0.67 to 0.77; 9 minutes of a
-core that other work shared, and more), and in AlexNet-1 and 2 of a quarter of the width
-it is 0.66 and 0.51, the other part 0.67 and 0.80 (39 minutes of two such cores). All
-networks: docs/results/blindness.md.
+core that other work shared, and more), and in AlexNet of a quarter of the width it is
+0.66, 0.51 and 0.20, the other part 0.67, 0.80 and 0.97 (16 minutes of such a core for
+the third). All networks: docs/results/blindness.md.
 
 Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """
