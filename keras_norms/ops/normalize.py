@@ -375,7 +375,7 @@ def _normalize(x, gamma, beta, batch_map, mask, settings, remake=None):
         replicas = 1
         if settings.synchronized:
             total, replicas = sum_over_replicas(local), number_of_replicas()
-        vectors, dgamma, dbeta = _gradient_vectors(
+        vectors, dgamma, dbeta = gradient_vectors(
             local, total, gamma, batch_map, replicas=replicas, settings=settings
         )
         dx = gradient_x(upstream, x, *vectors, *mask, axis=axis)
@@ -386,7 +386,15 @@ def _normalize(x, gamma, beta, batch_map, mask, settings, remake=None):
 
 
 @single_pass()
-def _gradient_vectors(local, total, gamma, batch_map, *, replicas, settings):
+def gradient_vectors(
+    local: Tensor,
+    total: Tensor,
+    gamma: Tensor,
+    batch_map: BatchMap,
+    *,
+    replicas: int,
+    settings: CBNSettings,
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """What `gradient_x` needs, and the gradients of gamma and beta.
 
     `local` and `total` are sum(g) and sum(g * (x - c)) of one and of all replicas.

@@ -119,15 +119,14 @@ def run(settings):
         "the highest loss and beta of all steps. "
     )
     text = reports.table(rows, COLUMNS, note + results.note(settings.seeds))
-    relative = [
-        {"norm": norm}
-        | reports.over_seeds(
-            outcomes.of(norm=norm), lambda each: relative_to_none(each, outcomes)
-        )
-        for norm in settings.norms
-        if norm != "none" and "none" in settings.norms
-    ]
-    if relative:
+    others = [norm for norm in settings.norms if norm != "none"]
+    relative = []
+    if "none" in settings.norms and others:
+        for norm in others:
+            found = reports.over_seeds(
+                outcomes.of(norm=norm), lambda each: relative_to_none(each, outcomes)
+            )
+            relative.append({"norm": norm} | found)
         text += "\nRelative to no normalization at the same training loss\n\n"
         text += reports.table(relative, RELATIVE, RELATIVE_NOTE)
     results.write(directory, text, {"rows": rows, "relative": relative})
@@ -173,7 +172,7 @@ def relative_to_none(outcome, outcomes):
         *(each.sort_values("place")[["place", *MEDIANS]] for each in both),
         on="place",
         direction="nearest",
-        tolerance=0.15,
+        tolerance=np.log(1.15),
         suffixes=("_of_none", ""),
     ).dropna()
     ratios = {key: (pairs[key] / pairs[f"{key}_of_none"]).median() for key in MEDIANS}

@@ -29,17 +29,18 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """Function of a template, a number of outputs and settings: a function of arrays.
+    """Function of a template, its numbers of inputs and outputs, and settings.
 
-    It calls the kernel once for each channel, as a GPU does.
+    It returns a function of tensors that calls the kernel for each channel, as a GPU
+    does. PyTorch reads the C++ here too; it compiles it where there is a GPU.
     """
     directory, numbers = tmp_path_factory.mktemp("kernels"), itertools.count()
 
     @functools.cache
-    def compiled(template, inputs, outputs, settings):
-        from keras_norms.ops.backend.torch_cuda_vectors import source
+    def on_this_cpu(template, inputs, outputs, settings):
+        from keras_norms.ops.backend.torch_cuda_vectors import compiled, source
 
-        name = template.split("void ")[1].split("(")[0]
+        name = compiled(template, outputs, settings).kernel_name
         arguments = ", ".join(f"data[{i}][channel]" for i in range(inputs + outputs))
         path = directory / f"kernel{next(numbers)}"
         path.with_suffix(".cpp").write_text(
@@ -63,7 +64,7 @@ def kernels(tmp_path_factory):
 
         return call
 
-    return compiled
+    return on_this_cpu
 
 
 def vectors(count):
@@ -120,7 +121,7 @@ def test_the_vectors_of_its_gradient(kernels, settings, count):
     batch_map = normalize.BatchMap(
         center, inverse, 0 * center, mean, square, one, scalar(count)
     )
-    (scale, k, _, through_mean), *others = normalize._gradient_vectors.__wrapped__(
+    (scale, k, _, through_mean), *others = normalize.gradient_vectors.__wrapped__(
         sums, sums, gamma, batch_map, replicas=1, settings=settings
     )
     run = kernels(GRADIENT, 8, 5, settings)

@@ -61,7 +61,7 @@ def test_a_fused_layer_starts_few_more():
     ],
 )
 def test_a_training_step_does_not_wait_for_a_gpu(make, monkeypatch):
-    """As what Keras makes a tensor of a number or an array with does."""
+    """It would, where Keras makes a number or an array a tensor."""
     import torch
 
     layer, x = make(), keras.random.normal((8, 12, 12, 8)).requires_grad_()

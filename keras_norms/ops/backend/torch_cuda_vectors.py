@@ -1,10 +1,11 @@
-"""Arithmetic of vectors over channels for PyTorch on CUDA, in a kernel or three.
+"""Arithmetic of vectors over channels for PyTorch on CUDA, in few kernels.
 
 PyTorch starts the operations one by one, which for a vector takes longer than the
-arithmetic. Here one kernel does all that is between two passes over the activations.
-`torch.cuda.jiterator` compiles it from C++, in a second, where it is first used, and
-keeps it in a directory of the user. Each function computes what the one of that name in
-`normalize` does.
+arithmetic. Here one kernel does nearly all that is between two passes over the
+activations. `torch.cuda.jiterator` compiles it from C++ where it is first used, and
+keeps it on disk. It takes 8 tensors and returns 8 at most, so that the map is divided
+by rho outside of it. Each function computes what the one of that name in `normalize`
+does.
 """
 
 import functools
@@ -70,7 +71,8 @@ def source(template, settings):
 
 
 @functools.cache
-def _compiled(template, outputs, settings):
+def compiled(template, outputs, settings):
+    """A function of tensors, each of which has a value a channel or is a scalar."""
     make = torch.cuda.jiterator._create_multi_output_jit_fn
     return make(source(template, settings), outputs)
 
@@ -85,7 +87,7 @@ def applies_to_gradient(local, total, gamma, batch_map, *, replicas, settings):
 
 @normalize.map_of_moments.faster(where=applies_to_map)
 def map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
-    center, inverse, offset, square, one, *averages, weight = _compiled(
+    center, inverse, offset, square, one, *averages, weight = compiled(
         MAP, 8, settings
     )(batch.mean, batch.variance, beta, *state, learning_rate, batch.count)
     batch_map = normalize.BatchMap(
@@ -95,10 +97,10 @@ def map_of_moments(batch, beta, state, rho, learning_rate, *, settings):
     return batch_map, normalize.CBNState(*averages, weight.amax())
 
 
-@normalize._gradient_vectors.faster(where=applies_to_gradient)
+@normalize.gradient_vectors.faster(where=applies_to_gradient)
 def gradient_vectors(local, total, gamma, batch_map, *, replicas, settings):
     center, inverse, _, mean, square, _, count = batch_map
-    scale, k, through_mean, dgamma, dbeta = _compiled(GRADIENT, 5, settings)(
+    scale, k, through_mean, dgamma, dbeta = compiled(GRADIENT, 5, settings)(
         local[0], local[1], gamma, inverse, center, mean, square, count
     )
     pivot = center if settings.decouple else mean
