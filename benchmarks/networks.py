@@ -1,5 +1,6 @@
 """The networks of the benchmarks, with each normalisation, from keras.applications."""
 
+import re
 import warnings
 
 import keras
@@ -40,7 +41,7 @@ NORMS = ("none", "bn", "cbn", "fused_cbn", "noisy_bn", "lp_norm", "ws", "cwn", "
 LP_NORMS = {"lp_norm:1": 1, "lp_norm:inf": "inf"}
 
 
-def build(network, norm, image_size=None, learning_rate=0.1):
+def build(network, norm, image_size=None, learning_rate=0.1, skip=None):
     """Build a network with random weights that returns logits.
 
     Args:
@@ -51,6 +52,7 @@ def build(network, norm, image_size=None, learning_rate=0.1):
             leaves BN where it is for `"ws"`, `"cwn"` and `"wn"`.
         image_size: Height and width of the images, by default the usual ones.
         learning_rate: What the CBN layers are told: AMAT is on.
+        skip: Regular expression, found in the names of layers that get no CBN.
 
     Returns:
         A `keras.Model`.
@@ -71,7 +73,13 @@ def build(network, norm, image_size=None, learning_rate=0.1):
         if norm in LP_NORMS:
             return convert(model, LpNorm(LP_NORMS[norm]), preserve=False)
         fused = norm == "fused_cbn"
-        model = convert(model, norm.removeprefix("fused_"), preserve=False, fused=fused)
+        model = convert(
+            model,
+            norm.removeprefix("fused_"),
+            preserve=False,
+            fused=fused,
+            skip=skip and (lambda layer: re.search(skip, layer.name)),
+        )
     for layer in layers_of(model, CBN):
         layer.set_learning_rate(learning_rate)
     return model

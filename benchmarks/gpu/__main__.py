@@ -25,6 +25,7 @@ from benchmarks import compare, compiled, networks, tables
 _NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
 _NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "")
 _TOPOLOGIES = flags.DEFINE_list("topologies", ["1x1x1"], "How many GPUs, as 1x1x4.")
+_SKIP = flags.DEFINE_string("skip", None, "Of the names of layers without a CBN.")
 _BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
 _POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
@@ -37,7 +38,7 @@ def steps():
 
             def costs(topology=topology, norm=norm):
                 keras.config.set_dtype_policy(_POLICY.value)
-                model = networks.build(_NETWORK.value, norm)
+                model = networks.build(_NETWORK.value, norm, skip=_SKIP.value)
                 chips = compiler.chips(topology)
                 return compiler.cost(
                     compiled.compile_step(model, chips, _BATCH.value, loss_last=True)
@@ -53,6 +54,8 @@ def main(_):
         "batch_per_chip": _BATCH.value,
         "dtype_policy": _POLICY.value,
     }
+    if _SKIP.value:
+        settings["skip"] = _SKIP.value
     rows = compare.rows_of(steps(), settings, _OUTPUT.value)
     print(tables.of({**settings, "rows": rows}))
 

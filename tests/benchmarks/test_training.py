@@ -104,6 +104,9 @@ def test_build():
     for norm, p in (("lp_norm", 2), ("lp_norm:1", 1)):
         layers = networks.build("resnet20", norm)._flatten_layers()
         assert [each.p for each in layers if isinstance(each, LpNorm)] == [p] * 21
+    model = networks.build("resnet20", "cbn", skip="^stage[01]_")
+    names = [each.name for each in model.layers if isinstance(each, CBN)]
+    assert names and not any(name.startswith(("stage0", "stage1")) for name in names)
     assert networks.build("vgg16", "bn", 16).input_shape == (None, 16, 16, 3)
     assert networks.build("vgg16", "bn").input_shape == (None, 32, 32, 3)
     with pytest.raises(ValueError, match="norm=layer"):
