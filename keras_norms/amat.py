@@ -32,10 +32,13 @@ class AMAT(keras.callbacks.Callback):
     On TensorFlow, layers that a model makes only while its first step is traced, in a
     `build()` of its own, learn the rate after that step. Build such a model before.
 
-    The layers keep the last rate they were told when training ends.
+    The layers keep the last rate they were told when training ends; on JAX a schedule
+    goes on in a `fit` without AMAT. A warning says so if the rate is `1 / omega` or
+    more: inference then has the last batch's statistics.
 
     Raises:
-        ValueError: At the start of training, if the model has no optimizer.
+        ValueError: At the start of training, if the model has no optimizer, or one
+            without a learning rate of its own, as `keras.optimizers.MultiOptimizer`.
 
     Reference:
 
@@ -63,6 +66,12 @@ class AMAT(keras.callbacks.Callback):
             raise ValueError(
                 "AMAT needs a model compiled with an optimizer. "
                 f"Received: model={model} with optimizer=None"
+            )
+        if not hasattr(model.optimizer, "learning_rate"):
+            raise ValueError(
+                "AMAT needs an optimizer with one learning rate. With another, call "
+                "`layer.set_learning_rate(rate)` of each CBN layer instead. "
+                f"Received: model={model} with optimizer={model.optimizer}"
             )
         self._detach()
         self._attach()
@@ -114,6 +123,18 @@ class AMAT(keras.callbacks.Callback):
         return _inner(self.model.optimizer).gradient_accumulation_steps or 1
 
     def on_train_end(self, logs: Logs = None) -> None:
+        for layer in self._layers:
+            rate = _number(layer.learning_rate) if layer.built else 0.0
+            if not layer.trainable or layer.omega * rate < 1:
+                continue
+            warnings.warn(
+                f"Training ended at a learning rate of {rate:g}. At 1 / omega or more "
+                "CBN layers keep the statistics of the last batch alone, and inference "
+                "uses them. Call keras_norms.recalibrate on the model, or end with a "
+                "smaller rate.",
+                stacklevel=2,
+            )
+            break
         self._detach()
 
 

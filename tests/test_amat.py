@@ -1,6 +1,7 @@
 """AMAT: the rate CBN used in each step is the one the optimizer used in that step."""
 
 import copy
+import warnings
 
 import keras
 import pytest
@@ -40,6 +41,42 @@ def test_callbacks_that_change_the_rate(amat_first, way):
     r.fit(model, *callbacks[:: 1 if amat_first else -1], epochs=3)
     # The second epoch is no better than the first, after which the rate is halved.
     r.check(model, norm, [0.4, 0.35, 0.3] + [0.24] * 3 + [0.096] * 3)
+
+
+# Three times two steps, and the rate that the next one would have.
+SMALL = keras.optimizers.schedules.PiecewiseConstantDecay([5], [0.01, 1.0])
+
+
+@pytest.mark.parametrize("rate, alone", [(1.0, True), (0.99, False), (SMALL, False)])
+def test_a_warning_of_averages_of_the_last_batch_alone(rate, alone):
+    """CBN has `omega` of 1 here, and half the rate where two batches make an update."""
+    for steps in (None, 2):
+        optimizer = keras.optimizers.SGD(rate, gradient_accumulation_steps=steps)
+        model, _ = r.recorder(optimizer)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            r.fit(model, AMAT())
+        warned = any("recalibrate" in str(each.message) for each in found)
+        assert warned == (alone and steps is None)
+
+
+def test_weights_are_as_many_after_a_schedule():
+    model, _ = r.recorder(COSINE)
+    before = model.get_weights()
+    r.fit(model, AMAT())
+    other, _ = r.recorder(COSINE)
+    other.set_weights(model.get_weights())
+    model.set_weights(before)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="needs Keras 3.15"
+)
+def test_an_optimizer_without_a_rate_of_its_own():
+    each = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
+    model, _ = r.recorder(keras.optimizers.MultiOptimizer(each))
+    with pytest.raises(ValueError, match="set_learning_rate"):
+        r.fit(model, AMAT())
 
 
 @not_torch

@@ -110,8 +110,8 @@ class FollowsLearningRate(keras.layers.Layer):
                 accumulation, the first of `optimizer.variables`). On TensorFlow and
                 PyTorch a training step needs it: the layer cannot tell two calls in one
                 step from two steps. On JAX leave it out, unless the state of the step
-                holds it: the layer owns a counter, the weight `step`, and a step is one
-                `stateless_call` of the model, as in `fit`.
+                holds it: the layer owns a counter, the variable `step`, and a step is
+                one `stateless_call` of the model, as in `fit`.
             gradient_accumulation_steps: The optimizer's. The rate of the schedule is
                 divided by it, so that averages span the batches of one update.
 
@@ -205,17 +205,20 @@ class FollowsLearningRate(keras.layers.Layer):
                 f"Received: {variable!r}"
             )
 
+    @property
+    def weights(self):
+        """All but `step`: AMAT, which adds it, takes it from the optimizer."""
+        return [v for v in super().weights if v is not self.step]
+
     def save_own_variables(self, store):
-        # By name, and without `step`: AMAT takes it from the optimizer when it trains.
         for variable in self.weights:
-            if variable is not self.step:
-                store[variable.name] = variable
+            store[variable.name] = variable  # by name
 
     def load_own_variables(self, store):
         if not self.built:  # nothing to load; Keras' own error if there is
             super().load_own_variables(store)
             return
-        for variable in (v for v in self.weights if v is not self.step):
+        for variable in self.weights:
             if variable.name not in store:
                 raise ValueError(
                     f"Layer '{self.name}' expected a weight named '{variable.name}'. "

@@ -96,9 +96,9 @@ def table(outcome):
         results.markdown(header, rows),
         formatted(points, columns),
         formatted(fast, speed),
-        "|correlation| of the outputs of a unit with those of the unit of the nearest "
-        f"gamma and beta: {premise['nearest']:.3f}, mean over all units of its layer: "
-        f"{premise['all']:.3f}, largest: {premise['most']:.3f}.\n",
+        "Absolute correlation of the outputs of a unit with those of the unit of the "
+        f"nearest gamma and beta: {premise['nearest']:.3f}, mean over all units of its "
+        f"layer: {premise['all']:.3f}, largest: {premise['most']:.3f}.\n",
     ]
     return "\n".join(parts)
 

@@ -167,7 +167,8 @@ def summary(found):
 def table(rows, settings):
     """The rows as Markdown."""
     header = ["norm", "weight decay", "clean", "noise", "difference", "BIM l∞"]
-    header += ["difference", "paper: clean", "noise", "BIM l∞", "BIM l2", "norm"]
+    header += ["difference", "BIM l2", "kernels"]
+    header += [f"paper: {what}" for what in ("clean", "noise", "BIM l∞")]
     lines = []
     for row in rows:
         lost = f" ({row['diverged']} diverged)" if row["diverged"] else ""
@@ -178,14 +179,14 @@ def table(rows, settings):
         paper = paper[row["weight_decay"] > 0]
         two = results.spread((row["2"] or {}).get("attacked"), 3)
         size = results.spread(row["weight_norm"], 1)
-        lines.append([*start, *own, *paper, two, size])
+        lines.append([*start, *own, two, size, *paper])
     return (
         f"{results.markdown(header, lines)}\n"
         f"Accuracy on test images. {results.note(settings.seeds)} The paper's is that "
         "of ResNet-101 on CIFAR-10 (Table 1). In units of the range of pixels: noise "
         f"of deviation {settings.noise:g}; BIM with epsilon {settings.epsilon:g} (l∞) "
-        f"and {settings.epsilon_2:g} (l2), {settings.steps} steps. The last column is "
-        f"that of all convolutions' kernels together.\n\n{changes(rows)}"
+        f"and {settings.epsilon_2:g} (l2), {settings.steps} steps. Kernels: the norm "
+        f"of those of all convolutions together.\n\n{changes(rows)}"
     )
 
 
