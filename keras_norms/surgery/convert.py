@@ -132,9 +132,10 @@ def convert(
     Returns:
         A new model of the same name, with the names and weights of all layers that
         stay, and compiled with the same optimizer, loss and metrics, if `model` is. The
-        optimizer starts anew. Layers are made again from their configurations, with the
-        functions that they have; a layer of one's own without weights is copied as it
-        is.
+        optimizer starts anew. Several outputs keep their names, of layers that went as
+        those of `Identity` layers. Layers are made again from their configurations,
+        with the functions that they have; a layer of one's own without weights is
+        copied as it is.
 
     Raises:
         ValueError: If the model is not built, if it is subclassed and cannot be traced,

@@ -76,7 +76,7 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     given_masks = [
         unit
         for unit in units
-        if affine_lib.is_norm(unit) and unit not in maps | rests and unit.nodes
+        if _is_norm(unit) and unit not in maps | rests and unit.nodes
     ]
     left = [unit.name for unit in (*maps, *given_masks)]
     others = [unit for unit in given_masks if not affine_lib.is_batch_norm(unit)]
@@ -98,8 +98,12 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     return graph.make()
 
 
+def _is_norm(unit):
+    return affine_lib.is_norm(unit) or affine_lib.is_batch_norm(unit)
+
+
 def _is_map(graph, unit, masked):
-    if not affine_lib.is_norm(unit):
+    if not _is_norm(unit):
         # An EinsumDense may as well scale steps, and drops masks, as no norm does.
         drops = masked and unit.cls is not ChannelAffine
         if drops or linear.diagonal_axis(unit, 2) is None:

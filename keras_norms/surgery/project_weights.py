@@ -99,7 +99,9 @@ class ProjectWeights(keras.callbacks.Callback):
                 "kernel has a norm right behind it. "
                 f"Received: layers=None with model '{model.name}'"
             )
-        constrained = [v.path for v in kernels if v.constraint is not None]
+        # A training that was interrupted has left its own.
+        none = type(None), _OnSphere
+        constrained = [v.path for v in kernels if not isinstance(v.constraint, none)]
         if constrained:
             raise arguments.wrong(
                 "layers", "layers without a constraint of the kernel", constrained

@@ -107,6 +107,42 @@ def test_subclassed_models_and_shared_blocks():
         fold(model)
 
 
+def test_outputs_keep_their_names():
+    """Losses, metrics and targets are given by them."""
+
+    def call(self, x):
+        return self.last(self.norm(self.first(x)))
+
+    blocks = [
+        of_call(
+            *(call, layers.Layer, name),
+            first=layers.Dense(4),
+            norm=layers.BatchNormalization(),
+            last=layers.Dense(2),
+        )
+        for name in ("one", "two")
+    ]
+    hidden, norm = layers.Dense(3, "relu"), layers.BatchNormalization(name="norm")
+    ends = *blocks, m.chain(layers.Dense(2), norm), layers.Dense(2, name="logits")
+    model = model_of((4,), hidden, m.branches(list, *ends))
+    names, x = ["one", "two", "norm", "logits"], m.images(8, 4)
+    y = {name: m.images(8, 2, seed=i) for i, name in enumerate(names)}
+    model.compile("sgd", dict.fromkeys(names, "mse"), metrics={"one": ["mae"]})
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    fused = convert(model, "cbn", data=x, fused=True)
+    for new in convert(model, "cbn", data=x), fused, fold(fused), prune(model, x).model:
+        assert new.output_names == names
+        found = new.evaluate(x, y, verbose=0, return_dict=True)
+        assert found == pytest.approx(expected, rel=1e-4)
+    # Of one output only where the name is used.
+    model = model_of((4,), layers.Dense(2), norm)
+    for loss, count in ("mse", 2), ({"norm": "mse"}, 3):
+        model.compile("sgd", loss)
+        new = fold(model)
+        new.train_on_batch(x, y["norm"])
+        assert len(new.layers) == count
+
+
 def test_structures_of_tensors():
     """Lists, dictionaries, keyword arguments; no `training`; its input given back."""
 

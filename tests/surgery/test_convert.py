@@ -112,10 +112,19 @@ def test_statistics_without_data():
     assert float(numpy(cbn.average_weight)) == 1
     new = m.check_convert(m.sequential(), says="'two_cbn', 'head_cbn'")
     assert float(numpy(new.get_layer("two_cbn").average_weight)) == 0
-    # A dead channel of a norm stays exact.
-    model.get_layer("bn").gamma.assign([1.0, 0.0, -1.0, 2.0])
-    for decouple in (True, False):
-        m.check_convert(model, CBN(decouple=decouple))
+    # A channel of a norm that is dead, or all but dead, stays exact.
+    for scale in (0.0, 1e-20):
+        model.get_layer("bn").gamma.assign([1.0, scale, -1.0, 2.0])
+        for decouple in (True, False):
+            m.check_convert(model, CBN(decouple=decouple))
+
+
+@pytest.mark.parametrize("norm, names", [("cbn", ["one"]), ("none", ["one", "two"])])
+def test_layers_get_a_bias_also_where_it_is_zero(norm, names):
+    one, two = (layers.Dense(4, use_bias=False, name=name) for name in ("one", "two"))
+    norms = layers.BatchNormalization(), layers.ReLU(), layers.BatchNormalization()
+    new = quiet(convert, keras.Sequential([keras.Input((4,)), one, *norms, two]), norm)
+    assert [x.name for x in m.of_class(new, layers.Dense) if x.use_bias] == names
 
 
 def test_maps_that_no_layer_takes_stay_trainable_if_they_were():

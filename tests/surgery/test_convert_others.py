@@ -163,6 +163,14 @@ def test_wrappers_take_arguments_and_leave_units_of_one_weight():
         assert all(layer.gains for layer in m.of_class(new, WS))
 
 
+@pytest.mark.parametrize("norm", [WN, functools.partial(WS, gain=True)])
+def test_a_frozen_layer_is_frozen_with_its_gain(norm):
+    frozen = dense(name="frozen", trainable=False)
+    new = quiet(convert, m.model_of((4,), frozen, dense(2)), norm)
+    assert not new.get_layer("frozen").trainable_weights
+    assert len(new.layers[-1].trainable_weights) == 3
+
+
 @later_on_jax
 @pytest.mark.parametrize("norm", [WS, *later(CWN)])
 @pytest.mark.parametrize("gain", [True, False])

@@ -46,7 +46,15 @@ def case(name, shape, *steps, left=0, shifts=0):
     CASES[name] = shape, steps, left, shifts
 
 
+@keras.saving.register_keras_serializable(package="tests")
+class Derived(layers.BatchNormalization):
+    pass
+
+
+derived = apply(Derived)
+
 # Kinds of layers before a norm
+case("derived class", (4,), dense(), derived, relu, derived, relu, left=1)
 case("einsum without bias", (4,), einsum("ab,bc->ac", 5), bn)
 case("einsum, bias of steps", (3, 4), einsum("abc,cd->abd", (3, 2), "b"), bn, left=1)
 case("einsum over steps", (3, 4), einsum("abc,bd->adc", (2, 4)), bn, left=1)
@@ -122,6 +130,7 @@ case("then einsum", image, first, cbn, einsum("abcd,de->abce", (None, None, 5)))
 def others(model):
     """All layers but norms: names, classes, and how often each is called."""
     norms = layers.BatchNormalization, CBN, LpNorm, NoisyBN, layers.Rescaling
+    norms += (layers.Identity,)  # An output has the name of a norm.
     return [
         (layer.name, type(layer), len(layer._inbound_nodes))
         for layer in model._flatten_layers()
@@ -191,6 +200,15 @@ def test_a_channel_of_scale_zero(padding):
     gamma = model.get_layer("norm").gamma
     gamma.assign(numpy(gamma) * [1, 0, 1, 0])
     assert len(m.norms_in(m.check_fold(model))) == (padding == "same")
+
+
+def test_a_channel_of_a_scale_that_is_too_small_for_float16():
+    with precision("mixed_float16"):
+        norm = apply(layers.BatchNormalization, name="norm")
+        model = m.model_of((9, 9, 3), first, norm, conv(5, 3))
+    gamma = model.get_layer("norm").gamma
+    gamma.assign(numpy(gamma) * [1e-6, 1, 1, 1])
+    assert m.norms_in(m.check_fold(model, tolerance=5e-3)) == ["norm"]
 
 
 @pytest.mark.parametrize("norm", [layers.BatchNormalization, CBN])

@@ -53,6 +53,21 @@ def test_a_step_is_projected():
     assert norm_of(first) == pytest.approx(start, rel=1e-5)
 
 
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+
+def test_a_training_after_one_that_was_interrupted():
+    model, (x, y) = network(), (m.images(8, 4), np.ones((8, 3)))
+    kernel, callback = model.get_layer("first").kernel, ProjectWeights()
+    for again in callback, ProjectWeights():
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(x, y, verbose=0, callbacks=[callback, Stop()])
+        model.fit(x, y, verbose=0, callbacks=[again])
+        assert kernel.constraint is None
+
+
 @later_on_jax
 def test_which_kernels():
     """Those whose scale has no effect, as `weight_geometry` measures."""

@@ -253,7 +253,7 @@ GO = {
     "a gate of each": excited,
     "a maximum": lambda x: layers.Maximum()([x, layers.ReLU()(x)]),
     "joined": lambda x: layers.Concatenate()([x, ops.sigmoid(x)]),
-    "a function": lambda x: ops.tanh(x),
+    "a function": lambda x: ops.clip(ops.tanh(x), -0.5, 1.0),
     "rescaling": apply(layers.Rescaling, 0.5, 1.0),
     "PReLU": apply(layers.PReLU),
     "depthwise": apply(layers.DepthwiseConv2D, 3, depth_multiplier=2),
@@ -269,6 +269,7 @@ GO = {
 }
 STAY = {
     "a sum with a vector": lambda x: x + np.ones(5, "float32"),
+    "bounds of each": lambda x: ops.clip(x, np.zeros(5), np.arange(1.0, 6.0)),
     "a part": lambda x: x[..., :3],
     "a gate for all channels": lambda x: layers.Multiply()([x, layers.Conv2D(1, 1)(x)]),
     "rescaling of each": apply(layers.Rescaling, [0.5] * 5),
@@ -286,7 +287,14 @@ STAY = {
 }
 
 FEW = {"a function", "PReLU", "a permutation", "joined with pixels", "a gate of each"}
-FEW |= {"a part", "softmax", "pooling of channels", "a reshaping of channels", "joined"}
+FEW |= {
+    "bounds of each",
+    "a part",
+    "softmax",
+    "pooling of channels",
+    "a reshaping of channels",
+    "joined",
+}
 
 
 @pytest.mark.parametrize("name", some([*GO, *STAY], FEW))

@@ -214,6 +214,31 @@ def test_masked_steps_do_not_count():
     assert_measured(norm, x[:, :3])
 
 
+class Cell(layers.Layer):
+    """Of a recurrent layer: it normalises each step."""
+
+    state_size = 3
+
+    def __init__(self):
+        super().__init__()
+        self.norm = layers.BatchNormalization()
+
+    def build(self, shape):
+        self.norm.build(shape)
+
+    def call(self, inputs, states, training=None):
+        outputs = self.norm(inputs, training=training)
+        return outputs, [outputs]
+
+
+def test_layers_in_recurrent_ones():
+    """More batches than run eagerly."""
+    cell, x = Cell(), m.images(10, 4, 3)
+    model = m.model_of((4, 3), apply(layers.RNN, cell))
+    quietly(model, x, batch_size=1)
+    assert_measured(cell.norm, x)
+
+
 def test_subclassed_models():
     class Own(keras.Model):
         def call(self, x, training=None):

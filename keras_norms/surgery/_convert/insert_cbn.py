@@ -66,7 +66,7 @@ def _fold(norms, maps, statistics):
     cbns = set(maps)
     maps |= {unit: affine_lib.affine_of(unit) for unit in norms}
     for unit in norms:
-        if moves.fold_backward(unit, maps, accept=linear.is_unconstrained):
+        if moves.fold_backward(unit, maps, linear.is_unconstrained, with_bias=True):
             continue
         heirs, affine = _heirs_of_statistics(unit, cbns), maps[unit]
 

@@ -102,7 +102,7 @@ def remove_norms(report, units, preserve):
     for unit in list(maps):
         for move in (moves.fold_backward, moves.fold_forward):
             if unit in maps:
-                move(unit, maps, accept=linear.is_unconstrained)
+                move(unit, maps, linear.is_unconstrained, with_bias=True)
     for unit, affine in maps.items():
         affine_lib.become_channel_affine(unit, affine)
 

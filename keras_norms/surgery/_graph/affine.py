@@ -15,6 +15,7 @@ from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery._graph import linear
 
 NORM_CLASSES = (keras.layers.BatchNormalization, CBN, NoisyBN, LpNorm)
+_LARGEST_SHIFT = 1e18  # float32 has its square
 
 
 class Affine(NamedTuple):
@@ -26,6 +27,10 @@ class Affine(NamedTuple):
     def after(self, first):
         """This map of what `first` gives."""
         return Affine(self.a * first.a, self.a * first.b + self.b)
+
+    def is_scaled_shift(self, largest):
+        """Where it is a * (x + b / a), with a shift of at most `largest`."""
+        return (self.a != 0) & (np.abs(self.b) <= largest * np.abs(self.a))
 
 
 def identity(channels):
@@ -171,7 +176,8 @@ def weights_for(unit, affine, statistics):
     (a, b), config, mean = affine, unit.config, statistics.mean
     beta, shift = b + a * mean, 0.0
     if _decouples(unit):
-        beta = shift = mean + np.divide(b, a, out=np.zeros_like(b), where=a != 0)
+        fits = affine.is_scaled_shift(_LARGEST_SHIFT)
+        beta = shift = mean + np.divide(b, a, out=np.zeros_like(b), where=fits)
     if statistics.norm is None:
         # Right for p = 2; close to it otherwise, and gamma makes up for it.
         is_square = config.get("norm_of", "centered") != "centered"
@@ -190,7 +196,8 @@ def weights_for(unit, affine, statistics):
 def can_be(unit, affine):
     """Whether a norm can be this map at all, gamma and beta given."""
     # Where CBN scales its shift too, a channel of scale 0 is 0.
-    return not (_decouples(unit) and np.any((affine.a == 0) & (affine.b != 0)))
+    fits = affine.is_scaled_shift(_LARGEST_SHIFT) | (affine.b == 0)
+    return not _decouples(unit) or bool(np.all(fits))
 
 
 def norm_is_guessed(unit):

@@ -1,5 +1,7 @@
 """CBN and the linear layers behind it as one FusedCBN layer, and back."""
 
+import keras
+
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.fused_cbn import FusedCBN, can_be_fused
 from keras_norms.surgery._graph.graph import Graph, Node, Unit, Value
@@ -84,5 +86,9 @@ def _split(node):
     calls = [Node(Unit(linear), (value,), {}, graph) for linear in layer.layers]
     for call, output in zip(calls, node.outputs):
         call.outputs, output.node = [output], call
+        for reader in list(output.readers):
+            is_identity = reader.unit.cls is keras.layers.Identity
+            if is_identity and reader.unit.name == call.unit.name:
+                graph.remove(reader)  # The output has that name without it.
     place = graph.nodes.index(node)
     graph.nodes[place : place + 1] = [norm, *calls]

@@ -215,7 +215,12 @@ class Unit:
         layer = self._make_layer()
         if self.is_frozen:
             set_frozen(layer, True)
-        return layer if self.wrapper is None else self.wrapper(layer, name=self.name)
+        if self.wrapper is None:
+            return layer
+        wrapped = self.wrapper(layer, name=self.name)
+        if not layer.trainable:
+            wrapped.trainable = False  # with its gain
+        return wrapped
 
     def _make_layer(self):
         if remake.is_copied(self.source):
@@ -390,8 +395,28 @@ class Graph:
             for before, node in itertools.pairwise(self.nodes)
         )
 
+    def _keep_names_of_outputs(self):
+        """Let outputs have their names, by which losses and targets may be given."""
+        names = getattr(self.model, "output_names", [])
+        if isinstance(self.outputs, dict) or (
+            len(names) == 1 and not remake.is_compiled_by_names(self.model)
+        ):
+            return
+        outputs = tree.flatten(self.outputs)
+        for i, (name, old) in enumerate(zip(names, self.model.outputs)):
+            if outputs[i].node.unit.name == name or self.free_name(name) != name:
+                continue
+            config = {"name": name, "dtype": old.dtype}
+            unit = Unit(cls=keras.layers.Identity, config=config)
+            node = Node(unit, (outputs[i],), {}, self)
+            outputs[i] = Value(old.shape, node)
+            outputs[i].is_output = True
+            self.nodes.append(node)
+        self.outputs = tree.pack_sequence_as(self.outputs, outputs)
+
     def make(self):
         """Return the new model with weights, compiled as the one that was read was."""
+        self._keep_names_of_outputs()
         model = self.build()
         units = self.all_units()
         for unit in units:

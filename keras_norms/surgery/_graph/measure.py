@@ -178,6 +178,10 @@ class _Probe(keras.Model):
             for layer, own in zip(self.norms, rows):
                 scope = _recording(layer, own, self.with_batch_statistics)
                 stack.enter_context(scope)
+            for layer in _keras.layers_of(self.model, keras.layers.RNN):
+                if any(inside in self.norms for inside in _keras.layers_of(layer)):
+                    # What a compiled loop computes stays inside of it.
+                    stack.enter_context(_keras.replaced(layer, unroll=True))
             self.model(inputs, training=False)
         return rows
 

@@ -5,6 +5,7 @@ planned over all calls of the layers they touch, then done at once or not at all
 shared layer has one kernel, so all its calls must agree.
 """
 
+import keras
 import numpy as np
 from keras import layers
 
@@ -39,11 +40,12 @@ def take_out(unit):
         node.graph.remove(node)
 
 
-def fold_backward(unit, maps, accept=None):
+def fold_backward(unit, maps, accept=None, with_bias=False):
     """Move a map into the layers before it, if it fits. Returns whether it did.
 
     It then goes from `maps`, a dictionary from map units to their `Affine`. `accept` is
-    a predicate of the units that take it; by default all that can.
+    a predicate of the units that take it; by default all that can. `with_bias` gives
+    layers that take it a bias, even where the map has no shift.
     """
     plan = _Plan(maps, accept)
     for node in unit.nodes:
@@ -57,14 +59,16 @@ def fold_backward(unit, maps, accept=None):
             maps[target] = affine.after(maps[target])
         else:
             linear.absorb_output(target, *affine)
+            if with_bias:
+                linear.add_missing_bias(target)
     take_out(unit)
     del maps[unit]
     return True
 
 
-def fold_forward(unit, maps, accept=None):
+def fold_forward(unit, maps, accept=None, with_bias=False):
     """Move a map into the layers after it, as `fold_backward` does before it."""
-    moved = _move_forward([unit], maps, maps, accept)
+    moved = _move_forward([unit], maps, maps, accept, with_bias)
     for source in moved:
         take_out(source)
         del maps[source]
@@ -75,20 +79,23 @@ def fold_scale_forward(unit, maps):
     """Move the scale of a map into the layers after it; x + b / a remains.
 
     That is what a zero-padded convolution allows: its border is 0 after the map, so
-    that a shift must be made before the padding. In a channel of scale 0 the map
-    remains. Returns what remains of units, which then go from `maps`.
+    that a shift must be made before the padding. In a channel of scale 0, or so small
+    that b / a is too large for the dtype, the map remains. Returns what remains of
+    units, which then go from `maps`.
     """
-    scales = {
-        other: Affine(np.where(a == 0, 1.0, a), np.zeros_like(a))
-        for other, (a, _) in maps.items()
-    }
+    scales = {}
+    for other, affine in maps.items():
+        dtype = keras.dtype_policies.get(other.config["dtype"]).compute_dtype
+        fits = affine.is_scaled_shift(2.0**15 if dtype == "float16" else 1e30)
+        scale = np.where(fits, affine.a, 1.0)
+        scales[other] = Affine(scale, np.zeros_like(scale))
     return {
         source: Affine(*(v / scales[source].a for v in maps.pop(source)))
         for source in _move_forward([unit], maps, scales)
     }
 
 
-def _move_forward(sources, maps, values, accept=None):
+def _move_forward(sources, maps, values, accept=None, with_bias=False):
     """Move the `values` of sources forward, with those of all sources that it needs.
 
     Returns these, or none of them.
@@ -119,6 +126,8 @@ def _move_forward(sources, maps, values, accept=None):
             maps[target] = maps[target].after(affine)
         else:
             linear.absorb_input(target, *affine)
+            if with_bias:
+                linear.add_missing_bias(target)
     return sources
 
 

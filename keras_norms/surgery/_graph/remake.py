@@ -180,6 +180,12 @@ def compile_as(old, new):
         )
 
 
+def is_compiled_by_names(model):
+    """Whether a loss or metrics were given by the names of outputs."""
+    settings = _keras.compile_settings(model) if model.compiled else {}
+    return any(isinstance(setting, dict) for setting in settings.values())
+
+
 def _made_again(setting):
     """An optimizer or a metric made again; a loss has no state."""
     if isinstance(setting, (keras.optimizers.Optimizer, keras.metrics.Metric)):

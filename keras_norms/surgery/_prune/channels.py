@@ -163,7 +163,8 @@ class Channels:
         if unit.cls is layers.Concatenate:
             return self._concatenate(node, read)
         if operation in _UNARY_OPERATIONS and len(read) == 1:
-            return read[0]
+            own = [v for name, v in vars(unit.source).items() if name[0] != "_"]
+            return None if _has_arrays(node) or any(map(np.ndim, own)) else read[0]
         if unit.layer is None or node.options or len(read) > 1:
             return None
         return self._one_by_one(node, read[0])
@@ -190,9 +191,7 @@ class Channels:
         return self.makers[unit]
 
     def _merge(self, node, read):
-        leaves = tree.flatten((node.args, node.options))
-        others = [v for v in leaves if not any(v is i for i in node.inputs)]
-        if any(v is not None and np.ndim(v) for v in others):
+        if _has_arrays(node):
             return None
         value, first = node.output, read[0]
         fits = all(
@@ -268,3 +267,9 @@ class Channels:
                 made = Labels(axis + 1, along[0])
                 return self._passed(unit, labels, made)
         return None
+
+
+def _has_arrays(node):
+    """Whether a call has arguments that may differ between channels."""
+    leaves = tree.flatten((node.args, node.options))
+    return any(np.ndim(v) for v in leaves if not any(v is i for i in node.inputs))
