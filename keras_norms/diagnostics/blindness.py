@@ -11,13 +11,18 @@ from keras_norms._checks import arguments
 from keras_norms._checks.models import check_batch, check_layers, check_model
 from keras_norms._types import Data, LayerOrName, Layers, Loss
 from keras_norms.diagnostics._engine import differentiation
-from keras_norms.diagnostics._engine.objective import Objective, replacing_call
+from keras_norms.diagnostics._engine.objective import (
+    Objective,
+    record,
+    replacing_call,
+)
 from keras_norms.diagnostics._engine.reading import (
     aligned,
     by_channel,
     find_layer,
     float64,
     names_of,
+    visible,
 )
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.fused_cbn import FusedCBN
@@ -102,8 +107,9 @@ def blindness(
     compare the disturbed losses with each other, which cannot give the printed values.
 
     Sums go over the batch and over positions, so that a channel of a convolution is one
-    feature. Features of `X` that do not vary in the batch are left out, unless none
-    does: there batch normalization has a gradient of the size of `epsilon^(-1/2)`.
+    feature, without what a mask hides. Features of `X` that do not vary in the batch
+    are left out, unless none does: there batch normalization has a gradient of the size
+    of `epsilon^(-1/2)`.
 
     Nothing of the model changes. It costs six gradients for each layer and batch.
 
@@ -166,29 +172,30 @@ def _disturb(slopes, deviation, axis, rng):
         return np.linalg.norm(by_channel(gradient, axis)[:, varies])
 
     outputs = by_channel(slopes.outputs, axis)
+    shown = visible(slopes.outputs, axis, slopes.mask)
     shape = np.moveaxis(slopes.outputs, axis, -1).shape
     plain, at_output = slopes.at_input(), by_channel(slopes.at_output(), axis)
     at_input, length = norm_at_input(plain), np.linalg.norm(at_output)
     changes, shares = [], []
     with np.errstate(divide="ignore", invalid="ignore"):
-        for term in _slopes_of_terms(outputs, deviation, rng):
+        for term in _slopes_of_terms(outputs, shown, deviation, rng):
             disturbance = term.reshape(shape) / shape[0]
             slope = np.moveaxis(disturbance, -1, axis)
             change = norm_at_input(slopes.at_input(slope) - plain) / at_input
             changes.append(change)
             shares.append(change * (length / np.linalg.norm(disturbance)))
-        same = np.sqrt(len(outputs)) * np.linalg.norm(at_output.mean(0))
-        return changes, shares, same / length
+        same = np.sum(at_output, 0, where=shown) / np.sqrt(np.sum(shown, 0))
+        return changes, shares, np.linalg.norm(same) / length
 
 
-def _slopes_of_terms(outputs, deviation, rng):
+def _slopes_of_terms(outputs, shown, deviation, rng):
     """Compute the slopes of the four terms in the outputs, of the sum over samples."""
     features = outputs.shape[-1]
-    c = outputs - outputs.mean(0)
+    c = np.where(shown, outputs - outputs.mean(0, where=shown), 0)
     e = rng.normal(0, deviation, features)
     off = rng.normal(0, deviation, (features, features))
     np.fill_diagonal(off, 0)
-    return np.tile(e, (len(c), 1)), 2 * e * c, c @ (off + off.T), 3 * e * c**2
+    return shown * e, 2 * e * c, shown * (c @ (off + off.T)), 3 * e * c**2
 
 
 def _layers(model, layers):
@@ -262,9 +269,9 @@ def second_order(
 ) -> SecondOrder:
     """Measure the two parts of the off-diagonal second-order loss in a layer's output.
 
-    With `C` of shape `(features, samples)` the outputs less their means `m`, `c_d` its
-    row of feature `d`, and `H` the Hessian at `m` without its diagonal, averaged over
-    samples:
+    With `C` of shape `(features, samples)` the outputs less their means `m`, of samples
+    that no mask hides, `c_d` its row of feature `d`, and `H` the Hessian at `m` without
+    its diagonal, averaged over samples:
 
     ```
     L_d     = L_linear_d + L_non_d
@@ -298,11 +305,13 @@ def second_order(
             "Argument `layer` must have an output of shape (samples, features). "
             f"Received: layer={layer!r} with an output of shape {outputs.shape}"
         )
-    hessian = slopes.hessian_at(outputs.mean(0, dtype="float64"))
+    shown = visible(outputs, -1, slopes.mask)
+    mean = outputs.mean(0, dtype="float64", where=shown)
+    hessian = slopes.hessian_at(mean)
     off = hessian - np.diag(np.diag(hessian))
-    c = outputs - outputs.mean(0, dtype="float64")
+    c = np.where(shown, outputs - mean, 0)
     numbers = np.full((4, len(hessian)), np.nan)
-    for d in np.flatnonzero(np.ptp(outputs, 0)):
+    for d in np.flatnonzero(np.ptp(c, 0)):
         whole = c @ off[d]
         linear = c[:, d] * (c[:, d] @ whole) / (c[:, d] @ c[:, d])
         for i, part in enumerate((linear, whole - linear)):
@@ -318,7 +327,8 @@ class _Slopes(Objective):
     """The loss as a function of `X`, with terms added that are functions of `Y`.
 
     `X` is the input of `source`, which is `layer` if `None`, and `Y` the output of
-    `layer`. For the batch they are the arrays `inputs` and `outputs`.
+    `layer`. For the batch they are the arrays `inputs` and `outputs`; `mask` is that of
+    the outputs, or `None`.
     """
 
     def __init__(self, model, x, y, loss, layer, source, training):
@@ -331,6 +341,7 @@ class _Slopes(Objective):
         self._after = Objective(model, x, y, loss, layer=layer, training=training)
         self.inputs = self.unflatten(self.start)
         self.outputs = self._after.unflatten(self._after.start)
+        self.mask = record(model, [layer], x, training)[0].mask
         self._slope = differentiation.compiler(model)(self._slope_of_sum)
 
     def at_input(self, disturbance=0.0, loss=1.0):

@@ -113,8 +113,9 @@ def effective_weights(
 
     with `mean` and `Sigma` the mean and covariance of what the linear layer reads in
     this batch, patches for a convolution, so that `BN(W x) = W' x + b'` over the batch.
-    `W Sigma W^T` is the variance of the output of the linear layer, and is taken from
-    there. Nothing of the model changes.
+    What a mask hides from the `BatchNormalization` is left out. `W Sigma W^T` is the
+    variance of the output of the linear layer, and is taken from there. Nothing of the
+    model changes.
 
     Args:
         model: A built `keras.Model` of any kind.
@@ -169,7 +170,7 @@ def _effective(call, layer, wrapper, training):
         weight = wrapper.normalized_kernels()[kernel.name]
     weight = float64(weight)
     if training and norm.trainable:
-        mean, variance = moments(call.input, norm.axis)
+        mean, variance = moments(call.input, norm.axis, call.mask)
     else:
         mean, variance = float64(norm.moving_mean), float64(norm.moving_variance)
     gamma, beta = affine(norm, len(mean))

@@ -7,8 +7,14 @@ import numpy as np
 
 from keras_norms._checks.models import check_model
 from keras_norms._types import Data, LayerOrName, Loss
-from keras_norms.diagnostics._engine.objective import Objective
-from keras_norms.diagnostics._engine.reading import affine, by_channel, find_layer
+from keras_norms.diagnostics._engine.objective import Objective, record
+from keras_norms.diagnostics._engine.reading import (
+    affine,
+    by_channel,
+    find_layer,
+    moments,
+    visible,
+)
 
 
 class LipschitzTerms(NamedTuple):
@@ -47,7 +53,10 @@ def lipschitz_terms(
 
     The layer's `epsilon` is in `sigma`, and then `|y_hat|^2 = m r` with `r < 1`. The
     last term is `(2 - r) <g, y_hat>^2 / m` here, with which the equality stays exact.
-    Nothing of the model changes.
+    With a mask, `m` and the statistics are those of what is visible. If what is hidden
+    has a gradient too, and with `g_v` that of the visible elements alone, the terms are
+    `<1, g> (2 <1, g_v> - <1, g>) / m` and `<g, y_hat> (2 <g_v, y_hat> - r <g, y_hat>) /
+    m`. Nothing of the model changes.
 
     Args:
         model, x, y, loss: See `Objective`.
@@ -75,14 +84,21 @@ def lipschitz_terms(
             (after, after.value_and_grad()[1]),
         )
     )
-    m, channels = inputs.shape
-    variance = np.var(inputs, 0)
+    activation = before.unflatten(before.start)
+    mask = record(model, [found], x, training=True)[0].mask
+    shown = visible(activation, found.axis, mask)
+    average, variance = moments(activation, found.axis, mask)
     sigma = np.sqrt(variance + found.epsilon)
-    y_hat = (inputs - np.mean(inputs, 0)) / sigma
-    gamma, _ = affine(found, channels)
+    y_hat = (inputs - average) / sigma
+    gamma, _ = affine(found, len(average))
+
+    def taken_away(terms, r):
+        every, of_visible = np.sum(terms, 0), np.sum(terms, 0, where=shown)
+        return every * (2 * of_visible - r * every) / np.sum(shown, 0)
+
     gradient = np.sum(g**2, 0)
-    mean = np.sum(g, 0) ** 2 / m
-    correlation = (2 - variance / sigma**2) * np.sum(g * y_hat, 0) ** 2 / m
+    mean = taken_away(g, 1.0)
+    correlation = taken_away(g * y_hat, variance / sigma**2)
     scale = gamma**2 / sigma**2
     bound = scale * (gradient - mean - correlation)
     squared = np.sum(measured**2, 0)

@@ -5,6 +5,7 @@ import os
 import keras
 from keras import ops
 
+from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_pair
 from keras_norms._types import Directory
@@ -22,9 +23,9 @@ class Probe(keras.callbacks.Callback):
     callbacks. Put a probe after `AMAT`.
 
     Args:
-        every: Positive: measure before steps 0, `every`, 2 `every` ... of the
-            optimizer. With `steps_per_execution` it is the first execution that reaches
-            such a step.
+        every: Positive: measure before steps 0, `every`, 2 `every` ... A step is a
+            batch, also where the optimizer accumulates gradients of several. With
+            `steps_per_execution` it is the first execution that reaches such a step.
         log_dir: Directory where an event file for TensorBoard is written, or `None`.
             The package `tensorboard` must be installed; TensorFlow need not.
 
@@ -54,8 +55,11 @@ class Probe(keras.callbacks.Callback):
         raise NotImplementedError
 
     def on_train_begin(self, logs=None):
-        iterations = getattr(self.model.optimizer, "iterations", 0)
-        self._step = int(ops.convert_to_numpy(iterations))
+        optimizer = self.model.optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        # Not `iterations`, which counts updates where gradients are accumulated.
+        done = 0 if optimizer is None else _keras.step_counter(optimizer)
+        self._step = int(ops.convert_to_numpy(done))
         self._next = -(-self._step // self.every) * self.every
         self._latest = {}
         if self.log_dir is not None:

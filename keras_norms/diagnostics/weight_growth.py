@@ -95,9 +95,9 @@ class WeightGrowth(Probe):
 class BatchStatistics(Probe):
     """Follows how near `gamma` and `beta` are to what they stand for (Figure 2).
 
-    With `mu` and `sigma^2` the mean and variance of what a batch normalization reads,
-    Sun et al. take `gamma^2` for an approximation of `sigma^2`, and `beta` for one of
-    `mu`. The numbers are means over channels,
+    With `mu` and `sigma^2` the mean and variance of what a batch normalization reads
+    and no mask hides, Sun et al. take `gamma^2` for an approximation of `sigma^2`, and
+    `beta` for one of `mu`. The numbers are means over channels,
 
     ```
     <layer>_variance_distance    |gamma^2 - sigma^2|
@@ -167,7 +167,10 @@ class BatchStatistics(Probe):
         if self._has_batch:
             batch = self._batch(self._step)
             calls = record(model, self._norms, batch, training=True)
-            found = {call.layer: moments(call.input, call.layer.axis) for call in calls}
+            found = {
+                call.layer: moments(call.input, call.layer.axis, call.mask)
+                for call in calls
+            }
         else:
             found = {
                 norm: (float64(norm.moving_mean), float64(norm.moving_variance))

@@ -175,6 +175,27 @@ def test_second_order_against_the_formulas(dtype):
 
 
 @later_on_jax
+def test_samples_that_a_mask_hides():
+    """From a layer before, or as an argument."""
+    x, shown = inputs(), LABELS > 0
+    x[~shown] = 0
+    masked = build(layers.Masking(), batch_normalization())
+    plain = build(batch_normalization())
+    found = []
+    for model, *batch in ((masked, x, LABELS), (plain, x[shown], LABELS[shown])):
+        networks.randomize(model)
+        found.append(probe.second_order(model, *batch, layer="norm"))
+    for values, wanted in zip(*found, strict=True):
+        np.testing.assert_allclose(values, wanted, rtol=1e-3, atol=1e-6)
+
+    given = keras.Input((FEATURES,)), keras.Input((), dtype="bool")
+    outputs = layers.Dense(3)(cbn()(given[0], mask=given[1]))
+    model = networks.compiled(keras.Model(given, outputs))
+    found = probe.blindness(model, (x, shown), LABELS)
+    assert found.changes[0, 0, 0] < 1e-5 < 1e-2 < found.changes[0, 0, 2]
+
+
+@later_on_jax
 def test_batches_and_table():
     model, x = build(LpNorm(name="norm")), inputs()
     assert probe.blindness(model, x, np.ones(8, int)).batches == ("one label",)

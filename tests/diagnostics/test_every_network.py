@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_norms import CBN, diagnostics
+from keras_norms import CBN, FusedCBN, diagnostics
 from tests.support import diagnostics_networks as networks
 from tests.support.backend import BACKEND, later_on_jax, numpy, some
 from tests.support.diagnostics_networks import assert_same, variables, weights_of
@@ -146,6 +146,35 @@ def test_layers_in_blocks_that_share_a_name_go_by_their_paths():
     model.fit(X, Y, verbose=0, callbacks=[probe])
     ends = ("mean_distance", "variance_distance")
     assert set(probe.channels) == {f"{name}_{end}" for name in norms for end in ends}
+
+
+@later_on_jax
+def test_what_a_mask_hides_does_not_count():
+    """The numbers are those of a batch of the visible elements alone."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(1, 1, size=(6, 4, networks.FEATURES)).astype("float32")
+    y, shown = rng.integers(0, networks.CLASSES, (6, 4)), rng.random((6, 4)) < 0.6
+    x[~shown] = 0
+
+    def stack():
+        yield from (layers.Dense(4), layers.BatchNormalization(name="norm"))
+        yield from (FusedCBN(layers.Dense(6)), layers.Dense(networks.CLASSES))
+
+    masked = networks.sequential(layers.Masking(), *stack(), shape=x.shape[1:])
+    plain = networks.sequential(*stack())
+    found = []
+    for model, *batch in ((masked, x, y), (plain, x[shown], y[shown])):
+        networks.randomize(model)
+        weight = diagnostics.effective_weights(model, batch[0])["norm"]
+        terms = diagnostics.lipschitz_terms(model, "norm", *batch)
+        passed = diagnostics.blindness(model, *batch)
+        changes = passed.changes[:, 0] * len(batch[0])
+        ratios = changes, passed.shares[:, 0], passed.shared[:, 0]
+        probe = diagnostics.BatchStatistics(batch[0], ["norm"])
+        model.fit(*batch, verbose=0, callbacks=[probe])
+        found.append([*weight[1:], *terms, *ratios, *probe.channels.values()])
+    for of_masked, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(of_masked, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_weights_that_are_not_there():

@@ -81,6 +81,18 @@ def test_mixed_precision():
         assert relative_error(flat(gradient), flat(expected)) < 0.05
 
 
+def test_a_loss_in_bfloat16():
+    wide = networks.build("none")
+    with precision("bfloat16"):
+        narrow = networks.build("none")
+    narrow.set_weights(wide.get_weights())
+    x, y = networks.batch()
+    found, expected = (
+        diagnostics.value_and_grad(model, x, y).loss for model in (narrow, wide)
+    )
+    assert found == pytest.approx(expected, rel=0.02)
+
+
 @later_on_jax
 def test_float16_gradients_are_scaled_as_in_training():
     with precision("mixed_float16"):

@@ -62,6 +62,15 @@ def test_the_step_lengths_follow_the_rate_of_the_optimizer():
         model.optimizer.iterations.assign(iterations)
         found = diagnostics.landscape(model, x, y, step_range=(0.1, 0.2), points=2)
         np.testing.assert_allclose(found.steps, [0.1 * rate, 0.2 * rate], rtol=1e-6)
+
+    class WithoutARateOfItsOwn(keras.optimizers.SGD):
+        @property
+        def learning_rate(self):
+            raise AttributeError("As `keras.optimizers.MultiOptimizer` does.")
+
+    networks.compiled(model, model.loss, optimizer=WithoutARateOfItsOwn())
+    with pytest.raises(ValueError, match="`learning_rate` must be given"):
+        diagnostics.landscape(model, x, y)
     without = keras.Model(model.inputs, model.outputs)
     with pytest.raises(ValueError, match="`learning_rate` must be given"):
         diagnostics.landscape(without, x, y, "mse")

@@ -115,6 +115,16 @@ def test_shift_is_that_of_the_step_that_was_taken():
         assert distance > 0
 
 
+def test_a_step_is_a_batch_where_gradients_are_accumulated():
+    optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    model = networks.compiled(network(), optimizer=optimizer)
+    probe = diagnostics.WeightGrowth(every=2)
+    for _ in range(2):
+        train(model, probe)
+    assert probe.history["step"] == [0, 2, 4]
+
+
 @not_torch  # Keras has one step in an execution there.
 def test_several_steps_in_one_execution():
     model = network(run_eagerly=False, steps_per_execution=2)

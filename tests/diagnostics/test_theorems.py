@@ -113,3 +113,17 @@ def test_a_layer_takes_away_what_the_theorem_says(settings):
     norm.trainable = False
     with pytest.raises(ValueError, match="not frozen"):
         diagnostics.lipschitz_terms(model, "norm", x, y)
+
+
+def test_the_theorem_where_what_a_mask_hides_has_a_gradient():
+    """A loss that a model adds does not know of the mask."""
+    norm = layers.BatchNormalization(name="norm", epsilon=0.5)
+    stack = [layers.Masking(), layers.Dense(4), norm, layers.Dense(3)]
+    model = networks.compiled(networks.Subclassed(stack))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(6, 4, 2)), rng.integers(0, 3, (6, 4))
+    x[:, 2:] *= rng.random((6, 2, 1)) < 0.5
+    model(x)
+    networks.randomize(model)
+    terms = diagnostics.lipschitz_terms(model, "norm", x, y)
+    np.testing.assert_allclose(terms.bound, terms.measured, rtol=1e-4)

@@ -118,6 +118,8 @@ class ModelLoss:
 
     def _value_and_grad(self, values, state, x, y, scale):
         loss, gradients = self._scaled(values, state, x, y, scale)
+        # Keras makes no NumPy array of a bfloat16 scalar of TensorFlow.
+        loss = ops.cast(loss, _widest([loss.dtype]))
         return loss / ops.cast(scale, loss.dtype), _flat(gradients, scale)
 
     def _hessian_vector_product(self, values, vectors, state, x, y, scale):
@@ -413,6 +415,11 @@ class Call(NamedTuple):
     layer: keras.layers.Layer
     input: Tensor
     output: Tensor
+
+    @property
+    def mask(self) -> Tensor | None:
+        """That of the output, which a norm has from its input or as an argument."""
+        return _keras.get_keras_mask(self.output)
 
 
 def record(model, layers, x, training):

@@ -20,10 +20,17 @@ def by_channel(x, axis):
     return x.reshape(-1, x.shape[-1])
 
 
-def moments(x, axis):
-    """Compute the mean and variance of each channel, float64."""
-    x = by_channel(x, axis)
-    return x.mean(0), x.var(0)
+def visible(x, axis, mask):
+    """Return which of the elements of `by_channel` a mask does not hide."""
+    mask = True if mask is None else arguments.broadcast_mask(mask, x, axis)
+    mask = np.broadcast_to(ops.convert_to_numpy(mask), x.shape)
+    return by_channel(mask, axis) > 0
+
+
+def moments(x, axis, mask):
+    """Compute the mean and variance of what is visible of each channel, float64."""
+    shown, x = visible(x, axis, mask), by_channel(x, axis)
+    return x.mean(0, where=shown), x.var(0, where=shown)
 
 
 def affine(norm, channels):
@@ -62,6 +69,9 @@ def learning_rate_of(model, learning_rate):
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         expected = "given, for the model has no optimizer"
+        raise arguments.wrong("learning_rate", expected, None)
+    if not hasattr(optimizer, "learning_rate"):
+        expected = "given, for the model's optimizer has no single one"
         raise arguments.wrong("learning_rate", expected, None)
     rate = ops.convert_to_tensor(optimizer.learning_rate)
     return float(ops.convert_to_numpy(rate))
