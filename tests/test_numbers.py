@@ -32,7 +32,8 @@ def test_tables_of_files(numbers, pages):
 def test_numbers_of_the_readme_stand_in_the_tables(numbers, pages):
     (text,) = (text for page, text in pages.items() if page.name == "README.md")
     # Not those of code, addresses and versions.
-    prose = re.sub(r"(?s)```.*?```|`.*?`|\(.*?\)|(Python|Keras|Apache) [\d.]+", "", text)
+    versions = r"(Python|Keras|Apache) [\d.]+"
+    prose = re.sub(rf"(?s)```.*?```|`.*?`|\(.*?\)|{versions}", "", text)
     found = re.findall(r"\d+\.\d+", numbers.BLOCK.sub("", prose))
     # So much less, of which the tables have what is left.
     less = re.findall(r"(?<![\d.])(\d+) %", prose)

@@ -184,7 +184,7 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
         ticks = sorted({x for outcomes in outcomes_of.values() for x in outcomes})
         axis.xaxis.set(major_locator=FixedLocator(ticks), minor_locator=NullLocator())
         if base != 10:
-            axis.set_xticklabels([f"{value:g}" for value in ticks])
+            axis.set_xticklabels([f"{value:.3g}" for value in ticks])
         axis.set(title=name, xlabel=xlabel, **settings)
     axes[0, 0].set_ylabel(ylabel)
     legend(figure, axes)
