@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_norms import _keras
+from keras_norms.layers.frozen import Frozen
 from keras_norms.layers.learning_rate import FollowsLearningRate
 
 Logs = dict[str, float] | None
@@ -33,8 +34,8 @@ class AMAT(keras.callbacks.Callback):
     `build()` of its own, learn the rate after that step. Build such a model before.
 
     The layers keep the last rate they were told when training ends; on JAX a schedule
-    goes on in a `fit` without AMAT. A warning says so if the rate is `1 / omega` or
-    more: inference then has the last batch's statistics.
+    goes on in a `fit` without AMAT. If that rate is `1 / omega` or more, inference has
+    the last batch's statistics, and a warning says so.
 
     Raises:
         ValueError: At the start of training, if the model has no optimizer, or one
@@ -124,17 +125,18 @@ class AMAT(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Logs = None) -> None:
         for layer in self._layers:
-            rate = _number(layer.learning_rate) if layer.built else 0.0
-            if not layer.trainable or layer.omega * rate < 1:
-                continue
-            warnings.warn(
-                f"Training ended at a learning rate of {rate:g}. At 1 / omega or more "
-                "CBN layers keep the statistics of the last batch alone, and inference "
-                "uses them. Call keras_norms.recalibrate on the model, or end with a "
-                "smaller rate.",
-                stacklevel=2,
-            )
-            break
+            if not layer.built or not layer.trainable or isinstance(layer, Frozen):
+                continue  # Its averages stay as they are.
+            rate = _number(layer.learning_rate)
+            if layer.omega * rate >= 1:
+                warnings.warn(
+                    f"Training ended at a learning rate of {rate:g}. At 1 / omega or "
+                    "more CBN layers keep the statistics of the last batch alone, and "
+                    "inference uses them. Call keras_norms.recalibrate on the model, "
+                    "or end with a smaller rate.",
+                    stacklevel=2,
+                )
+                break
         self._detach()
 
 

@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 from keras.callbacks import BackupAndRestore, LearningRateScheduler, ReduceLROnPlateau
 
-from keras_norms import AMAT, CBN
+from keras_norms import AMAT, CBN, freeze
 from tests.support import rates as r
 from tests.support.backend import BACKEND, later, not_torch
 from tests.support.rates import COSINE, EAGER, MOST_STEPS, PIECEWISE, TWO_STEPS, XLA
@@ -50,14 +50,16 @@ SMALL = keras.optimizers.schedules.PiecewiseConstantDecay([5], [0.01, 1.0])
 @pytest.mark.parametrize("rate, alone", [(1.0, True), (0.99, False), (SMALL, False)])
 def test_a_warning_of_averages_of_the_last_batch_alone(rate, alone):
     """CBN has `omega` of 1 here, and half the rate where two batches make an update."""
-    for steps in (None, 2):
+    for steps, stay in (None, False), (2, False), (None, True):
         optimizer = keras.optimizers.SGD(rate, gradient_accumulation_steps=steps)
         model, _ = r.recorder(optimizer)
+        if stay:
+            freeze(model)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             r.fit(model, AMAT())
         warned = any("recalibrate" in str(each.message) for each in found)
-        assert warned == (alone and steps is None)
+        assert warned == (alone and steps is None and not stay)
 
 
 def test_weights_are_as_many_after_a_schedule():

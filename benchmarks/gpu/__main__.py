@@ -25,7 +25,7 @@ from benchmarks import compare, compiled, networks, tables
 _NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
 _NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "")
 _TOPOLOGIES = flags.DEFINE_list("topologies", ["1x1x1"], "How many GPUs, as 1x1x4.")
-_SKIP = flags.DEFINE_string("skip", None, "Of the names of layers without a CBN.")
+_SKIP = flags.DEFINE_string("skip", None, "Regular expression: get no CBN.")
 _BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
 _POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
