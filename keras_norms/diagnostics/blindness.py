@@ -6,7 +6,6 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_batch, check_layers, check_model
 from keras_norms._types import Data, LayerOrName, Layers, Loss
@@ -22,6 +21,7 @@ from keras_norms.diagnostics._engine.reading import (
     find_layer,
     float64,
     names_of,
+    norms_in,
     visible,
 )
 from keras_norms.layers.channel_normalization import ChannelNormalization
@@ -202,10 +202,7 @@ def _layers(model, layers):
     check_layers(layers)
     if layers is not None:
         return [find_layer(model, layer, "layers") for layer in layers]
-    found = _keras.layers_of(model, kind=_NORM_CLASSES, include_self=False)
-    # A FusedCBN has a CBN of its own, that it does not call.
-    inner = {id(layer.norm) for layer in found if isinstance(layer, FusedCBN)}
-    found = [layer for layer in found if id(layer) not in inner]
+    found = norms_in(model, _NORM_CLASSES)
     if not found:
         expected = "given where a model has no normalisation"
         raise arguments.wrong("layers", expected, None)

@@ -5,11 +5,16 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-from keras_norms import _keras
 from keras_norms._checks.models import check_inputs, check_layers, matching_layers
 from keras_norms._types import Data, Directory, Layers
 from keras_norms.diagnostics._engine.objective import record
-from keras_norms.diagnostics._engine.reading import affine, float64, moments, names_of
+from keras_norms.diagnostics._engine.reading import (
+    affine,
+    float64,
+    moments,
+    names_of,
+    norms_in,
+)
 from keras_norms.diagnostics.probe import Probe
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.kernels import kernels_by_name
@@ -109,7 +114,8 @@ class BatchStatistics(Probe):
             function of the step that returns one. `None`: the moving statistics of the
             layer are `mu` and `sigma^2`, which costs nothing.
         layers: Layers or their names. `None`: every `BatchNormalization` of the
-            model; with a batch also `CBN`, `NoisyBN` and `LpNorm` layers.
+            model; with a batch also `CBN`, `NoisyBN` and `LpNorm` layers, but not the
+            CBN in a `FusedCBN`.
         every, log_dir: See `Probe`.
 
     Attributes:
@@ -149,7 +155,7 @@ class BatchStatistics(Probe):
         super().on_train_begin(logs)
         kinds = (keras.layers.BatchNormalization, ChannelNormalization)
         kinds = kinds if self._has_batch else kinds[:1]
-        found = _keras.layers_of(self.model, kinds, include_self=False)
+        found = norms_in(self.model, kinds)
         if self._layers is not None:
             every = (matching_layers(self.model, one) for one in self._layers)
             found = [norm for each in every for norm in each]

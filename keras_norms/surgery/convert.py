@@ -19,9 +19,9 @@ from keras_norms.surgery._convert.template import Report, Template
 from keras_norms.surgery._convert.wrap import keep_function, wrap
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear
+from keras_norms.surgery._graph.arrays import assign_all
 from keras_norms.surgery._graph.blocks import graph_of, warn_of_layers
 from keras_norms.surgery._graph.fused_cbn import fuse_cbn, split_fused_cbn
-from keras_norms.surgery._graph.graph import assign_all
 from keras_norms.surgery._graph.measure import inputs_of, measure
 from keras_norms.surgery._graph.relu import take_own_relu, take_relu_of_keras
 from keras_norms.surgery.recalibrate import recalibrate

@@ -7,9 +7,9 @@ from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
+from keras_norms.surgery._graph.arrays import to_float64
 from keras_norms.surgery._graph.blocks import NORMALIZING, graph_of, warn_of_layers
 from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
-from keras_norms.surgery._graph.graph import to_float64
 from keras_norms.surgery._graph.relu import take_relu_of_keras
 from keras_norms.surgery._graph.remake import config_of
 

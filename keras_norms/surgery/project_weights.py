@@ -14,8 +14,8 @@ from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.ops.weight_norms import unit_norm
 from keras_norms.surgery._graph import affine, linear
+from keras_norms.surgery._graph.arrays import to_float64
 from keras_norms.surgery._graph.blocks import graph_of
-from keras_norms.surgery._graph.graph import to_float64
 
 Logs = dict[str, float] | None
 _OF_SAMPLES = keras.layers.LayerNormalization, keras.layers.GroupNormalization

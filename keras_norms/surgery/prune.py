@@ -14,9 +14,10 @@ from keras_norms._checks import arguments
 from keras_norms._types import Tensor
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery._graph import affine, linear
+from keras_norms.surgery._graph.arrays import to_float64
 from keras_norms.surgery._graph.blocks import graph_of
 from keras_norms.surgery._graph.fused_cbn import split_fused_cbn
-from keras_norms.surgery._graph.graph import Graph, to_float64
+from keras_norms.surgery._graph.graph import Graph
 from keras_norms.surgery._graph.measure import check_end, inputs_of, wrong_data
 from keras_norms.surgery._prune.channels import Channels
 from keras_norms.surgery._prune.resize import resize, substitute

@@ -12,7 +12,7 @@ from keras_norms._checks import arguments
 from keras_norms._types import Tensor
 from keras_norms.layers.frozen import Frozen
 from keras_norms.surgery._graph.affine import NORM_CLASSES
-from keras_norms.surgery._graph.graph import assign, to_float64, to_numpy
+from keras_norms.surgery._graph.arrays import assign, to_float64, to_numpy
 from keras_norms.surgery._graph.measure import (
     NotFinite,
     inputs_of,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_norms import CBN, WS, diagnostics
+from keras_norms import CBN, WS, FusedCBN, diagnostics
 from tests.support import diagnostics_networks as networks
 from tests.support.backend import precision
 from tests.support.diagnostics_networks import WIDEST, float64, train
@@ -84,6 +84,16 @@ def test_batch_statistics():
             assert probe.history[key] == [pytest.approx(expected.mean(), rel=1e-4)]
     history = of_batch.history["norm_mean_distance"]
     assert logs["statistics_norm_mean_distance"] == history
+
+
+def test_batch_statistics_leave_out_the_cbn_in_a_fused_cbn():
+    x, _ = networks.batch()
+    fused = FusedCBN(layers.Dense(4), name="fused")
+    with precision(WIDEST):
+        model = networks.sequential(CBN(name="norm"), fused, layers.Dense(3))
+    statistics = diagnostics.BatchStatistics(x)
+    train(model, statistics)
+    assert {name.split("_")[0] for name in statistics.channels} == {"norm"}
 
 
 def test_batch_statistics_of_every_step():

@@ -4,8 +4,10 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import matching_layers
+from keras_norms.layers.fused_cbn import FusedCBN
 
 
 def float64(x):
@@ -51,6 +53,15 @@ def find_layer(model, layer, argument="layer"):
             f"Received: {argument}={layer!r}, the name of {len(found)} layers"
         )
     return found[0]
+
+
+def norms_in(model, kinds):
+    """List the layers of some classes, but not the CBN in a `FusedCBN`."""
+    # That is a layer too, but it is never called.
+    fused = _keras.layers_of(model, kind=FusedCBN)
+    inner = {id(layer.norm) for layer in fused}
+    found = _keras.layers_of(model, kind=kinds, include_self=False)
+    return [layer for layer in found if id(layer) not in inner]
 
 
 def names_of(layers):

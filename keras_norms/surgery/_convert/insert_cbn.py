@@ -11,7 +11,8 @@ from keras_norms.layers.cbn import CBN
 from keras_norms.surgery._convert.replace import take_out
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
-from keras_norms.surgery._graph.graph import Graph, Node, Unit, Value
+from keras_norms.surgery._graph.graph import Graph, Node, Value
+from keras_norms.surgery._graph.unit import Unit
 
 _PADDING_OR_NOISE = moves.ZERO_PADDING + moves.NOISE
 # What may stand between the input of a model and its first linear layer.

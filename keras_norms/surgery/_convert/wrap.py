@@ -7,7 +7,7 @@ import numpy as np
 from keras_norms.layers import kernels
 from keras_norms.layers.wn import WN
 from keras_norms.surgery._graph import affine, linear
-from keras_norms.surgery._graph.graph import assign, to_float64
+from keras_norms.surgery._graph.arrays import assign, to_float64
 
 
 def wrap(report, units, wrapper):

@@ -20,7 +20,8 @@ from keras_norms._checks import arguments
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery._graph import linear
 from keras_norms.surgery._graph.affine import NORM_CLASSES
-from keras_norms.surgery._graph.graph import Graph, functional_of, is_graph
+from keras_norms.surgery._graph.calls import functional_of, is_graph
+from keras_norms.surgery._graph.graph import Graph
 from keras_norms.surgery._graph.remake import is_of
 from keras_norms.surgery._graph.trace import Tracer
 

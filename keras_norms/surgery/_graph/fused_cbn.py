@@ -4,7 +4,8 @@ import keras
 
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.fused_cbn import FusedCBN, can_be_fused
-from keras_norms.surgery._graph.graph import Graph, Node, Unit, Value
+from keras_norms.surgery._graph.graph import Graph, Node, Value
+from keras_norms.surgery._graph.unit import Unit
 
 
 class _FusedUnit(Unit):

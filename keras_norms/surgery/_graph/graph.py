@@ -3,71 +3,18 @@
 `Graph(model)` reads a model without touching it. A `Value` is a tensor, a `Node` is one
 call, a `Unit` is a layer with its configuration and weights. A unit has several nodes
 where the layer is shared, and a graph of its own where it is a model. `Graph.build`
-makes new layers, calls them and gives them their weights.
+makes new layers and calls them, `Graph.make` gives them their weights.
 """
 
 import itertools
-import tempfile
-from typing import Any, NamedTuple
 
 import keras
-import numpy as np
-from keras import ops, tree
+from keras import tree
 
 from keras_norms import _keras
-from keras_norms._checks import arguments
-from keras_norms.layers.frozen import plain_class, set_frozen
 from keras_norms.surgery._graph import remake
-
-
-class Call(NamedTuple):
-    """One call of a layer or operation as Keras recorded it, on symbolic tensors."""
-
-    operation: Any
-    args: tuple
-    kwargs: dict[str, Any]
-    outputs: Any  # a list of the tensors that it makes, or any structure of them
-
-
-def call_of(node):
-    """What a node of Keras records."""
-    given = node.arguments
-    return Call(node.operation, given.args, given.kwargs, node.outputs)
-
-
-def is_graph(layer):
-    """Whether `layer` is a model whose calls can be read."""
-    if isinstance(layer, keras.Sequential):
-        return _keras.functional_in(layer) is not None
-    functional = _keras.Functional
-    return isinstance(layer, functional) and type(layer).call is functional.call
-
-
-def calls_of(model):
-    """The inputs, the calls in an order in which they can be run, and the outputs."""
-    inputs, nodes, outputs = _keras.structure_of(functional_of(model))
-    return inputs, list(map(call_of, nodes)), outputs
-
-
-def functional_of(model):
-    """The Functional model in `model`, or an error that says why there is none."""
-    is_sequential = isinstance(model, keras.Sequential)
-    if is_graph(model):
-        return _keras.functional_in(model) if is_sequential else model
-    if is_sequential:
-        raise ValueError(
-            "Argument `model` must be built: give it a `keras.Input`, or call it "
-            f"on data. Received: Sequential model '{model.name}' without an input "
-            "shape"
-        )
-    wanted = "a Functional or Sequential Keras model"
-    if not isinstance(model, keras.Model):
-        raise arguments.wrong("model", wanted, model)
-    raise ValueError(
-        f"Argument `model` must be {wanted}: the layers of a subclassed model cannot "
-        f"be seen from outside. Received: model '{model.name}' of class "
-        f"{type(model).__name__}"
-    )
+from keras_norms.surgery._graph.calls import calls_of, is_graph
+from keras_norms.surgery._graph.unit import Unit
 
 
 class Value:
@@ -130,141 +77,6 @@ class Node:
             return new
 
         self.args, self.kwargs = tree.map_structure(swap, (self.args, self.kwargs))
-
-
-class Unit:
-    """A layer to be: class (of a frozen norm that of the norm), configuration, weights.
-
-    Attributes:
-        source: The layer or operation it stands for, or `None` for a new one.
-        arrays: Dictionary of weights, by name, that are not those of `source`.
-        nodes: Its calls.
-        graph: That of a model, which it is then.
-        made: The new layer, once it is made.
-        wrapper: A class, or a partial of one, whose instance takes the new layer in.
-    """
-
-    def __init__(self, source=None, cls=None, config=None):
-        self.source, self._config = source, config
-        self.cls = cls or plain_class(type(source))
-        self.is_frozen = source is not None and self.cls is not type(source)
-        self.arrays, self.nodes = {}, []
-        self.graph = self.made = self.wrapper = None
-
-    @property
-    def config(self):
-        if self._config is None:
-            try:
-                self._config = remake.config_of(self.source)
-            except Exception as e:
-                raise ValueError(
-                    f"Layer '{self.source.name}' has no configuration to copy it from: "
-                    f"{e}"
-                ) from e
-        return self._config
-
-    def configure(self, **changes):
-        self._config = {**self.config, **changes}
-
-    @property
-    def name(self):
-        if self.graph is not None:
-            return self.graph.name
-        # Operations made by an operator (x + y), and layers whose constructor does not
-        # take it, have no name in their configuration.
-        known = self._config is not None and "name" in self._config
-        return self._config["name"] if known else self.source.name
-
-    @property
-    def layer(self):
-        """The source where it is a layer, else `None`."""
-        return self.source if isinstance(self.source, keras.layers.Layer) else None
-
-    @property
-    def readers(self):
-        """The units that read what it makes."""
-        values = [value for node in self.nodes for value in node.outputs]
-        return {reader.unit for value in values for reader in value.readers}
-
-    def weight(self, name):
-        """A weight in float64, or `None`."""
-        if name not in self.arrays and self.layer is not None:
-            # The first is its own; layers inside may have weights of that name too.
-            for found in [v for v in self.layer.weights if v.name == name][:1]:
-                self.arrays[name] = to_float64(found)
-        return self.arrays.get(name)
-
-    def become(self, cls, config, arrays):
-        """Turn into another layer at the same place."""
-        self.source, self.cls, self._config, self.arrays = None, cls, config, arrays
-        self.is_frozen = False
-
-    def rename(self, name):
-        if self.graph is not None:
-            self.graph.name = name
-        else:
-            self.configure(name=name)
-
-    def make(self):
-        """A new layer, without weights; always the same one."""
-        if self.made is None:
-            self.made = self._make() if self.graph is None else self.graph.build()
-        return self.made
-
-    def _make(self):
-        layer = self._make_layer()
-        if self.is_frozen:
-            set_frozen(layer, True)
-        if self.wrapper is None:
-            return layer
-        wrapped = self.wrapper(layer, name=self.name)
-        if not layer.trainable:
-            wrapped.trainable = False  # with its gain
-        return wrapped
-
-    def _make_layer(self):
-        if remake.is_copied(self.source):
-            return remake.copied(self.source, self.name)
-        try:
-            layer = remake.from_config(self.cls, self.config, self.source)
-            if "name" not in self.config:
-                layer.name = self.name
-            return layer
-        except Exception as e:
-            if self.source is not None and not getattr(self.source, "variables", ()):
-                return remake.copied(self.source, self.name)
-            if self._config is None:
-                raise
-            raise ValueError(
-                f"Layer '{self.name}' could not be made again from its configuration, "
-                f"{self.cls.__name__}.from_config() failed: {e}"
-            ) from e
-
-    def give_weights(self):
-        """Give the new layer its weights, and what it keeps outside of them."""
-        made = self.made if self.wrapper is None else self.made.layer
-        if self.graph is not None or not isinstance(made, keras.layers.Layer):
-            return
-        if self.layer is not None:
-            remake.warn_of_what_is_left_out(self.layer, made)
-            self._copy_variables(made)
-        if hasattr(self.layer, "save_assets"):
-            # A vocabulary.
-            with tempfile.TemporaryDirectory() as folder:
-                self.layer.save_assets(folder)
-                made.load_assets(folder)
-        assign_all(made, self.arrays)
-
-    def _copy_variables(self, made):
-        old, new = self.layer.variables, made.variables
-        # By place: names may be counted up. A layer that gained a bias has names.
-        same = [tuple(v.shape) for v in old] == [tuple(v.shape) for v in new]
-        by_name = {v.name: v for v in old}
-        for i, variable in enumerate(new):
-            if variable.name not in self.arrays:
-                variable.assign(to_numpy(old[i] if same else by_name[variable.name]))
-        if old and isinstance(made, keras.layers.Normalization):
-            made.finalize_state()
 
 
 class Graph:
@@ -440,27 +252,3 @@ def _without_automatic_masks(call):
 def _filled(structure, known):
     """A structure in which some objects stand for others, by `id`."""
     return tree.map_structure(lambda leaf: known.get(id(leaf), leaf), structure)
-
-
-# Arrays
-
-
-def to_numpy(x):
-    """An array or variable of any backend as a NumPy array."""
-    return ops.convert_to_numpy(ops.convert_to_tensor(x))
-
-
-def to_float64(x):
-    return np.asarray(to_numpy(x), "float64")
-
-
-def assign(variable, array):
-    """Give a variable the values of an array of any dtype."""
-    variable.assign(ops.cast(np.asarray(array), variable.dtype))
-
-
-def assign_all(layer, arrays):
-    """Give the weights of a layer the values of arrays, by name."""
-    for variable in layer.weights:
-        if variable.name in arrays:
-            assign(variable, arrays[variable.name])

@@ -12,13 +12,8 @@ from keras import ops, tree
 from keras.utils import is_keras_tensor
 
 from keras_norms import _keras
-from keras_norms.surgery._graph.graph import (
-    Call,
-    call_of,
-    calls_of,
-    is_graph,
-    to_float64,
-)
+from keras_norms.surgery._graph.arrays import to_float64
+from keras_norms.surgery._graph.calls import Call, call_of, calls_of, is_graph
 from keras_norms.surgery._graph.measure import quick_compilation
 
 

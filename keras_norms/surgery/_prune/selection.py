@@ -17,7 +17,7 @@ import numpy as np
 
 from keras_norms import _keras
 from keras_norms.surgery._graph import linear
-from keras_norms.surgery._graph.graph import to_numpy
+from keras_norms.surgery._graph.arrays import to_numpy
 
 # A channel that may become any other one is tried with so many of them.
 _TARGETS = 8
