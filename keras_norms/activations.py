@@ -37,8 +37,8 @@ def relu(x: Tensor) -> Tensor:
 def relu6(x: Tensor) -> Tensor:
     """Compute `min(max(x, 0), 6)`, as `relu` of this package does `max(x, 0)`.
 
-    It is to "relu6" and `keras.layers.ReLU(6)` what `relu` is to "relu", on TPUs.
-    Elsewhere its gradient reads its input, which moves fewer bytes on GPUs.
+    It is to "relu6" and `keras.layers.ReLU(6)` what `relu` is to "relu", but on GPUs
+    its gradient reads its input, which moves fewer bytes there.
 
     Args:
         x: Tensor of floats.
@@ -76,7 +76,9 @@ def _relu_of_jax(highest):
     @relu.defjvp
     def derivative(primals, tangents):
         (tangent,) = tangents
-        output = relu(*primals)
+        output = jax.lax.platform_dependent(
+            relu(*primals), cpu=_written_on_cpu, default=lambda x: x
+        )
         both = jax.lax.stop_gradient((*primals, output))
         if highest is None:
             passed = passes_by_output(*both)
@@ -84,8 +86,25 @@ def _relu_of_jax(highest):
             # On GPUs convolutions compute relu too, but not relu6: they write its input
             # anyway, and the output would be one more tensor.
             passed = jax.lax.platform_dependent(
-                *both, tpu=passes_by_output, default=lambda x, _: passes(x)
+                *both,
+                cpu=passes_by_output,
+                tpu=passes_by_output,
+                default=lambda x, _: passes(x),
             )
         return output, jax.lax.select(passed, tangent, jax.numpy.zeros_like(tangent))
 
     return relu
+
+
+def _written_on_cpu(x):
+    """`x`, which XLA writes to memory once, and computes again nowhere.
+
+    On a CPU it removes barriers before it fuses, but does not fuse across a call that
+    it may not inline. The call itself costs nothing.
+    """
+    import jax
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    with set_xla_metadata(inlineable="false"):
+        # JAX makes no call of a function that returns its argument.
+        return jax.jit(jax.lax.optimization_barrier)(x)
