@@ -58,7 +58,7 @@ FOLD_LIMIT = 1e-5
 if keras.backend.backend() == "torch":
     del MODELS["NASNetMobile"]  # which Keras does not build there
 
-_MODELS = flags.DEFINE_list("models", list(MODELS), "Names in keras.applications.")
+_MODELS = compare.define_names("models", list(MODELS), MODELS)
 _BATCH = flags.DEFINE_integer("batch", 8, "Images.", lower_bound=2)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 

@@ -8,9 +8,20 @@ import statistics
 import time
 
 import keras
+from absl import flags
 
 from benchmarks import machine, tables
 from recipes.engine import files
+
+
+def define_names(flag, default, names, help=""):
+    """Define a flag of names with commas between them; others are an error."""
+    listed = ", ".join(names)
+    holder = flags.DEFINE_list(flag, default, f"{help} Of {listed}.".strip())
+    flags.register_validator(
+        flag, lambda given: {*(given or ())} <= {*names}, f"must be of {listed}"
+    )
+    return holder
 
 
 def timer(run, at_least=0.0):
@@ -68,11 +79,6 @@ def report(output, benchmark, rows, **settings):
     print(tables.of(found))
 
 
-def write_report(path, benchmark, rows, **settings):
-    """Write rows with settings, versions and machine to a JSON file."""
-    files.write_json(path, described(benchmark, rows, **settings))
-
-
 def described(benchmark, rows, **settings):
     """A report: rows with settings, versions and machine."""
     return {"benchmark": benchmark, **settings, **machine.describe(), "rows": rows}
@@ -85,8 +91,8 @@ def rows_of(steps, settings, output):
         steps: Iterable of dicts that name a step, each with a function that returns
             its results, a dict.
         settings: Dict, what all steps have in common.
-        output: Path of a JSON file, or `None`. Steps that it has of the same settings
-            are not taken again.
+        output: Path of a JSON file, or `None`. Steps that it has of the same settings,
+            backend and versions are not taken again; of others it forgets them.
 
     Returns:
         List of dicts.
@@ -95,7 +101,9 @@ def rows_of(steps, settings, output):
     if output and os.path.exists(output):
         with open(output) as file:
             report = json.load(file)
-        if all(report.get(key) == value for key, value in settings.items()):
+        now = described(rows=[], **settings)
+        same = {*settings, "backend", "versions"}
+        if all(report.get(key) == now[key] for key in same):
             rows = report["rows"]
     for row, results in steps:
         if any(row.items() <= other.items() for other in rows):
@@ -105,5 +113,5 @@ def rows_of(steps, settings, output):
         rows.append(row)
         print(row, flush=True)
         if output:
-            write_report(output, rows=rows, **settings)
+            files.write_json(output, described(rows=rows, **settings))
     return rows

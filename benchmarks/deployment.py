@@ -33,7 +33,9 @@ from recipes import models
 from recipes.engine import data
 
 _NETWORKS = flags.DEFINE_list("networks", ["resnet20", "mobilenetv2"], "")
-_NORMS = flags.DEFINE_list("norms", ["bn", "cbn", "cbn_pruned"], "")
+_NORMS = compare.define_names(
+    "norms", ["bn", "cbn", "cbn_pruned"], ["bn", "bn_pruned", "cbn", "cbn_pruned"]
+)
 _DATASET = flags.DEFINE_string("dataset", "digits", "As of the recipes.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Of tensorflow_datasets.")
 _TRAIN_SIZE = flags.DEFINE_integer("train_size", None, "Images; all if not given.")

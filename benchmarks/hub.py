@@ -211,7 +211,7 @@ NETWORKS = {
     "RetinaNet": _retinanet,
 }
 
-_NETWORKS = flags.DEFINE_list("networks", list(NETWORKS), "Names of networks.")
+_NETWORKS = compare.define_names("networks", list(NETWORKS), NETWORKS)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 

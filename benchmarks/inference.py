@@ -24,25 +24,13 @@ import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import compare
-from keras_norms.layers import layers_of
+from benchmarks import compare, networks, steps
+from benchmarks.outputs import count
 from keras_norms.surgery import convert, fold
 from recipes.models import norms
 from recipes.models.resnet import resnet
 
-BACKEND = keras.backend.backend()
 YARDSTICK = "no normalisation"
-
-_NETWORKS = flags.DEFINE_list(
-    "networks",
-    ["resnet20:32:32", "ResNet50:96:4", "MobileNetV2:96:8"],
-    "Networks as name:image size:batch size.",
-)
-_ROUNDS = flags.DEFINE_integer("rounds", 30, "Rounds to time.", lower_bound=4)
-_JIT = flags.DEFINE_bool(
-    "jit_compile", BACKEND == "jax", "Whether XLA compiles the network (not PyTorch)."
-)
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
 def randomize(model):
@@ -73,6 +61,11 @@ def forms(name, size):
             bn = randomize(make(weights=None, input_shape=shape, classes=10))
             cbn = randomize(convert(bn, "cbn", preserve=False))
             plain = fold(bn)
+            if left := count(plain, keras.layers.BatchNormalization):
+                raise ValueError(
+                    f"{name} has no form without normalisation to compare with: "
+                    f"{left} of its norms do not fold."
+                )
         return {
             YARDSTICK: plain,
             "BatchNormalization": bn,
@@ -82,80 +75,64 @@ def forms(name, size):
         }
 
 
-def runner(model, x):
-    """A function that runs the network once, to the end."""
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        call = tf.function(lambda x: model(x, training=False), jit_compile=_JIT.value)
-        x = tf.constant(x)
-        return lambda: call(x).numpy()
-    if BACKEND == "jax":
-        import jax
-
-        trainable = [v.value for v in model.trainable_variables]
-        others = [v.value for v in model.non_trainable_variables]
-
-        def call(trainable, others, x):
-            return model.stateless_call(trainable, others, x, training=False)[0]
-
-        call, x = jax.jit(call) if _JIT.value else call, jax.numpy.asarray(x)
-        return lambda: call(trainable, others, x).block_until_ready()
-    import torch
-
-    x = keras.ops.convert_to_tensor(x)
-
-    def run():
-        with torch.no_grad():
-            y = model(x, training=False)
-            if y.is_cuda:
-                torch.cuda.synchronize()
-
-    return run
+def shifts_that_stay(models, form):
+    """How many `Rescaling` layers `fold` left in a form of the network."""
+    original = models[form.removesuffix(", folded")]
+    rescaling = keras.layers.Rescaling
+    return count(models[form], rescaling) - count(original, rescaling)
 
 
-def measure(name, size, batch, rounds):
+def measure(name, size, batch, *, jit_compile, rounds):
     """Time every form of one network. Returns a list of rows."""
     models = forms(name, size)
     x = np.random.default_rng(1).uniform(-1, 1, (batch, size, size, 3))
-    runs = {form: runner(model, x.astype("float32")) for form, model in models.items()}
+    x = keras.ops.convert_to_tensor(x, "float32")
+    runs = {
+        form: steps.inference(model, x, None, jit_compile)
+        for form, model in models.items()
+    }
     for run in runs.values():
         for _ in range(3):
             run()
     timers = {form: compare.timer(run) for form, run in runs.items()}
     times = compare.take_turns(timers, rounds)
-    rows = []
-    for form, measured in times.items():
-        stay = [
-            len(layers_of(models[form], cls))
-            for cls in (keras.layers.BatchNormalization, keras.layers.Rescaling)
-        ]
-        rows.append(
-            {
-                "network": f"{name}, {batch} x {size}x{size}",
-                "form": form,
-                "milliseconds": 1e3 * statistics.median(measured),
-                **compare.ratio(measured, times[YARDSTICK]),
-                "shifts_that_stay": stay[1] if "folded" in form else 0,
-            }
-        )
-    return rows
+    return [
+        {
+            "network": f"{name}, {batch} x {size}x{size}",
+            "form": form,
+            "milliseconds": 1e3 * statistics.median(measured),
+            **compare.ratio(measured, times[YARDSTICK]),
+            "shifts_that_stay": shifts_that_stay(models, form),
+        }
+        for form, measured in times.items()
+    ]
+
+
+def define_flags():
+    flags.DEFINE_list(
+        "networks",
+        ["resnet20:32:32", "ResNet50:96:4", "MobileNetV2:96:8"],
+        "Networks as name:image size:batch size.",
+    )
+    flags.DEFINE_integer("rounds", 30, "Rounds to time.", lower_bound=4)
+    flags.DEFINE_bool(
+        "jit_compile",
+        steps.BACKEND == "jax",
+        "Whether XLA compiles the network (not PyTorch).",
+    )
+    flags.DEFINE_string("output", None, "JSON file to write.")
 
 
 def main(_):
+    values = flags.FLAGS
+    settings = {"jit_compile": values.jit_compile, "rounds": values.rounds}
     rows = []
-    for text in _NETWORKS.value:
-        name, size, batch = text.split(":")
-        rows += measure(name, int(size), int(batch), _ROUNDS.value)
+    for text in values.networks:
+        rows += measure(*networks.parse(text, any_name=True), **settings)
         keras.utils.clear_session(free_memory=True)
-    compare.report(
-        _OUTPUT.value,
-        "inference",
-        rows,
-        jit_compile=_JIT.value,
-        rounds=_ROUNDS.value,
-    )
+    compare.report(values.output, "inference", rows, **settings)
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)

@@ -35,7 +35,6 @@ from absl import app, flags
 
 from benchmarks import compare, networks, training
 
-YARDSTICK = "bn"
 STEPS = 3
 
 
@@ -162,6 +161,8 @@ def in_a_process(*arguments):
 def of_an_image(network, norm, *settings):
     """Peak bytes, and how they grow with the batch."""
     name, size, batch = networks.parse(network)
+    if batch < 2:
+        raise ValueError(f"Two images or more are needed. Received: {network}")
     half = batch // 2
     peak, less = (
         in_a_process(f"{name}:{size}:{images}", norm, *settings)["peak_bytes"]
@@ -189,22 +190,12 @@ def measure(network, norms, policy="float32", jit_compile="auto"):
         print(rows[-1], flush=True)
         keras.utils.clear_session(free_memory=True)
     key = "bytes_per_image" if "bytes_per_image" in rows[0] else "peak_bytes"
-    base = rows[[*norms].index(YARDSTICK)][key]
+    base = rows[[*norms].index(networks.YARDSTICK)][key]
     return [{**row, "ratio": row[key] / base} for row in rows]
 
 
 def define_flags():
-    flags.DEFINE_list(
-        "networks",
-        ["resnet20:32:128", "resnet50:64:16"],
-        f"Networks as name:image size:batch size, of {', '.join(networks.NETWORKS)}.",
-    )
-    flags.DEFINE_list("norms", [*networks.NORMS], "With bn, the yardstick.")
-    flags.DEFINE_string("dtype_policy", "float32", "As mixed_bfloat16.")
-    flags.DEFINE_bool(
-        "jit_compile", None, "Whether XLA compiles the step. If None, Keras decides."
-    )
-    flags.DEFINE_string("output", None, "JSON file to write.")
+    networks.define_flags()
     flags.DEFINE_string("alone", None, "For the processes that this one starts.")
 
 
@@ -213,8 +204,6 @@ def main(_):
     if values.alone:
         print(json.dumps(of_this_process(*ast.literal_eval(values.alone))))
         return
-    if YARDSTICK not in values.norms:
-        raise app.UsageError("--norms must have bn among them.")
     jit_compile = "auto" if values.jit_compile is None else values.jit_compile
     rows = []
     for network in values.networks:

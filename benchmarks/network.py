@@ -29,7 +29,6 @@ from benchmarks import compare, machine, networks, training
 from keras_norms import CBN, LpNorm, NoisyBN
 from keras_norms.layers.fused_cbn import FusedCBN
 
-YARDSTICK = "bn"
 # Passes over the input that a layer makes in a training step, where the tensor does not
 # fit into the cache and where it does. BN, CBN, LpNorm, NoisyBN: read x twice, write y;
 # read x and the upstream gradient twice, write dx. FusedCBN: read x; add a term of x to
@@ -78,7 +77,7 @@ def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
         batch: Images a step.
         norms: Names in `networks.NORMS`, `"bn"` among them.
         steps: Steps that a candidate makes in its turn.
-        rounds: Turns of each candidate, 2 or more.
+        rounds: Turns of each candidate, 3 or more: two have no quartiles.
         jit_compile: That of `compile`.
     """
     cache = machine.cache_bytes()
@@ -96,7 +95,7 @@ def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
             "norm": norm,
             "seconds_per_step": statistics.median(times[norm]),
             "images_per_second": batch / statistics.median(times[norm]),
-            **compare.ratio(times[norm], times[YARDSTICK]),
+            **compare.ratio(times[norm], times[networks.YARDSTICK]),
             "bytes_of_passes": passes[norm],
         }
         for norm in norms
@@ -104,25 +103,13 @@ def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
 
 
 def define_flags():
-    flags.DEFINE_list(
-        "networks",
-        ["resnet20:32:128", "resnet50:64:16"],
-        f"Networks as name:image size:batch size, of {', '.join(networks.NETWORKS)}.",
-    )
-    flags.DEFINE_list("norms", [*networks.NORMS], "With bn, the yardstick.")
-    flags.DEFINE_string("dtype_policy", "float32", "As mixed_bfloat16.")
+    networks.define_flags()
     flags.DEFINE_integer("steps", 4, "Steps of a turn.", lower_bound=1)
-    flags.DEFINE_integer("rounds", 10, "Rounds to time.", lower_bound=2)
-    flags.DEFINE_bool(
-        "jit_compile", None, "Whether XLA compiles the step. If None, Keras decides."
-    )
-    flags.DEFINE_string("output", None, "JSON file to write.")
+    flags.DEFINE_integer("rounds", 10, "Rounds to time.", lower_bound=3)
 
 
 def main(_):
     values = flags.FLAGS
-    if YARDSTICK not in values.norms:
-        raise app.UsageError("--norms must have bn among them.")
     jit_compile = "auto" if values.jit_compile is None else values.jit_compile
     bandwidth = machine.copy_bandwidth()
     rows = []

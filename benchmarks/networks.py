@@ -4,6 +4,7 @@ import re
 import warnings
 
 import keras
+from absl import flags
 
 from keras_norms import CBN, LpNorm
 from keras_norms.layers import layers_of
@@ -37,8 +38,10 @@ NETWORKS = {
     "densenet121": (224, _application("DenseNet121")),
 }
 NORMS = ("none", "bn", "cbn", "fused_cbn", "noisy_bn", "lp_norm", "ws", "cwn", "wn")
+YARDSTICK = "bn"
 # With another p than 2.
 LP_NORMS = {"lp_norm:1": 1, "lp_norm:inf": "inf"}
+_SIZED = re.compile(r"(\w+):([1-9]\d*):([1-9]\d*)", re.ASCII)
 
 
 def build(network, norm, image_size=None, learning_rate=0.1, skip=None):
@@ -85,15 +88,38 @@ def build(network, norm, image_size=None, learning_rate=0.1, skip=None):
     return model
 
 
-def parse(text):
-    """`"resnet20:32:128"` as name, image size and batch size."""
-    name, *numbers = text.split(":")
-    if name not in NETWORKS or len(numbers) != 2 or not all(map(str.isdigit, numbers)):
+def parse(text, any_name=False):
+    """`"resnet20:32:128"` as name, image size and batch size.
+
+    Raises:
+        ValueError: If `text` is anything else, or, without `any_name`, if `NETWORKS`
+            does not have the name.
+    """
+    found = _SIZED.fullmatch(text)
+    if not found or not (any_name or found[1] in NETWORKS):
+        names = "" if any_name else f", with a name of {', '.join(NETWORKS)}"
         raise ValueError(
-            "A network must be name:image size:batch size, with a name of "
-            f"{', '.join(NETWORKS)}. Received: {text}"
+            f"A network must be name:image size:batch size{names}. Received: {text}"
         )
-    return name, *map(int, numbers)
+    return found[1], int(found[2]), int(found[3])
+
+
+def define_flags():
+    """The flags of benchmarks that compare the norms of whole networks."""
+    flags.DEFINE_list(
+        "networks",
+        ["resnet20:32:128", "resnet50:64:16"],
+        f"Networks as name:image size:batch size, of {', '.join(NETWORKS)}.",
+    )
+    flags.DEFINE_list("norms", [*NORMS], f"With {YARDSTICK}, the yardstick.")
+    flags.register_validator(
+        "norms", lambda norms: YARDSTICK in norms, f"must have {YARDSTICK} among them"
+    )
+    flags.DEFINE_string("dtype_policy", "float32", "As mixed_bfloat16.")
+    flags.DEFINE_bool(
+        "jit_compile", None, "Whether XLA compiles the step. If None, Keras decides."
+    )
+    flags.DEFINE_string("output", None, "JSON file to write.")
 
 
 def _nothing(layer):

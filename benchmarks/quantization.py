@@ -14,15 +14,16 @@ import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import tables
+from benchmarks import compare, tables
 from keras_norms import AMAT, CBN, FusedCBN
 from recipes.engine import data
 
-_NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "")
+NORMS = ["none", "bn", "cbn", "fused_cbn"]
+WIDTH = 128
+
+_NORMS = compare.define_names("norms", NORMS, NORMS)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "How many trainings.", lower_bound=1)
 _EPOCHS = flags.DEFINE_integer("epochs", 10, "Of each training.", lower_bound=1)
-
-WIDTH = 128
 
 
 def network(norm):

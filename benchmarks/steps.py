@@ -14,8 +14,8 @@ def training_step(layer, x, g, jit_compile):
         x, g: Tensors, the input and the gradient that arrives at the output.
         jit_compile: Whether XLA compiles it, on TensorFlow and JAX.
     """
-    parameters = [v.value for v in layer.trainable_variables]
-    state = [v.value for v in layer.non_trainable_variables]
+    trained, moving = layer.trainable_variables, layer.non_trainable_variables
+    parameters, state = ([v.value for v in each] for each in (trained, moving))
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
@@ -38,7 +38,11 @@ def training_step(layer, x, g, jit_compile):
 
         def step(parameters, state, x, g, *memory_of_the_last_step):
             def forward(parameters, x):
-                return layer.stateless_call(parameters, state, x, training=True)
+                # `stateless_call` gives `training` to layers that do not take it.
+                given = zip([*trained, *moving], [*parameters, *state])
+                with keras.StatelessScope(given) as scope:
+                    y = layer(x, training=True)
+                return y, [scope.get_current_value(v) for v in moving]
 
             y, pullback, state = jax.vjp(forward, parameters, x, has_aux=True)
             dparameters, dx = pullback(g)
@@ -67,7 +71,7 @@ def training_step(layer, x, g, jit_compile):
 
 
 def inference(layer, x, g, jit_compile):
-    """Return a function that runs the layer once at inference, to the end."""
+    """The same for a layer, or a network, at inference; `g` is not used."""
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
@@ -76,16 +80,17 @@ def inference(layer, x, g, jit_compile):
     if BACKEND == "jax":
         import jax
 
-        def call(weights, x, memory_of_the_last_call):
+        def call(weights, x, memory_of_the_last_call=None):
             return layer.stateless_call(*weights, x)[0]
 
-        if jit_compile:
-            call = jax.jit(call, donate_argnums=2, keep_unused=True)
         weights = [
             [v.value for v in variables]
             for variables in (layer.trainable_variables, layer.non_trainable_variables)
         ]
-        memory = [x + 0]
+        made = jax.eval_shape(call, weights, x)
+        memory = [jax.numpy.zeros(made.shape, made.dtype)]
+        if jit_compile:
+            call = jax.jit(call, donate_argnums=2, keep_unused=True)
 
         def run():
             memory[0] = jax.block_until_ready(call(weights, x, memory[0]))

@@ -27,7 +27,9 @@ from benchmarks.tpu import check
 
 _CHECK = flags.DEFINE_bool("check", False, "Whether the recipes compile.")
 _NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
-_NETWORKS = flags.DEFINE_list("networks", list(check.NETWORKS), "Of --check.")
+_NETWORKS = compare.define_names(
+    "networks", list(check.NETWORKS), check.NETWORKS, "For --check."
+)
 _NORMS = flags.DEFINE_list("norms", None, "none,bn,cbn,fused_cbn; with --check cbn.")
 _TOPOLOGIES = flags.DEFINE_list("topologies", None, "Slices, as v5e:2x2.")
 _BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
@@ -76,6 +78,11 @@ def steps_of_recipes():
 
 
 def main(_):
+    if not _CHECK.value and (_GROUP_SIZE.value or _NETWORKS.present):
+        raise app.UsageError("--networks and --group_size are those of --check.")
+    generations = {each.partition(":")[0] for each in _TOPOLOGIES.value or ()}
+    if _CHECK.value and not generations <= {*check.CHIPS}:
+        raise app.UsageError(f"--check knows chips of {', '.join(check.CHIPS)} alone.")
     settings = {
         "benchmark": "tpu_check" if _CHECK.value else "tpu",
         "network": None if _CHECK.value else _NETWORK.value,

@@ -23,7 +23,7 @@ def made(tmp_path):
 
 
 def test_network(made):
-    small = ["--networks=vgg16:4:2", "--norms=none,bn", "--steps=1", "--rounds=2"]
+    small = ["--networks=vgg16:4:2", "--norms=none,bn", "--steps=1", "--rounds=3"]
     printed, report = made("network", *small)
     assert report["benchmark"] == "network"
     none, bn = report["rows"]
@@ -31,6 +31,14 @@ def test_network(made):
     for row in (none, bn):
         assert row["images_per_second"] == pytest.approx(2 / row["seconds_per_step"])
         assert f"| vgg16, 2 x 4 | {row['norm']} |" in printed
+
+
+@pytest.mark.parametrize("flag", ["--kernels", "--nokernels"])
+def test_layer(made, flag):
+    _, report = made("layer", flag, "--shapes=2x4x4x8", "--rounds=4")
+    yardstick, *others = report["rows"]
+    assert yardstick["ratio"] == 1 and len(others) >= 3
+    assert (yardstick["floor_milliseconds"] == 0) == (flag == "--kernels")
 
 
 def test_sweep(made):
@@ -73,10 +81,26 @@ def test_inference(made):
     assert "| resnet8, 2 x 8x8 |" in printed
 
 
-@pytest.mark.parametrize("name", ["network", "memory"])
-def test_bad_arguments(name):
-    printed = run("-m", f"benchmarks.{name}", "--norms=cbn", succeeds=False)
-    assert "--norms must have bn among them" in printed
+@pytest.mark.parametrize(
+    "name, flag, message",
+    [
+        ("network", "--norms=cbn", "must have bn among them"),
+        ("memory", "--norms=cbn", "must have bn among them"),
+        ("amat", "--rounds=2", "2 is not integer >= 3"),
+        ("network", "--rounds=2", "2 is not integer >= 3"),
+        ("amat", "--rates=never", "must be of constant, schedule, callback"),
+        ("applications", "--models=None", "must be of ResNet50, "),
+        ("deployment", "--norms=gn", "must be of bn, bn_pruned, cbn, cbn_pruned"),
+        ("hub", "--networks=None", "must be of ResNet, "),
+        ("inference", "--networks=ResNet50", "image size:batch size. Received: ResNet"),
+        ("quantization", "--norms=gn", "must be of none, bn, cbn, fused_cbn"),
+        ("tpu", "--group_size=8", "--group_size are those of --check"),
+        ("tpu", "--networks=vgg16", "--group_size are those of --check"),
+    ],
+)
+def test_bad_arguments(name, flag, message):
+    printed = run("-m", f"benchmarks.{name}", flag, succeeds=False)
+    assert message in printed
 
 
 @pytest.mark.parametrize("name", hub.NETWORKS)

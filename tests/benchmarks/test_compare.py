@@ -36,7 +36,7 @@ def test_ratio_compares_within_a_round():
         compare.ratio([1, 2], [1])
 
 
-def test_long_steps_go_on(tmp_path):
+def test_long_steps_go_on(tmp_path, monkeypatch):
     output, taken = tmp_path / "report.json", []
 
     def rows(*names, rounds=3):
@@ -54,3 +54,6 @@ def test_long_steps_go_on(tmp_path):
     assert report["versions"]["keras"] and report["cores"] >= 1
     rows("a", rounds=4)  # which is another report
     assert taken == ["a", "b", "a"]
+    monkeypatch.setattr(compare.machine.platform, "python_version", lambda: "4.0")
+    rows("a", rounds=4)
+    assert taken == ["a", "b", "a", "a"]

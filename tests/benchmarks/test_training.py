@@ -53,7 +53,7 @@ def test_amat_where_there_is_cbn():
 @pytest.mark.thorough
 @pytest.mark.parametrize("rate", amat.RATES)
 def test_amat(rate):
-    row = amat.measure(rate, "small", 8, 2, steps=2, rounds=2)
+    row = amat.measure(rate, "small", 8, 2, steps=2, rounds=3)
     assert 0 < row["direct_share"] < 1
     low, high = row["ratio_interval"]
     assert low <= row["ratio"] <= high
@@ -75,6 +75,11 @@ def test_memory(monkeypatch):
         found = memory.of_this_process("small:32:8", "bn", "float32")
         assert found == {"peak_bytes": 50}
         assert [name for name, *_ in meter.method_calls] == ["now", "reset", "peak"]
+
+
+def test_memory_of_an_image_takes_two():
+    with pytest.raises(ValueError, match="Two images or more.* Received: small:8:1"):
+        memory.of_an_image("small:8:1", "bn", "float32")
 
 
 def test_peak_of_this_process():
@@ -132,6 +137,7 @@ def test_bytes_of_passes(dtype, cache, expected):
 
 def test_parse():
     assert networks.parse("resnet20:32:128") == ("resnet20", 32, 128)
-    for text in ("resnet20", "resnet20:32", "other:1:2", "vgg16:a:1"):
+    for text in ("resnet20", "resnet20:32", "other:1:2", "vgg16:a:1", "vgg16:0:1"):
         with pytest.raises(ValueError, match=f"Received: {text}"):
             networks.parse(text)
+    assert networks.parse("other:1:2", any_name=True) == ("other", 1, 2)
