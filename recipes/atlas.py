@@ -1,4 +1,4 @@
-"""Which norm, with which activation and batch size, each at its own learning rate.
+r"""Which norm, with which activation and batch size, each at its own learning rate.
 
 The small run, less than five minutes on two cores, and that of 10,000 images of
 CIFAR-10, for a GPU. There the rates of a cell, and then its seeds, train together in

@@ -1,4 +1,4 @@
-"""Compares normalisations: CBN learns faster than BN, most of all with sigmoid.
+r"""Compares normalisations: CBN learns faster than BN, most of all with sigmoid.
 
 The first comparison is `make demo`: 30 trainings of ResNet-8 on scikit-learn's 8x8
 digits, 2 to 3 minutes on two cores. The second is the paper's, for a GPU and ten seeds;
@@ -28,6 +28,7 @@ import itertools
 
 from recipes.engine import classifier, command, data, figures, files, results
 from recipes.engine.settings import setting
+from recipes.models import NAMES, norms
 
 LOOK = (
     " Look at the epochs first: how soon a norm gets there. Accuracies that differ by "
@@ -41,10 +42,12 @@ class Settings(classifier.Saved, classifier.Populations):
 
     RUN = classifier.Saved
 
-    models: tuple[str, ...] = setting(("resnet20",), "Names of networks.")
-    norms: tuple[str, ...] = setting(("bn", "cbn"), "Names of normalisations.")
+    models: tuple[str, ...] = setting(("resnet20",), NAMES)
+    norms: tuple[str, ...] = setting(("bn", "cbn"), f"Of {', '.join(norms.NORMS)}.")
     activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
-    target_accuracy: float = setting(0.9, "Count epochs until it.", at_most=1)
+    target_accuracy: float = setting(
+        0.9, "Count epochs until it.", at_least=0, at_most=1
+    )
 
 
 def run(settings):

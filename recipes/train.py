@@ -1,4 +1,4 @@
-"""Trains one network with one normalisation, as Section 6.1 of the CBN paper does.
+r"""Trains one network with one normalisation, as Section 6.1 of the CBN paper does.
 
 The small run, on scikit-learn's 8x8 digits, takes half a minute on 2 cores (with 15
 epochs, the default, less), and the paper's run needs a GPU:
@@ -62,8 +62,10 @@ def train(settings, strategy=None, **options):
         path of the network as it was after the epoch of the highest test accuracy.
     """
     if strategy is not None:
-        name = options.setdefault("name", settings.label())
-        places = strategy.places(name, settings.runs_dir, settings.saved_models_dir)
+        options["name"] = options.get("name") or settings.directory("").name
+        places = strategy.places(
+            options["name"], settings.runs_dir, settings.saved_models_dir
+        )
         settings = dataclasses.replace(
             settings,
             runs_dir=str(places[0]),

@@ -10,8 +10,12 @@ import ipaddress
 import multiprocessing
 import os
 import socket
+import sys
 import time
+import traceback
 import warnings
+
+import keras_tuner
 
 from recipes.engine import workers
 
@@ -19,6 +23,7 @@ from recipes.engine import workers
 VARIABLES = [f"KERASTUNER_{key}" for key in ("TUNER_ID", "ORACLE_IP", "ORACLE_PORT")]
 LOOPBACK = "127.0.0.1"
 RESTARTS = 10  # of all workers together, before something must be wrong
+FATAL = 70  # exit status of a worker whose error would meet every trial
 GOODBYE_SECONDS = 30  # for workers to ask once more, and hear that all is done
 
 
@@ -83,7 +88,7 @@ def run(oracle, count, function, *arguments):
     its trial. The function is one of a module, so that other processes can import it.
 
     Raises:
-        RuntimeError: If workers fail too often.
+        RuntimeError: If workers fail too often, or a trial ends with an error.
     """
     with socket.socket() as found:
         found.bind((LOOPBACK, 0))
@@ -105,6 +110,11 @@ def run(oracle, count, function, *arguments):
         nonlocal failures
         players.extend(start(number) for number in range(len(players), count))
         for number, player in enumerate(players):
+            if player.exitcode == FATAL:
+                raise RuntimeError(
+                    "A trial ended with an error, see above. Once this is mended, the "
+                    "same command goes on with it"
+                )
             if player.exitcode:
                 failures += 1
                 if failures > RESTARTS:
@@ -122,4 +132,8 @@ def run(oracle, count, function, *arguments):
 
 def _play(function, arguments):
     workers.end_with_parent()
-    function(*arguments)
+    try:
+        function(*arguments)
+    except keras_tuner.errors.FatalRuntimeError:
+        traceback.print_exc()
+        sys.exit(FATAL)

@@ -196,7 +196,7 @@ class _Slot:
         self.held = contextlib.ExitStack()  # of its runs
 
     def results(self):
-        return [run.results or training.results_of(run, True) for run in self.runs]
+        return [run.results or training.results_of(run) for run in self.runs]
 
 
 def rung_epochs(epochs, halving, count):

@@ -1,6 +1,7 @@
 """What a search found: tuner_results.json, a table, and pictures."""
 
 import dataclasses
+import shlex
 
 import numpy as np
 import pandas as pd
@@ -69,7 +70,7 @@ def command(settings, values):
     ]
     backend = settings.backend
     prefix = "" if backend == "tensorflow" else f"KERAS_BACKEND={backend} "
-    return f"{prefix}python -m recipes.train {' '.join(flags)}"
+    return f"{prefix}python -m recipes.train {shlex.join(flags)}"
 
 
 def table(found, names):

@@ -1,4 +1,4 @@
-"""Finds rho, omega and other settings of a recipe, with KerasTuner.
+r"""Finds rho, omega and other settings of a recipe, with KerasTuner.
 
 On this machine, a trial on each core at a time; one after the other, with all of the
 machine; and many at once in one program, for an accelerator (JAX), where half of them
@@ -128,7 +128,9 @@ class Settings(classifier.Training):
 
     def directory(self):
         """Where the search is recorded."""
-        return pathlib.Path(self.runs_dir) / (self.name or f"tuner-{self.label()}")
+        if self.name:
+            return pathlib.Path(self.runs_dir, self.name)
+        return super().directory("tuner")
 
     def shared(self):
         """The `recipes.engine.classifier.Saved` that all trials share."""

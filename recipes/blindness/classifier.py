@@ -1,4 +1,4 @@
-"""Blindness of a BN layer inside of trained classifiers.
+r"""Blindness of a BN layer inside of trained classifiers.
 
 The small run, on scikit-learn's 8x8 digits, and those of the paper, for a GPU:
 
@@ -89,7 +89,7 @@ class Settings(Training, Sweep):
 
     RUN = Training
 
-    networks: tuple[str, ...] = setting(NETWORKS, "Some of these.", choices=NETWORKS)
+    networks: tuple[str, ...] = setting(NETWORKS, "Networks.", choices=NETWORKS)
     seeds: int = 1
 
 

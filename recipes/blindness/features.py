@@ -1,4 +1,4 @@
-"""Features of classifiers that were trained on batches of one label, by norm.
+r"""Features of classifiers that were trained on batches of one label, by norm.
 
 The small run, VGG-11 on scikit-learn's 8x8 digits; two networks; another one; and the
 paper's networks and data, for a GPU:
@@ -89,7 +89,9 @@ class Settings(Training, Sweep):
     RUN = Training
 
     networks: tuple[str, ...] = setting(("vgg11",), models.NAMES)
-    norms: tuple[str, ...] = setting(("none", "bn", "layer", "cbn"), "Normalisations.")
+    norms: tuple[str, ...] = setting(
+        ("none", "bn", "layer", "cbn"), "Normalisations.", choices=sorted(norms.NORMS)
+    )
     kinds: tuple[str, ...] = setting(KINDS, "Labels of a batch.", choices=KINDS)
     seeds: int = 2
 

@@ -87,7 +87,9 @@ class Settings(Training, Sweep):
 
     RUN = Training
 
-    norms: tuple[str, ...] = setting(("bn", "layer"), "Names in recipes.models.norms.")
+    norms: tuple[str, ...] = setting(
+        ("bn", "layer"), "Normalisations.", choices=sorted(norms.NORMS)
+    )
     classes: tuple[str, ...] = setting(("0+1",), "Pairs of labels, such as 0+1,3+8.")
     architectures: tuple[str, ...] = setting(("full",), "Sizes.", choices=ARCHITECTURES)
 

@@ -1,4 +1,4 @@
-"""Each of CBN's four parts adds accuracy: rows 1 to 7 of Tables 1 to 4.
+r"""Each of CBN's four parts adds accuracy: rows 1 to 7 of Tables 1 to 4.
 
 The small run and the paper's (one of its four tables), for a GPU:
 

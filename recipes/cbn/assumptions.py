@@ -1,4 +1,4 @@
-"""The assumptions of CBN's theorems, 0 < eta_k < 2 and 0 < tau_k < 1, in training.
+r"""The assumptions of CBN's theorems, 0 < eta_k < 2 and 0 < tau_k < 1, in training.
 
 The small run and the paper's, for a GPU:
 

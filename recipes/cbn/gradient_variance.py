@@ -1,4 +1,4 @@
-"""AMAT lowers the variance of the gradient; a fixed moving average need not.
+r"""AMAT lowers the variance of the gradient; a fixed moving average need not.
 
 The small run and one nearer to the paper's, for a GPU:
 

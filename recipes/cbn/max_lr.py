@@ -1,4 +1,4 @@
-"""Mean removal and the l2 norm, alone and together, against the learning rate.
+r"""Mean removal and the l2 norm, alone and together, against the learning rate.
 
 The small run and the paper's, for a GPU:
 

@@ -1,4 +1,4 @@
-"""CBN's rho: speed and final accuracy against rho in {1/4, 1/2, 1, 2, 4, 8}.
+r"""CBN's rho: speed and final accuracy against rho in {1/4, 1/2, 1, 2, 4, 8}.
 
 The small run and the paper's, for a GPU:
 
@@ -40,7 +40,9 @@ class Settings(classifier.Grid):
     norm: str = setting("cbn", "A norm with a rho.", choices=sorted(norms.CBN_FAMILY))
     activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
     rhos: tuple[float, ...] = setting((1 / 4, 1 / 2, 1, 2, 4, 8), "Values of rho.")
-    target_accuracy: float = setting(0.9, "Count epochs until it.", at_most=1)
+    target_accuracy: float = setting(
+        0.9, "Count epochs until it.", at_least=0, at_most=1
+    )
 
 
 def run(settings):

@@ -1,4 +1,4 @@
-"""Small batches: CBN with its moving averages, CBN and BN of batch statistics, others.
+r"""Small batches: CBN with its moving averages, CBN and BN of batch statistics, others.
 
 The small run, and that of 10,000 images of CIFAR-10, for a GPU. There the seeds of a
 combination train together, in one program:

@@ -23,6 +23,7 @@ DTYPES = ("float32", "bfloat16", "mixed_bfloat16")
 class Training(Images):
     """The settings of a training. The defaults are the paper's for CIFAR."""
 
+    STREAMED = True
     NAMED = ("dataset", "model", "norm", "activation", "seed")
     VARIABLE = (
         *("seed", "rho", "stage_rho", "omega", "learning_rate", "weight_decay"),

@@ -23,7 +23,7 @@ def run(recipe, kind):
             _refuse(arguments[1:])
             settings = kind.from_flags()
         except ValueError as error:
-            sys.exit(f"{error}\nAll flags: {sys.argv[0]} --help")
+            sys.exit(f"{error}\nThe same command with --help shows all flags.")
         start = time.monotonic()
         directory = recipe(settings)
         if directory is not None:

@@ -31,6 +31,20 @@ def stem(dataset):
     return pathlib.Path(dataset).stem
 
 
+def check(dataset, streamed=False):
+    """Raises a ValueError unless a data set is known, or the path of an .npz file.
+
+    `streamed` says whether it may be one that is too large to be arrays.
+    """
+    known = ("digits", *TFDS, *(STREAMED if streamed else ()))
+    if dataset not in known and not dataset.endswith(".npz"):
+        no = "" if streamed else f" ({', '.join(STREAMED)} cannot be arrays, used here)"
+        raise ValueError(
+            f"Argument `dataset` must be one of {', '.join(known)}, or the path of an "
+            f".npz file{no}. Received: dataset={dataset!r}"
+        )
+
+
 def augmented(dataset):
     """Whether training images are cropped and flipped: photographs are."""
     return stem(dataset).startswith(("cifar", *STREAMED))
@@ -98,18 +112,13 @@ def load(dataset, data_dir=None, train_size=None, download=False, validation_siz
         validation_size: Hold out this many of these training images, in the place of
             the test images, which then nobody sees: for choosing settings.
     """
+    check(dataset)
     if dataset == "digits":
         arrays = _digits()
     elif dataset in TFDS:
         arrays = _tfds(dataset, data_dir, download)
-    elif dataset.endswith(".npz"):
-        arrays = _npz(dataset)
     else:
-        raise ValueError(
-            f"Argument `dataset` must be one of digits, {', '.join(TFDS)} or the path "
-            f"of an .npz file ({', '.join(STREAMED)} cannot be arrays, only "
-            f"`recipes.train` reads it). Received: dataset={dataset!r}"
-        )
+        arrays = _npz(dataset)
     x_train, x_test = (np.asarray(arrays[i], "float32") for i in (0, 2))
     x_train, x_test = (x[..., None] if x.ndim == 3 else x for x in (x_train, x_test))
     y_train, y_test = (np.asarray(arrays[i], "int32").reshape(-1) for i in (1, 3))
@@ -171,14 +180,36 @@ def _npz(path):
             f"Argument `dataset` must be the path of an existing .npz file. "
             f"Received: dataset={path!r}"
         )
-    with np.load(path) as file:
-        if missing := [name for name in names if name not in file]:
-            raise ValueError(
-                f"Argument `dataset` must be an .npz file with the arrays "
-                f"{', '.join(names)}. Received: dataset={path!r}, which has "
-                f"{file.files}, and lacks {missing}"
-            )
-        x, y, x_test, y_test = (file[name] for name in names)
+    try:
+        with np.load(path) as file:
+            found = {name: file[name] for name in names if name in file}
+    except Exception as error:  # of the many kinds of zipfile and NumPy
+        raise ValueError(
+            "Argument `dataset` must be the path of a whole .npz file. "
+            f"Received: dataset={path!r}, which cannot be read ({error})"
+        ) from None
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(
+            f"Argument `dataset` must be an .npz file with the arrays "
+            f"{', '.join(names)}. Received: dataset={path!r}, which lacks {missing}"
+        )
+    x, y, x_test, y_test = found.values()
+    pairs = (x, y), (x_test, y_test)
+    fit = all(a.ndim in (3, 4) and b.size == len(a) > 0 for a, b in pairs)
+    if not fit or x.shape[1:] != x_test.shape[1:]:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in found.items())
+        raise ValueError(
+            "Argument `dataset` must be an .npz file with images of one size, (n, "
+            "height, width) or (n, height, width, channels), and a label for each, (n,)"
+            f" or (n, 1). Received: dataset={path!r}, with {shapes}"
+        )
+    if min(y.min(), y_test.min()) < 0 or y_test.max() > y.max():
+        raise ValueError(
+            "Argument `dataset` must be an .npz file whose labels are numbers from 0 "
+            f"on that training images have. Received: dataset={path!r}, with labels "
+            f"from {y.min()} to {y.max()}, of test images {y_test.min()} to "
+            f"{y_test.max()}"
+        )
     # A file may be sorted by class, and some recipes test on the first images.
     order = np.random.default_rng(0).permutation(len(x_test))
     return x, y, x_test[order], y_test[order]

@@ -1,4 +1,4 @@
-"""One training on many devices: each batch is divided among them.
+r"""One training on many devices: each batch is divided among them.
 
     none            one device
     mirrored        TensorFlow, all GPUs of a machine, by tf.distribute.MirroredStrategy

@@ -31,7 +31,7 @@ class Together(classifier.Saved):
 
     def run(self):
         """Its `recipes.engine.run.Run`."""
-        return Run(f"{self.runs_dir}/{self.label()}", self.config())
+        return Run(self.directory(""), self.config())
 
 
 def describe(settings):
@@ -141,7 +141,7 @@ def log(run, trials, row, scores):
 
 def finish(run, settings, best, **more):
     """Saves what `best` returns, if an epoch was the best, and completes the run."""
-    results = training.results_of(run, best=True) | {"saved_model": None}
+    results = training.results_of(run) | {"saved_model": None}
     if results["best_epoch"] and settings.saved_models_dir is not None:
         results |= classifier.write(best(), settings, run)
     run.finish(results | more)

@@ -35,7 +35,6 @@ class Hooks(NamedTuple):
             whose loss is not finite.
         at_end: Callable of the trained model, the `Problem`, the settings and the run.
             It returns a dict of more results, and is not called if training diverged.
-        line: Callable of the logs of an epoch, returns a dict with `train_loss`.
         callbacks: Callables of the `Problem` and the settings, each returns a Keras
             callback. What it puts into the logs of an epoch goes into the line.
         keep_best: Whether `at_end` is about the weights after the first of the epochs
@@ -46,7 +45,6 @@ class Hooks(NamedTuple):
     before: Callable | None = None
     after: Callable | None = None
     at_end: Callable | None = None
-    line: Callable = scores
     callbacks: tuple = ()
     keep_best: bool = False
 
@@ -132,7 +130,7 @@ class Recorder(keras.callbacks.Callback):
             highest = max((m["test_accuracy"] for m in self.run.metrics), default=-1)
         self.run.log(
             epoch=self.epoch,
-            **self.hooks.line(logs),
+            **scores(logs),
             seconds_per_step=self._seconds / self._steps if self._steps else None,
             **self._measured,
         )

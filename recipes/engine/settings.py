@@ -27,6 +27,8 @@ from typing import ClassVar
 import keras
 from absl import flags
 
+from recipes.engine import data
+
 flags.disclaim_key_flags()  # --help of a recipe shows them as its own
 
 
@@ -106,7 +108,7 @@ class Settings:
         return "-".join(parts)
 
     def directory(self, recipe):
-        """Where the outcome of a recipe goes, by what was asked."""
+        """Where the outcome of a recipe, or a run, goes, by what was asked."""
         name = "-".join(filter(None, [recipe, self.label()]))
         if len(name) > 200:  # file systems take 255
             digest = hashlib.sha256(name.encode()).hexdigest()
@@ -125,9 +127,11 @@ class Settings:
             kind, default = _kind(field)[0], field.default
             if isinstance(default, tuple):
                 default = [_shown(value) for value in default]
-            about = field.metadata["help"]
+            about, choices = (field.metadata.get(key) for key in ("help", "choices"))
+            if choices and kind is tuple:
+                about = f"{about} Of {', '.join(choices)}."
             shared = {"default": default, "help": about, "flag_values": flag_values}
-            if (choices := field.metadata.get("choices")) and kind is str:
+            if choices and kind is str:
                 flags.DEFINE_enum(field.name, enum_values=list(choices), **shared)
             else:
                 _FLAG[kind](field.name, **shared)
@@ -142,6 +146,8 @@ class Settings:
 class Images(Settings):
     """Settings of what reads a data set."""
 
+    STREAMED: ClassVar = False  # whether it may be too large to be arrays
+
     dataset: str = setting(
         "digits", "digits, mnist, cifar10, cifar100, or the path of an .npz file."
     )
@@ -154,6 +160,11 @@ class Images(Settings):
     download: bool = setting(
         False, "Download the data set if it is not there.", compare=False
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dataset is not None:
+            data.check(self.dataset, self.STREAMED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,6 +268,8 @@ def _check(field, value):
         return
     if type(value) is not kind:
         refuse(_MUST.get(kind, f"be of type {kind.__name__}"))
+    if value == ():
+        refuse("have a value")
     for each in value if kind is tuple else [value]:
         if kind is tuple and type(each) is not item:
             refuse(f"be values of type {item.__name__}")

@@ -4,6 +4,7 @@ A kind of training is a function of its settings that returns a `Problem`: a net
 its batches, its learning rate. What a recipe measures on the way are hooks of `train`.
 """
 
+import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from recipes.engine import optimizers, run, workers
 from recipes.engine.data import TEST_BATCH_SIZE
-from recipes.engine.recorder import SCORES, Hooks, Recorder, numpy_copy, scores
+from recipes.engine.recorder import SCORES, Hooks, Recorder, numpy_copy
 
 
 class Problem(NamedTuple):
@@ -82,8 +83,10 @@ def train(settings, kind, problem_of, *, name=None, until=None, verbose=0, **hoo
         last epoch, the median `seconds_per_step`, and what the hook `at_end` says. What
         is not finite is `None`.
     """
-    name = name or "-".join(filter(None, [kind, settings.label()]))
-    recorded = run.Run(f"{settings.runs_dir}/{name}", settings.config())
+    directory = settings.directory(kind)
+    if name:
+        directory = pathlib.Path(settings.runs_dir, name)
+    recorded = run.Run(directory, settings.config())
     results = recorded.results
     if results is None:
         with recorded:
@@ -117,7 +120,7 @@ def _train(recorded, settings, problem, hooks, until, verbose):
         except BaseException:
             _last.clear()  # nobody knows what state it is in
             raise
-    results = results_of(recorded, hooks.line is scores)
+    results = results_of(recorded)
     if recorder.epoch < problem.epochs and not results["diverged"]:
         return results
     if recorder.best is not None:
@@ -128,7 +131,7 @@ def _train(recorded, settings, problem, hooks, until, verbose):
     return recorded.finish(results)
 
 
-def results_of(recorded, best=False):
+def results_of(recorded):
     """What came out of a run so far, by its metrics."""
     metrics = recorded.metrics
     last = metrics[-1]
@@ -141,7 +144,7 @@ def results_of(recorded, best=False):
         **{key: last[key] for key in SCORES if key in last},
         "seconds_per_step": float(np.median(seconds)) if seconds else None,
     }
-    if best and "test_accuracy" in last:
+    if "test_accuracy" in last:
         finite = [line for line in metrics if line["train_loss"] is not None]
         found = max(finite, key=lambda line: line["test_accuracy"], default={})
         results["best_test_accuracy"] = found.get("test_accuracy")

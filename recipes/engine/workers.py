@@ -28,10 +28,12 @@ MOST = 8  # each takes about 1 GB
 
 def default_count():
     """How many: 1 where there is an accelerator, else one for each core, at most 8."""
-    try:
+    if keras.backend.backend() == "torch":  # whose devices Keras does not list
+        import torch
+
+        devices = ["cuda"] * torch.cuda.device_count()
+    else:
         devices = keras.distribution.list_devices()
-    except AttributeError:  # PyTorch has none
-        devices = []
     if any(not device.startswith("cpu") for device in devices):
         return 1
     if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
@@ -55,6 +57,10 @@ def each(function, jobs, program, count=None):
 
     Yields:
         A job, and what the function returned, as they come.
+
+    Raises:
+        RuntimeError: If a process is killed. This and any error of the function end
+            all processes.
     """
     waiting = collections.defaultdict(collections.deque)
     for job in jobs:
@@ -64,6 +70,7 @@ def each(function, jobs, program, count=None):
         for job in itertools.chain(*waiting.values()):
             yield job, function(job)
         return
+    others = set(multiprocessing.active_children())
     with contextlib.ExitStack() as stack:
         pools = [stack.enter_context(_pool()) for _ in range(count)]
         last = [None] * count  # the program of each pool
@@ -85,9 +92,17 @@ def each(function, jobs, program, count=None):
                     pool, job = running.pop(future)
                     idle.append(pool)
                     yield job, future.result()
-        except BaseException:
+        except BaseException as error:
             for pool in pools:
                 pool.shutdown(wait=False, cancel_futures=True)
+            # This process would not end before them, which may take hours.
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            if isinstance(error, concurrent.futures.BrokenExecutor):
+                raise RuntimeError(
+                    "A process that trained was killed, perhaps for want of memory, of "
+                    "which fewer --workers need less. The same command goes on"
+                ) from error
             raise
 
 

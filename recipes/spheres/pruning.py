@@ -1,4 +1,4 @@
-"""Channels of a trained network that can go: small gamma, and values that agree.
+r"""Channels of a trained network that can go: small gamma, and values that agree.
 
 The small run, on scikit-learn's digits, and that of the numbers below:
 
@@ -32,6 +32,7 @@ Liu et al., Network Slimming, ICCV 2017. https://arxiv.org/abs/1708.06519
 
 import dataclasses
 import itertools
+import pathlib
 import timeit
 from functools import partial
 
@@ -43,7 +44,7 @@ from keras import ops
 from keras_norms import CBN, prune, recalibrate
 from keras_norms.surgery.prune import norms_of_one_maker
 from recipes.engine import classifier, command, data, files, optimizers, training
-from recipes.engine.run import Run
+from recipes.engine.run import RESULTS, Run
 from recipes.engine.settings import setting
 from recipes.spheres import _pruning_results as results
 
@@ -52,6 +53,7 @@ from recipes.spheres import _pruning_results as results
 class Slimmed(classifier.Saved):
     """A training whose last network is saved."""
 
+    STREAMED = False
     norm: str = "bn"
     activation: str = "relu"
     gamma_l1: float = setting(0.0, "Penalty on |gamma| in training.", at_least=0)
@@ -157,20 +159,24 @@ def problem(settings):
 
 def trained(settings):
     """Trains a network, or loads what came out before, compiled for evaluation."""
-    found = training.train(settings, "pruning_train", problem, at_end=classifier.save)
-    name, path = (found.results.get(key) for key in ("name", "saved_model"))
-    if found.results["diverged"]:
-        raise ValueError(f"The training in {settings.runs_dir}/{name} diverged.")
+    kind = "pruning_train"
+    found = training.train(settings, kind, problem, at_end=classifier.save).results
+    directory = settings.directory(kind)
+    if found["diverged"]:
+        raise ValueError(f"The training in {directory} diverged.")
     try:
-        return compiled(keras.saving.load_model(path))
+        return compiled(keras.saving.load_model(found["saved_model"]))
     except Exception as error:  # of the many kinds of zipfile, Keras and h5py
-        raise files.damaged(path, f"it cannot be loaded ({error})") from None
+        reason = f"its network {found['saved_model']} cannot be loaded ({error})"
+        raise files.damaged(directory / RESULTS, reason) from None
 
 
 def run(settings):
     """Trains a network, prunes it in all ways and returns the directory of the run."""
-    name = settings.name or f"pruning-{settings.label()}"
-    recorded = Run(f"{settings.runs_dir}/{name}", settings.config())
+    directory = settings.directory("pruning")
+    if settings.name:
+        directory = pathlib.Path(settings.runs_dir, settings.name)
+    recorded = Run(directory, settings.config())
     if recorded.results is None:
         data.images(settings)  # that they can be read
         with recorded:
@@ -192,7 +198,6 @@ def measure(recorded, settings):
     test = [x[: settings.test_size].copy() for x in (loaded.x_test, loaded.y_test)]
     del loaded
     data.load.cache_clear()  # all other images
-    recorded.keep(len(recorded.metrics))
     done = {(line["method"], line["level"]) for line in recorded.metrics}
     wanted = [("whole", 0.0), *(("gamma", share) for share in settings.shares)]
     wanted += itertools.product(("mean", "merge"), settings.levels)

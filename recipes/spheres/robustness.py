@@ -1,4 +1,4 @@
-"""All scale-invariant norms lose accuracy under noise and attack; does decay help?
+r"""All scale-invariant norms lose accuracy under noise and attack; does decay help?
 
 The small run, one on CIFAR-10 images, and the paper's, for a GPU:
 
@@ -195,13 +195,16 @@ def changes(rows):
     """What weight decay changes of the losses of accuracy, as Markdown."""
     header, lines = ["norm", "noise, here", "BIM l∞, here"], []
     header += [f"{what}, {of}" for of in PAPER for what in ("noise", "BIM l∞")]
-    found = {}
+    found, decays = {}, [row["weight_decay"] for row in rows]
+    least, largest = min(decays), max(decays)
     for row in rows:
         if row["inf"] is not None:
             lost = [row["inf"][key]["mean"] for key in SHOWN[2::2]]
             found.setdefault(row["norm"], {})[row["weight_decay"]] = np.array(lost)
     for norm, by_decay in found.items():
-        differences = [*(by_decay[max(by_decay)] - by_decay[min(by_decay)])]
+        if least == largest or not {least, largest} <= by_decay.keys():
+            continue  # one decay, or all runs of one diverged
+        differences = [*(by_decay[largest] - by_decay[least])]
         for of in PAPER.values():
             # Without decay and with it: clean, noise, attacked.
             (clean, *others), (with_decay, *others_with) = of.get(
@@ -211,6 +214,8 @@ def changes(rows):
             differences += [*(np.subtract(with_decay, others_with) - lost)]
         cells = (f"{100 * d:+.1f}" for d in differences)
         lines.append([name_of(norm), *(c.replace("+nan", "–") for c in cells)])
+    if not lines:
+        return ""
     return (
         "What the largest decay changes of the accuracy lost, in points\n\n"
         f"{results.markdown(header, lines)}\nNegative: less is lost with decay.\n"

@@ -1,4 +1,4 @@
-"""Norms of scale-invariant weights grow in training, and weight decay stops them.
+r"""Norms of scale-invariant weights grow in training, and weight decay stops them.
 
 The small run, and the paper's, for a GPU:
 
@@ -60,6 +60,7 @@ SPHERE = "on the sphere"
 class Decays(classifier.Grid):
     """Every norm, with and without weight decay."""
 
+    STREAMED = False
     model: str = "resnet8"
     activation: str = "relu"
     batch_size: int | None = 32

@@ -9,6 +9,7 @@ import absl.flags
 import pytest
 
 from recipes.engine import command
+from recipes.models import norms
 from tests.support import small
 from tests.support.backend import BACKEND, later
 
@@ -67,7 +68,11 @@ def test_every_recipe_is_documented():
         ("train", "--stage_rho=stage1", "`stage_rho` must .*stage_rho='stage1'"),
         ("train", "--dtype=float16", "float16"),
         ("train", "--dataset=imagenet2012 --validation_size=9", "`validation_size` mu"),
+        ("train", "--dataset=digitz", "`dataset` must .*imagenet2012,.*'digitz'"),
         ("compare", "--norms=bn,cbm", "`norm` must be of bn,.*norm='cbm'"),
+        ("compare", "--norms=", "`norms` must have a value. Received: norms=()"),
+        ("compare", "--target_accuracy=-3", "`target_accuracy` must be at least 0"),
+        ("blindness.layers", "--samples=1438", "`samples` must be at most 1437"),
         ("cbn.ablation", "--activations=relu --rho_after=1,2", "must have one number"),
         ("cbn.gradient_variance", "--batches=1", "`batches` must be at least 2"),
         ("smoothness.landscape", "--network=dln --dataset=digits", "must be None with"),
@@ -75,12 +80,30 @@ def test_every_recipe_is_documented():
         ("blindness.features", "--norms=ws+gn", "`norm` must not normalise kernels"),
         ("blindness.features", "--networks=vgg12", "`model` must be one of"),
         ("spheres.weight_growth", "--weight_decays=-1", "`weight_decay.* at least 0"),
+        *(
+            (recipe, "--dataset=imagenet2012", "`dataset` must be one of digits, ")
+            for recipe in (
+                "spheres.weight_growth",
+                "spheres.robustness",
+                "spheres.pruning",
+                "smoothness.landscape",
+                "blindness.features",
+            )
+        ),
     ],
 )
 def test_bad_flags(recipe, flags, message):
     recipe = importlib.import_module(f"recipes.{recipe}")
     with pytest.raises((ValueError, absl.flags.Error), match=message):
         command.parse(recipe.Settings, flags.split())
+
+
+@pytest.mark.parametrize("recipe", ["compare", "atlas", "cbn.max_lr", "blindness.flow"])
+def test_help_says_which_norms_there_are(recipe):
+    values = absl.flags.FlagValues()
+    importlib.import_module(f"recipes.{recipe}").Settings.define_flags(values)
+    for norm in norms.NORMS:
+        assert re.search(rf"[ ,]{re.escape(norm)}[,.]", values["norms"].help)
 
 
 @pytest.mark.parametrize("paper", ["smoothness", "blindness", "spheres", *later("cbn")])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recipes import train
-from recipes.engine import data, optimizers, recorder
+from recipes.engine import data, devices, optimizers, recorder, training
 from tests.support import small
 from tests.support import synthetic_search as synthetic
 from tests.support.backend import BACKEND, numpy, thorough_on
@@ -77,6 +77,29 @@ def test_a_training_that_ends_at_a_write_goes_on_as_if_it_had_not(
     if fatal == 9:  # all epochs are behind, and only the results are missing
         monkeypatch.setattr(keras.Model, "fit", None)
     assert contents(run_tiny(tmp_path)) == contents(finished[1])
+
+
+def test_the_command_asks_a_strategy_for_the_places_of_its_run(tmp_path, monkeypatch):
+    class Strategy(devices.Replicas):
+        def __init__(self):
+            pass
+
+        def places(self, name, *directories):
+            asked.append(name)
+            return directories
+
+    asked, ran = [], []
+    monkeypatch.setattr(devices, "get", lambda *_: Strategy())
+
+    def trained(*_, name, **more):
+        ran.append(name)
+        return small.outcome()
+
+    monkeypatch.setattr(training, "train", trained)
+    for name in (None, "mine"):
+        train.run(train.Settings(**small.places(tmp_path), name=name))
+    label = train.Settings().label()
+    assert asked == ran == [label, "mine"]
 
 
 def test_a_saved_model_has_its_own_rho_omega_and_rate(tmp_path):

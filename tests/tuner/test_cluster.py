@@ -2,6 +2,7 @@ import json
 import os
 import threading
 
+import keras_tuner
 import pytest
 
 from tests.support import small
@@ -58,6 +59,17 @@ def test_workers_that_die_again_and_again(tmp_path, monkeypatch):
     oracle = synthetic.oracle("random", 1, directory=tmp_path / "a")
     with pytest.raises(RuntimeError, match="Workers failed 1 times"):
         cluster.run(oracle, 1, os._exit, 3)
+
+
+def broken():
+    raise keras_tuner.errors.FatalRuntimeError("no space left")
+
+
+@pytest.mark.thorough
+def test_an_error_of_a_trial_ends_the_search_of_many_workers(tmp_path):
+    oracle = synthetic.oracle("random", 1, directory=tmp_path / "a")
+    with pytest.raises(RuntimeError, match="ended with an error.*same command goes on"):
+        cluster.run(oracle, 1, broken)
 
 
 def test_a_cluster_needs_all_of_its_variables(monkeypatch):

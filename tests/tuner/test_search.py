@@ -1,4 +1,5 @@
 import json
+import shlex
 
 import keras
 import numpy as np
@@ -75,6 +76,8 @@ def test_the_best_setting_as_a_command(finished):
     line = report.command(classifier.Saved(**place), stages)
     assert "--stage_rho=stage1=0.5,stage2=2 --data_dir=/data" in line
     assert "--dataset=cifar10" in line and "validation" not in line
+    line = report.command(classifier.Saved(dataset="my images/b.npz"), {})
+    assert "--dataset=my images/b.npz" in shlex.split(line)
 
 
 def test_the_same_again_trains_nothing_and_no_other_search(finished, monkeypatch):

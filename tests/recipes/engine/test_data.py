@@ -93,6 +93,27 @@ def test_bad_arguments(made, tmp_path):
         data.Batches(np.zeros((4, 2, 2, 1)), np.zeros(4), 5, seed=0)
 
 
+def test_an_npz_that_is_no_set_of_images(made, tmp_path):
+    arrays, path = made[1], tmp_path / "other.npz"
+    x, y, one_hot = arrays["x_train"], arrays["y_train"], np.eye(4)[made[1]["y_test"]]
+    for change, message in (
+        ({"y_test": one_hot}, r"a label for each.*y_test \(10, 1, 4\)"),
+        ({"y_train": y[1:]}, r"a label for each.*y_train \(49, 1\)"),
+        ({"x_train": x[:0], "y_train": y[:0]}, r"a label for each.*\(0, 6, 5, 3\)"),
+        ({"x_train": x.reshape(50, -1)}, r"\(n, height, width\).*x_train \(50, 90\)"),
+        ({"x_test": arrays["x_test"][:, 1:]}, r"of one size.*x_test \(10, 5, 5, 3\)"),
+        ({"y_train": y - 1}, "labels are numbers from 0.*labels from -1 to 2"),
+        ({"y_test": arrays["y_test"] + 1}, "that training images have.*images 1 to 4"),
+    ):
+        np.savez(path, **arrays | change)
+        with pytest.raises(ValueError, match=f"`dataset` must .*{message}"):
+            data.load(str(path))
+    for content in (path.read_bytes()[:-40], b"a text", b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="a whole .npz file.*cannot be read"):
+            data.load(str(path))
+
+
 @pytest.mark.parametrize("augment", [False, True])
 def test_batches_are_a_function_of_seed_and_number(augment):
     x = np.random.default_rng(1).normal(size=(23, 6, 5, 2)).astype("float32")

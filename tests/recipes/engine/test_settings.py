@@ -104,6 +104,7 @@ def test_bad_values(monkeypatch):
         ("cover", 1, "be True or False"),
         ("herbs", "ab", "be several values"),
         ("places", ["x"], "be values of type float"),
+        ("herbs", [], "have a value"),
     ):
         with pytest.raises(ValueError, match=rf"`{name}` must {must}\. Received: "):
             Cooking(**{name: value})

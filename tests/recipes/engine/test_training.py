@@ -1,6 +1,10 @@
 import concurrent.futures
 import dataclasses
 import functools
+import multiprocessing
+import os
+import signal
+import time
 from unittest import mock
 
 import keras
@@ -10,7 +14,7 @@ import pytest
 from recipes.cbn import max_lr
 from recipes.engine import classifier, imagenet, optimizers, results, training, workers
 from tests.support import small
-from tests.support.backend import later, later_on_jax
+from tests.support.backend import BACKEND, later, later_on_jax
 
 pytestmark = pytest.mark.usefixtures("small_network")
 
@@ -123,6 +127,56 @@ def test_many_of_which_one_diverges(tmp_path):
     assert other is outcomes[good] and not other.results["diverged"]
     accuracy = f"{100 * other.results['test_accuracy']:.2f}"
     assert results.percent([other, bad]) == f"{accuracy} (1 of 2 diverged)"
+
+
+def test_where_a_run_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place, name, expected in (
+        ("", None, f"a-{settings('').label()}"),  # here, not in /
+        ("runs", "b", "runs/b"),
+    ):
+        with pytest.raises(ZeroDivisionError):  # when all but the network is there
+            training.train(settings(place), "a", lambda _: 1 / 0, name=name)
+        assert (tmp_path / expected / "config.json").exists()
+    # A name longer than file systems take is cut.
+    rhos = ",".join(f"stage{number}=0.5" for number in range(30))
+    with pytest.raises(ZeroDivisionError):
+        training.train(settings("", stage_rho=rhos), "a", lambda _: 1 / 0)
+
+
+def end_or_sleep(job):
+    """What a process does."""
+    if job == "killed":
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job == "wrong":
+        time.sleep(1)
+        raise ValueError("wrong")
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    "job, error", [("killed", RuntimeError), *later(("wrong", ValueError))]
+)
+def test_an_error_ends_all_processes(job, error):
+    """And who is killed is said in words, not as a broken pool."""
+    start = time.monotonic()
+    with pytest.raises(error, match="was killed, perhaps for want of memory|wrong"):
+        list(workers.each(end_or_sleep, [job, "long"], str, 2))
+    while multiprocessing.active_children():
+        assert time.monotonic() - start < 120
+        time.sleep(0.1)
+
+
+def test_a_process_for_an_accelerator(monkeypatch):
+    if BACKEND == "torch":
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    else:
+        found = ["gpu:0", "gpu:1"]
+        monkeypatch.setattr(keras.distribution, "list_devices", lambda: found)
+    assert workers.default_count() == 1
 
 
 def test_jobs_of_one_program_meet_in_one_process(monkeypatch):

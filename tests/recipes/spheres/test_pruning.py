@@ -1,4 +1,6 @@
 import json
+import re
+import shutil
 from functools import partial
 
 import keras
@@ -113,8 +115,11 @@ def test_pruning(tmp_path, monkeypatch, small_network):
     assert len(path.read_text().splitlines()) == 1
     problem, whole = map(pruning.problem, (asked, Settings(**small.SETTINGS)))
     assert problem.schedule.boundaries == whole.schedule.boundaries
-    # A network that cannot be read is named.
+    # A network that cannot be read is named, and what is to be deleted: the training.
     (path,) = (tmp_path / "saved_models_dir").iterdir()
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match=f"{path.name} is damaged.*cannot be loaded"):
+    with pytest.raises(ValueError, match=f"{path.name} cannot be loaded") as error:
         pruning.trained(asked.training())
+    place = re.search(r"delete the directory (\S+),", str(error.value))[1]
+    shutil.rmtree(place)
+    assert pruning.trained(asked.training()).count_params() > 0

@@ -74,6 +74,19 @@ def test_robustness(tmp_path, small_network):
     assert line[0].endswith("(2 diverged)") and line[2:] == ["–"] * 10
 
 
+def test_what_decay_changes_is_known_of_norms_that_train_with_and_without():
+    def row(norm, weight_decay, *lost):
+        keys = robustness.SHOWN[2::2]
+        inf = {key: {"mean": each} for key, each in zip(keys, lost)} or None
+        return {"norm": norm, "weight_decay": weight_decay, "inf": inf}
+
+    both = [row("bn", 0.0, 0.3, 0.4), row("bn", 0.1, 0.1, 0.5)]
+    one_lost = [row("group", 0.0, 0.3, 0.4), row("group", 0.1)]
+    _, _, line = small.cells(robustness.changes(both + one_lost))
+    assert line[:3] == ["BN", "-20.0", "+10.0"]
+    assert not robustness.changes(both[:1])
+
+
 def test_network_of_pixels():
     images = data.load("digits")
     model = small.convolutions("resnet8", (8, 8, 1), 10, "bn", "relu")
