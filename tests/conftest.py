@@ -21,6 +21,24 @@ COVERING_JAX = """
     layers/test_recomputation.py ops surgery/test_inline.py surgery/test_recalibrate.py
     test_amat.py
 """
+# What JAX compiles fast, not well: networks that run a few times, whose tests are not
+# of the last digits. Most of what they take there is LLVM, the optimizer of XLA.
+COMPILED_FAST = "diagnostics layers/test_models.py surgery"
+
+
+def is_in(path, names):
+    return any(path.is_relative_to(HERE / name) for name in names.split())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_fast(request):
+    from tests.support.backend import BACKEND
+
+    if BACKEND == "jax":
+        import jax
+
+        is_fast = is_in(request.path, COMPILED_FAST)
+        jax.config.update("jax_disable_most_optimizations", is_fast)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +52,7 @@ def pytest_collection_modifyitems(items):
     # Not by the process that only starts others.
     from tests.support.backend import BACKEND
 
-    names = (COVERING_JAX if BACKEND == "jax" else COVERING).split()
+    names = COVERING_JAX if BACKEND == "jax" else COVERING
     for item in items:
-        if not any(item.path.is_relative_to(HERE / name) for name in names):
+        if not is_in(item.path, names):
             item.add_marker("no_cover")

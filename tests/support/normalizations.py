@@ -21,7 +21,9 @@ KERNELS = MODES[-1:] if BACKEND == "jax" else MODES[::2]
 def in_modes(values, few=(), modes=KERNELS):
     """Values and modes: a few or all values in one mode each, in turns."""
     chosen = [(value, modes[i % len(modes)]) for i, value in enumerate(few or values)]
-    return some(itertools.product(values, MODES), chosen)
+    # Eagerly JAX runs the same code, the operations that it compiles otherwise alone.
+    every = modes if BACKEND == "jax" else MODES
+    return some(itertools.product(values, every), chosen)
 
 
 def built(shape, rng, layer, **arguments):
