@@ -165,7 +165,7 @@ class LpNorm(Recomputable, ChannelNormalization):
         outputs = lp_norm.lp_normalization(
             x, gamma, beta, batch, epsilon=self.epsilon, **static
         )
-        self.update_statistics(stored, *batch)
+        self.update_statistics(stored, batch.count, batch.mean, batch.norm)
         return out_of_groups(outputs, inputs)
 
     def get_config(self) -> dict[str, Any]:

@@ -24,11 +24,16 @@ from keras_norms.ops.single_pass import single_pass
 
 
 class LpStatistics(NamedTuple):
-    """Statistics of one batch: elements per channel, mean and norm, as `Moments`."""
+    """Statistics of one batch: elements per channel, mean and norm, as `Moments`.
+
+    `ends` are the largest x and the largest -x, where `norm` is that of x - mean and p
+    is infinity, else nothing.
+    """
 
     count: Tensor
     mean: Tensor
     norm: Tensor
+    ends: tuple[Tensor, ...] = ()
 
 
 def lp_statistics(
@@ -72,11 +77,9 @@ def lp_statistics(
         if together:
             batch, *ends = combine_replicas(batch, *ends)
             ends = [ops.max(end, 0) for end in ends]
-        # Rounded as where they are taken from x: it is the same difference.
-        largest_x, largest_minus_x = ends
-        above, below = largest_x - batch.mean, largest_minus_x + batch.mean
+        above, below = _beyond(batch.mean, *ends)
         norm = ops.relu(ops.where(above > below, above, below))
-        return LpStatistics(batch.count, batch.mean, norm)
+        return LpStatistics(batch.count, batch.mean, norm, tuple(ends))
     center = batch.mean if centered else ops.zeros_like(batch.mean)
     norm = _norm(x, center, *masks, p=p, centered=centered, axis=axis)
     if synchronized:
@@ -131,7 +134,8 @@ def lp_normalization(
     def forward(x, gamma, beta, mean, norm, *for_gradient):
         return lp_inference(x, gamma, beta, mean, norm, epsilon=epsilon, axis=axis)
 
-    def gradient(upstream, x, gamma, beta, mean, norm, count, *mask):
+    def gradient(upstream, x, gamma, beta, mean, norm, count, *rest):
+        ends, mask = rest[: len(batch.ends)], rest[len(batch.ends) :]
         # All leave out the factor a.
         inverse = 1 / (norm + epsilon)
         center = mean if centered else ops.zeros_like(mean)
@@ -142,9 +146,12 @@ def lp_normalization(
             pivot = center
             unit = 1 / ops.where(norm > 0, norm, ops.ones_like(norm))
         else:
-            direction = _direction(
-                x, center, norm, *mask, p=p, centered=centered, axis=axis
-            )
+            if ends:
+                direction = _direction_of_ends(x, mean, *ends, *mask, axis=axis)
+            else:
+                direction = _direction(
+                    x, center, norm, *mask, p=p, centered=centered, axis=axis
+                )
             pivot = ops.zeros_like(mean)
             unit = ops.ones_like(mean)
             if p == math.inf or centered:
@@ -164,11 +171,11 @@ def lp_normalization(
             constant = constant - k * total[2] / count
         vectors = gamma * inverse, k, pivot, constant
         dx = gradient_x(upstream, direction, *vectors, *mask, axis=axis)
-        return dx, local[1] * inverse, local[0], *[None] * (3 + len(mask))
+        return dx, local[1] * inverse, local[0], *[None] * (3 + len(rest))
 
-    masks = () if mask is None else (mask,)
+    rest = batch.ends if mask is None else (*batch.ends, mask)
     normalize = custom_gradient(forward, gradient)
-    return normalize(x, gamma, beta, batch.mean, batch.norm, batch.count, *masks)
+    return normalize(x, gamma, beta, batch.mean, batch.norm, batch.count, *rest)
 
 
 def _root(x, p):
@@ -216,6 +223,28 @@ def _ends(x, mask=None, *, dtype, axis):
         return ops.max(x, axes, initial=none)
 
     return largest(x), largest(-x)
+
+
+def _beyond(mean, largest_x, largest_minus_x):
+    """How far a channel reaches above its mean, and below."""
+    return largest_x - mean, largest_minus_x + mean
+
+
+@single_pass()
+def _direction_of_ends(x, mean, largest_x, largest_minus_x, mask=None, *, axis):
+    """`_direction` for p = inf of x - mean: 1 or -1 where x is the farther end.
+
+    It compares x itself: x - mean may be rounded otherwise than where it was largest.
+    """
+    ndim, x = len(x.shape), ops.cast(x, mean.dtype)
+    above, below = _beyond(mean, largest_x, largest_minus_x)
+    # Nothing is larger than the norm, so that no x is equal to this.
+    nowhere = ops.full_like(mean, math.inf)
+    top = ops.where(above >= below, largest_x, nowhere)
+    bottom = ops.where(below >= above, largest_minus_x, nowhere)
+    top, bottom = (per_channel(end, ndim, axis) for end in (top, bottom))
+    direction = ops.cast(x == top, x.dtype) - ops.cast(-x == bottom, x.dtype)
+    return visible(direction, mask)
 
 
 @single_pass()

@@ -68,7 +68,7 @@ def test_statistics_are_those_of_all(p, centered, masked, dtype, monkeypatch):
     norm = size.max(0) if p == np.inf else np.mean(size**p, 0) ** (1 / p)
     expected = [np.ma.filled(v, 0) for v in (np.ma.count(x, 0), x.mean(0), norm)]
     for batch in on_each(len(PARTS), function, monkeypatch):
-        for actual, wanted in zip(batch, expected, strict=True):
+        for actual, wanted in zip(batch[:3], expected, strict=True):
             assert actual.dtype == batch.mean.dtype
             np.testing.assert_allclose(numpy(actual), wanted, rtol=1e-5, atol=1e-6)
         assert keras.backend.standardize_dtype(batch.mean.dtype) == dtype
