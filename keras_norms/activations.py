@@ -97,14 +97,14 @@ def _relu_of_jax(highest):
 
 
 def _written_on_cpu(x):
-    """`x`, which XLA writes to memory once, and computes again nowhere.
+    """Return `x` so that XLA on a CPU writes it to memory, and never recomputes it.
 
-    On a CPU it removes barriers before it fuses, but does not fuse across a call that
-    it may not inline. The call itself costs nothing.
+    There XLA removes optimization barriers before it fuses operations. But it does not
+    fuse across a call that it may not inline, and such a call copies nothing.
     """
     import jax
     from jax.experimental.xla_metadata import set_xla_metadata
 
     with set_xla_metadata(inlineable="false"):
-        # JAX makes no call of a function that returns its argument.
+        # Not the identity: JAX removes a call that returns its argument.
         return jax.jit(jax.lax.optimization_barrier)(x)

@@ -62,7 +62,7 @@ def train(settings, strategy=None, **options):
         path of the network as it was after the epoch of the highest test accuracy.
     """
     if strategy is not None:
-        options["name"] = options.get("name") or settings.directory("").name
+        options["name"] = options.get("name") or settings.directory().name
         places = strategy.places(
             options["name"], settings.runs_dir, settings.saved_models_dir
         )

@@ -22,7 +22,6 @@ Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.33190
 import contextlib
 import dataclasses
 import os
-import pathlib
 
 import keras_tuner
 
@@ -128,9 +127,7 @@ class Settings(classifier.Training):
 
     def directory(self):
         """Where the search is recorded."""
-        if self.name:
-            return pathlib.Path(self.runs_dir, self.name)
-        return super().directory("tuner")
+        return super().directory("tuner", self.name)
 
     def shared(self):
         """The `recipes.engine.classifier.Saved` that all trials share."""

@@ -31,7 +31,7 @@ class Together(classifier.Saved):
 
     def run(self):
         """Its `recipes.engine.run.Run`."""
-        return Run(self.directory(""), self.config())
+        return Run(self.directory(), self.config())
 
 
 def describe(settings):

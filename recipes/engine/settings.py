@@ -107,8 +107,10 @@ class Settings:
         ]
         return "-".join(parts)
 
-    def directory(self, recipe):
-        """Where the outcome of a recipe, or a run, goes, by what was asked."""
+    def directory(self, recipe="", name=None):
+        """Where the outcome of a recipe or run goes: by its name, or what was asked."""
+        if name:
+            return pathlib.Path(self.runs_dir, name)
         name = "-".join(filter(None, [recipe, self.label()]))
         if len(name) > 200:  # file systems take 255
             digest = hashlib.sha256(name.encode()).hexdigest()

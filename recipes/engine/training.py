@@ -4,7 +4,6 @@ A kind of training is a function of its settings that returns a `Problem`: a net
 its batches, its learning rate. What a recipe measures on the way are hooks of `train`.
 """
 
-import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,10 +82,7 @@ def train(settings, kind, problem_of, *, name=None, until=None, verbose=0, **hoo
         last epoch, the median `seconds_per_step`, and what the hook `at_end` says. What
         is not finite is `None`.
     """
-    directory = settings.directory(kind)
-    if name:
-        directory = pathlib.Path(settings.runs_dir, name)
-    recorded = run.Run(directory, settings.config())
+    recorded = run.Run(settings.directory(kind, name), settings.config())
     results = recorded.results
     if results is None:
         with recorded:

@@ -32,7 +32,6 @@ Liu et al., Network Slimming, ICCV 2017. https://arxiv.org/abs/1708.06519
 
 import dataclasses
 import itertools
-import pathlib
 import timeit
 from functools import partial
 
@@ -173,10 +172,7 @@ def trained(settings):
 
 def run(settings):
     """Trains a network, prunes it in all ways and returns the directory of the run."""
-    directory = settings.directory("pruning")
-    if settings.name:
-        directory = pathlib.Path(settings.runs_dir, settings.name)
-    recorded = Run(directory, settings.config())
+    recorded = Run(settings.directory("pruning", settings.name), settings.config())
     if recorded.results is None:
         data.images(settings)  # that they can be read
         with recorded:

@@ -57,7 +57,7 @@ def find_layer(model, layer, argument="layer"):
 
 def norms_in(model, kinds):
     """List the layers of some classes, but not the CBN in a `FusedCBN`."""
-    # That is a layer too, but it is never called.
+    # The layer inside is never called.
     fused = _keras.layers_of(model, kind=FusedCBN)
     inner = {id(layer.norm) for layer in fused}
     found = _keras.layers_of(model, kind=kinds, include_self=False)
