@@ -51,7 +51,9 @@ COLUMNS = dict(first="epoch 1", last="last epoch", all="all", not_finite="not fi
 class Settings(classifier.Grid):
     """CBN with every activation."""
 
-    model: str = setting("resnet20", "A residual network for small images.")
+    model: str = setting(
+        "resnet20", "A residual network of basic blocks.", matches="resnet(?!(50|101)$)"
+    )
     norm: str = setting(
         "cbn", "CBN of which averages.", choices=("cbn", "cbn_batch", "cbn_fixed")
     )

@@ -19,6 +19,7 @@ import itertools
 import math
 import operator
 import pathlib
+import re
 import types
 import typing
 from dataclasses import Field
@@ -39,8 +40,8 @@ def setting(default, help, *, compare=True, **checks):
         default: Its value; `None` if that depends on other settings.
         help: Text of the flag.
         compare: Whether it decides the outcome.
-        **checks: `choices`, the values that there are, or bounds of a number, which are
-            `above`, `at_least` and `at_most`.
+        **checks: `choices`, the values that there are; `matches`, a pattern of what
+            `help` says; or bounds of a number: `above`, `at_least` and `at_most`.
     """
     metadata = {"help": help, **checks}
     return dataclasses.field(default=default, metadata=metadata, compare=compare)
@@ -277,6 +278,8 @@ def _check(field, value):
             refuse(f"be values of type {item.__name__}")
         if about.get("choices") and each not in about["choices"]:
             refuse(f"be of {', '.join(map(str, about['choices']))}")
+        if "matches" in about and not re.match(about["matches"], each):
+            refuse(f"be {about['help'][0].lower()}{about['help'][1:].rstrip('.')}")
         if isinstance(each, float) and not math.isfinite(each):
             refuse("be finite")
         for key, bound in about.items():

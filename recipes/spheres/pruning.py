@@ -47,13 +47,19 @@ from recipes.engine.run import RESULTS, Run
 from recipes.engine.settings import setting
 from recipes.spheres import _pruning_results as results
 
+# Those whose channels `prune` measures.
+NORMS = (
+    *("bn", "cbn", "bn_before", "bn_rho", "bn_rho_amat", "cbn_batch", "cbn_fixed"),
+    *("noisy_bn", "lp1", "lp2", "lpinf", "renorm"),
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slimmed(classifier.Saved):
     """A training whose last network is saved."""
 
     STREAMED = False
-    norm: str = "bn"
+    norm: str = setting("bn", "Normalisation with a gamma a channel.", choices=NORMS)
     activation: str = "relu"
     gamma_l1: float = setting(0.0, "Penalty on |gamma| in training.", at_least=0)
     until: int | None = setting(None, "Stop after this epoch of these.", at_least=1)

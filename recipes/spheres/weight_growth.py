@@ -49,7 +49,9 @@ from recipes.engine.settings import setting
 from recipes.models import norms as norm_names
 
 # The first convolution of the first residual block, and the BN after it.
-LAYERS = {"resnet101": ("conv2_block1_1_conv", "conv2_block1_1_bn")}
+LAYERS = dict.fromkeys(
+    ("resnet50", "resnet101"), ("conv2_block1_1_conv", "conv2_block1_1_bn")
+)
 OTHERS = ("stage1_block0_conv1", "stage1_block0_conv1_norm")
 DISTANCES = {"variance_distance": "|gamma² - sigma²|", "mean_distance": "|beta - mu|"}
 CHANGES = {"sigma_change": "Sigma", "gamma_change": "gamma", "effective_change": "W'"}
@@ -92,7 +94,7 @@ class Settings(Decays, Growing):
 
     RUN = Growing
 
-    model: str = setting("resnet8", "A residual network.")
+    model: str = setting("resnet8", "A residual network.", matches="resnet")
     epochs: int | None = 30
     learning_rate: float = setting(0.1, "Throughout.", above=0)
     momentum: float = 0.0  # as Lemma 3 has it
