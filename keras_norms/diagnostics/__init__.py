@@ -2,12 +2,7 @@
 
 from keras_norms.diagnostics import theorems
 from keras_norms.diagnostics._engine.objective import Objective
-from keras_norms.diagnostics.blindness import (
-    Blindness,
-    SecondOrder,
-    blindness,
-    second_order,
-)
+from keras_norms.diagnostics.blindness import Blindness, blindness
 from keras_norms.diagnostics.covariate_shift import (
     CovariateShift,
     CovariateShiftProbe,
@@ -37,6 +32,7 @@ from keras_norms.diagnostics.gradients import (
 from keras_norms.diagnostics.landscape import Landscape, LandscapeProbe, landscape
 from keras_norms.diagnostics.lipschitz import LipschitzTerms, lipschitz_terms
 from keras_norms.diagnostics.robustness import Robustness, bim, robustness
+from keras_norms.diagnostics.second_order import SecondOrder, second_order
 from keras_norms.diagnostics.weight_growth import BatchStatistics, WeightGrowth
 
 __all__ = [

@@ -9,21 +9,15 @@ from keras import ops, tree
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_batch, check_layers, check_model
 from keras_norms._types import Data, LayerOrName, Layers, Loss
-from keras_norms.diagnostics._engine import differentiation
-from keras_norms.diagnostics._engine.objective import (
-    Objective,
-    record,
-    replacing_call,
-)
 from keras_norms.diagnostics._engine.reading import (
     aligned,
     by_channel,
     find_layer,
-    float64,
     names_of,
     norms_in,
     visible,
 )
+from keras_norms.diagnostics._engine.slopes import Slopes
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.layers.kernel_normalization import KernelNormalization
@@ -147,7 +141,7 @@ def blindness(
     for layer in layers:
         for chosen in batches.values():
             part_x, part_y = _take((x, y), chosen)
-            slopes = _Slopes(model, part_x, part_y, loss, layer, source, training)
+            slopes = Slopes(model, part_x, part_y, loss, layer, source, training)
             rng = np.random.default_rng(seed)
             results.append(_disturb(slopes, deviation, axis, rng))
     changes, shares, shared = zip(*results)
@@ -230,153 +224,3 @@ def _take(batch, chosen):
     return tree.map_structure(
         lambda a: None if a is None else ops.convert_to_numpy(a)[chosen], batch
     )
-
-
-class SecondOrder(NamedTuple):
-    """What `second_order` returns, an element for each feature `d` of the output.
-
-    Features whose output does not vary in the batch have `nan`.
-
-    Attributes:
-        linear_at_input: Array, `|dL_linear_d/dX|` (Table 3).
-        non_at_input: Array, `|dL_non_d/dX|`.
-        linear: Array, `|dL_linear_d/dy_d| / |dL_d/dy_d|` (Table 4).
-        non: Array, `|dL_non_d/dy_d| / |dL_d/dy_d|` (Table 4). The squares of both sum
-            to 1.
-        hessian: Array of shape `(features, features)`, the mean over samples of the
-            Hessian of the loss in the mean output.
-    """
-
-    linear_at_input: np.ndarray
-    non_at_input: np.ndarray
-    linear: np.ndarray
-    non: np.ndarray
-    hessian: np.ndarray
-
-
-def second_order(
-    model: keras.Model,
-    x: Data,
-    y: Data,
-    loss: Loss = None,
-    *,
-    layer: LayerOrName,
-    source: LayerOrName | None = None,
-    training: bool = True,
-) -> SecondOrder:
-    """Measure the two parts of the off-diagonal second-order loss in a layer's output.
-
-    With `C` of shape `(features, samples)` the outputs less their means `m`, of samples
-    that no mask hides, `c_d` its row of feature `d`, and `H` the Hessian at `m` without
-    its diagonal, averaged over samples:
-
-    ```
-    L_d     = L_linear_d + L_non_d
-    L_linear_d = H_d C_linear c_d        C_linear = C c_d c_d^T / |c_d|^2
-    L_non_d    = H_d C_non c_d           C_non = C - C_linear
-    ```
-
-    `C_linear` and `C_non` are constants of the derivative, as in the proof of Theorem
-    3: `dL_linear_d/dy_d = (H_d C_linear)^T`. Batch normalization does not pass it.
-    The paper has `y` without affine weights and `m = 0`; with deviations from `m`, the
-    numbers are the same with affine weights.
-
-    Nothing of the model changes. It costs a Hessian-vector product and two gradients
-    for each feature.
-
-    Args:
-        model, x, y, loss, training: See `Objective`. The loss must be a mean over
-            samples. No layer after `layer` may mix samples.
-        layer: A layer of the model or its name, with an output of shape `(samples,
-            features)`.
-        source: See `blindness`.
-
-    Reference:
-
-    - Zhou et al., 2022, Lemma 2, Theorem 3, Tables 3 and 4. See `blindness`.
-    """
-    slopes = _Slopes(model, x, y, loss, layer, source, training)
-    outputs = slopes.outputs
-    if outputs.ndim != 2:
-        raise ValueError(
-            "Argument `layer` must have an output of shape (samples, features). "
-            f"Received: layer={layer!r} with an output of shape {outputs.shape}"
-        )
-    shown = visible(outputs, -1, slopes.mask)
-    mean = outputs.mean(0, dtype="float64", where=shown)
-    hessian = slopes.hessian_at(mean)
-    off = hessian - np.diag(np.diag(hessian))
-    c = np.where(shown, outputs - mean, 0)
-    numbers = np.full((4, len(hessian)), np.nan)
-    for d in np.flatnonzero(np.ptp(c, 0)):
-        whole = c @ off[d]
-        linear = c[:, d] * (c[:, d] @ whole) / (c[:, d] @ c[:, d])
-        for i, part in enumerate((linear, whole - linear)):
-            disturbance = np.zeros_like(c)
-            disturbance[:, d] = part
-            numbers[i, d] = np.linalg.norm(slopes.at_input(disturbance, loss=0.0))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                numbers[2 + i, d] = np.linalg.norm(part) / np.linalg.norm(whole)
-    return SecondOrder._make([*numbers, hessian])
-
-
-class _Slopes(Objective):
-    """The loss as a function of `X`, with terms added that are functions of `Y`.
-
-    `X` is the input of `source`, which is `layer` if `None`, and `Y` the output of
-    `layer`. For the batch they are the arrays `inputs` and `outputs`; `mask` is that of
-    the outputs, or `None`.
-    """
-
-    def __init__(self, model, x, y, loss, layer, source, training):
-        check_model(model)
-        self._layer = layer = find_layer(model, layer)
-        source = layer if source is None else find_layer(model, source, "source")
-        super().__init__(
-            model, x, y, loss, layer=source, side="input", training=training
-        )
-        self._after = Objective(model, x, y, loss, layer=layer, training=training)
-        self.inputs = self.unflatten(self.start)
-        self.outputs = self._after.unflatten(self._after.start)
-        self.mask = record(model, [layer], x, training)[0].mask
-        self._slope = differentiation.compiler(model)(self._slope_of_sum)
-
-    def at_input(self, disturbance=0.0, loss=1.0):
-        """Compute `d(loss * L + <disturbance, Y>) / dX`, float64.
-
-        It is the gradient of any term whose slope at `Y` is `disturbance`.
-        """
-        dtype = self.outputs.dtype
-        disturbance = np.broadcast_to(disturbance, self.outputs.shape).astype(dtype)
-        weights = np.asarray(loss, dtype), disturbance
-        loss, disturbance = map(ops.convert_to_tensor, weights)
-        with differentiation.drawing_from(self._randomness):
-            start = self._tensors("point", self.start)
-            gradient = self._slope(start, loss, disturbance, self._state, *self._batch)
-        return float64(gradient)
-
-    def at_output(self):
-        """Compute `dL/dY`, float64."""
-        gradient = self._after.value_and_grad()[1]
-        return self._after.unflatten(gradient).astype("float64")
-
-    def hessian_at(self, output):
-        """Compute the mean Hessian over samples which all have one output."""
-        after, tile = self._after, np.ones((len(self.outputs), 1))
-        point, columns = after.flatten(tile * output), []
-        for direction in np.eye(len(output)):
-            vector = after.flatten(tile * direction)
-            product = after.hessian_vector_product(vector, point)
-            columns.append(after.unflatten(product).sum(0))
-        return np.array(columns, "float64").T
-
-    def _slope_of_sum(self, values, weight, disturbance, *context):
-        def weighted(values):
-            seen = []
-            with replacing_call(self._layer, lambda x, f: seen.append(f(x)) or seen[0]):
-                loss = self._loss(values, *context)
-            term = ops.sum(disturbance * ops.cast(seen[0], disturbance.dtype))
-            return weight * ops.cast(loss, weight.dtype) + term
-
-        _, (gradient,) = differentiation.differentiate(weighted, values)
-        return ops.cast(gradient, self.start.dtype.name)

@@ -10,7 +10,8 @@ from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_inputs, check_model
 from keras_norms._types import Data, Loss, Tensor
-from keras_norms.diagnostics._engine.objective import Objective, record
+from keras_norms.diagnostics._engine.calls import record
+from keras_norms.diagnostics._engine.objective import Objective
 from keras_norms.diagnostics._engine.reading import (
     affine,
     aligned,

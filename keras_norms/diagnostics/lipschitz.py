@@ -7,7 +7,8 @@ import numpy as np
 
 from keras_norms._checks.models import check_model
 from keras_norms._types import Data, LayerOrName, Loss
-from keras_norms.diagnostics._engine.objective import Objective, record
+from keras_norms.diagnostics._engine.calls import record
+from keras_norms.diagnostics._engine.objective import Objective
 from keras_norms.diagnostics._engine.reading import (
     affine,
     by_channel,

@@ -15,7 +15,7 @@ from keras_norms.diagnostics._engine.differentiation import (
     drawing_from,
     randomness,
 )
-from keras_norms.diagnostics._engine.objective import ModelLoss, as_tensors
+from keras_norms.diagnostics._engine.model_loss import ModelLoss, as_tensors
 from keras_norms.diagnostics._engine.reading import float64
 
 

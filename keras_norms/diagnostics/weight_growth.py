@@ -7,7 +7,7 @@ import numpy as np
 
 from keras_norms._checks.models import check_inputs, check_layers, matching_layers
 from keras_norms._types import Data, Directory, Layers
-from keras_norms.diagnostics._engine.objective import record
+from keras_norms.diagnostics._engine.calls import record
 from keras_norms.diagnostics._engine.reading import (
     affine,
     float64,

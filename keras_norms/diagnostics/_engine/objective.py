@@ -1,10 +1,8 @@
-"""The loss of a model as a function: of tensors, and of a flat vector, compiled."""
+"""The loss of a model as a function of a flat vector."""
 
-import contextlib
 import copy
-import functools
 import weakref
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -13,205 +11,15 @@ from keras import ops, tree
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_batch, check_compiled_or_loss
-from keras_norms._types import Data, LayerOrName, Loss, Tensor
-from keras_norms.diagnostics._engine.differentiation import (
-    compiler,
-    differentiate,
-    drawing_from,
-    randomness,
-    twice_differentiable,
+from keras_norms._types import Data, LayerOrName, Loss
+from keras_norms.diagnostics._engine.differentiation import drawing_from, randomness
+from keras_norms.diagnostics._engine.model_loss import (
+    ModelLoss,
+    as_tensors,
+    weak_reference,
+    widest,
 )
 from keras_norms.diagnostics._engine.reading import find_layer
-
-
-class ModelLoss:
-    """The loss on a batch, as training computes it, of tensors in place of variables.
-
-    It is that of `fit`: the mean over the batch, the losses of regularizers and of
-    `add_loss` included. A call changes nothing: new moving statistics and seed states
-    go into a scope that is thrown away. No reference to the model is kept. With a layer
-    it is a function of the `"input"` or `"output"` of the layer, which `side` says.
-    """
-
-    def __init__(self, model, loss=None, layer=None, side="input", training=True):
-        self._model, self._layer = _weak(model), _weak(layer)
-        self._side = side
-        self._training = training
-        self._loss = None if loss is None else _keras.CompileLoss(loss)
-        compiled = compiler(model)
-        self.activation = compiled(self._activation)
-        self.value_and_grad = compiled(self._value_and_grad)
-        self.hessian_vector_product = compiled(self._hessian_vector_product)
-
-    @property
-    def _variables(self):
-        """The weights, none where there is a layer, and all else that a call reads."""
-        model = self._model()
-        weights = model.trainable_variables
-        others = [*model.non_trainable_variables, *model.metrics_variables]
-        return (weights, others) if self._layer is None else ([], [*weights, *others])
-
-    def values(self):
-        """Read what the loss is a function of, and the state: two lists of tensors."""
-        if keras.backend.backend() == "jax":
-            self._model().jax_state_sync()  # In `fit`, the trainer holds the state.
-        weights, others = self._variables
-        return [v.value for v in weights], [v.value for v in others]
-
-    def build(self, x, y):
-        """Make what the loss makes when it sees its first batch."""
-        model, loss = self._model(), self._loss
-        compiled = _keras.compiled_loss(model) if loss is None else loss
-        if compiled is not None and y is None:
-            raise ValueError(
-                "Argument `y` must hold the targets that the loss compares with the "
-                "outputs of the model. Received: y=None"
-            )
-        if compiled is None or compiled.built:
-            return
-        x, y = tree.map_structure(_symbolic, (x, y))
-        with _keras.keeping_losses(model):
-            predictions = _keras.compute_output_spec(model, x)
-            if loss is not None:
-                _keras.compute_output_spec(loss, y, predictions)
-            else:
-                compute = functools.partial(_keras.compute_loss, model)
-                _keras.compute_output_spec(compute, x, y, predictions, False)
-
-    def __call__(self, values, state, x, y):
-        """Compute the loss, a scalar tensor, of tensors in place of `self.values()`.
-
-        With a layer, `values` holds one in place of its input or output.
-        """
-        model, replacing = self._model(), contextlib.nullcontext()
-        if self._layer is not None:
-            replacing = self._intercepting(lambda a: ops.cast(values[0], a.dtype))
-        with self._scope(values, state), replacing:
-            predictions = self._forward(x)
-            if self._loss is None:
-                return _keras.compute_loss(model, x, y, predictions, self._training)
-            total = self._loss(y, predictions)
-            for term in model.losses:
-                total = total + ops.cast(ops.sum(term), total.dtype)
-            return total
-
-    def outputs(self, values, state, x):
-        """Compute what the model returns."""
-        with self._scope(values, state):
-            return self._forward(x)
-
-    def _activation(self, state, x):
-        """Compute the tensor that goes into, or comes out of, the layer."""
-        seen = []
-        with self._scope([], state), self._intercepting(lambda a: seen.append(a) or a):
-            self._forward(x)
-        return seen[0]
-
-    def _scaled(self, values, state, x, y, scale, differentiable=False):
-        """Compute the loss and its gradients, times `scale`."""
-
-        def scaled(values):
-            loss = self(values, state, x, y)
-            return loss * ops.cast(scale, loss.dtype)
-
-        return differentiate(scaled, values, differentiable)
-
-    def _value_and_grad(self, values, state, x, y, scale):
-        loss, gradients = self._scaled(values, state, x, y, scale)
-        # Keras makes no NumPy array of a bfloat16 scalar of TensorFlow.
-        loss = ops.cast(loss, _widest([loss.dtype]))
-        return loss / ops.cast(scale, loss.dtype), _flat(gradients, scale)
-
-    def _hessian_vector_product(self, values, vectors, state, x, y, scale):
-        def slope(values):
-            _, gradients = self._scaled(values, state, x, y, scale, True)
-            return ops.sum(_flat(gradients, 1) * _flat(vectors, 1))
-
-        with twice_differentiable():
-            return _flat(differentiate(slope, values)[1], scale)
-
-    def _forward(self, x):
-        model, mode = self._model(), {"training": self._training}
-        return model(x, **mode if _keras.takes_training(model) else {})
-
-    @contextlib.contextmanager
-    def _scope(self, values, state):
-        model, (weights, others) = self._model(), self._variables
-        mapping = [*zip(weights, values), *zip(others, state)]
-        scope = keras.StatelessScope(mapping, collect_losses=True)
-        with _keras.keeping_losses(model), scope:
-            _keras.clear_losses(model)
-            yield
-
-    @contextlib.contextmanager
-    def _intercepting(self, function):
-        """Apply `function` to the layer's input or output on the way."""
-        layer, side, calls = self._layer(), self._side, []
-
-        def one_tensor(value):
-            calls.append(value)
-            if not ops.is_tensor(value):
-                raise ValueError(
-                    f"Argument `layer` must have a single tensor as its {side}. "
-                    f"Received: layer '{layer.name}', {side} {value}"
-                )
-            return function(value)
-
-        def call_with(x, call):
-            return call(one_tensor(x)) if side == "input" else one_tensor(call(x))
-
-        with replacing_call(layer, call_with):
-            yield
-        if len(calls) != 1:
-            raise ValueError(
-                f"Argument `layer` must be called once by the model, not {len(calls)} "
-                f"times. Received: layer '{layer.name}'"
-            )
-
-
-def replacing_call(layer, function):
-    """A scope in which a layer computes `function` of its first input and its call."""
-    call = layer.call
-
-    def replaced(*args, **kwargs):
-        if args:
-            return function(args[0], lambda x: call(x, *args[1:], **kwargs))
-        first = next(iter(kwargs))
-        return function(kwargs[first], lambda x: call(**{**kwargs, first: x}))
-
-    return _keras.replaced(layer, call=replaced)
-
-
-def _widest(dtypes):
-    names = map(keras.backend.standardize_dtype, dtypes)
-    return "float64" if "float64" in names else "float32"
-
-
-def _flat(gradients, scale):
-    dtype = _widest(gradient.dtype for gradient in gradients)
-    flat = [ops.reshape(ops.cast(g, dtype), (-1,)) for g in gradients]
-    return ops.concatenate(flat) / ops.cast(scale, dtype)
-
-
-def as_tensors(model, x, y):
-    """Convert a batch to tensors, as `fit` gives them to the model."""
-    floats = "float64" if model.compute_dtype == "float64" else keras.config.floatx()
-
-    def tensor(array):
-        if array is None:
-            return None
-        array = array if ops.is_tensor(array) else np.asarray(array)
-        array = ops.convert_to_tensor(array)
-        is_float = keras.backend.is_float_dtype(array.dtype)
-        return ops.cast(array, floats) if is_float else array
-
-    return tree.map_structure(tensor, (x, y))
-
-
-def _symbolic(tensor):
-    # There is none of an output without a loss.
-    return None if tensor is None else keras.KerasTensor(tensor.shape, tensor.dtype)
-
 
 # Compiled functions: model -> settings -> `ModelLoss`. They hold no model alive.
 _LOSSES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -343,7 +151,7 @@ class Objective:
         values = [arguments.array(name, value) for value in values]
         _check_shape(name, [value.shape for value in values], self.shapes)
         vector = np.concatenate([np.ravel(value) for value in values])
-        return vector.astype(_widest(self._dtypes))
+        return vector.astype(widest(self._dtypes))
 
     def unflatten(self, vector: np.ndarray) -> Any:
         """Make the list of arrays of a vector, or, with a layer, the array."""
@@ -373,9 +181,9 @@ def _check_shape(name, found, expected):
 def _loss_of(model, loss, layer, side, training):
     """Return the `ModelLoss` of these settings, a new one if the model has changed."""
     made_for = (
-        _weak(layer),
+        weak_reference(layer),
         # `compile`, and `AMAT` where it changes the step, have the step made anew.
-        _weak(model.train_function),
+        weak_reference(model.train_function),
         _keras.compiled_loss(model),
         *map(id, [*model.variables, *model.metrics_variables]),
         *(each.trainable for each in _keras.layers_of(model)),
@@ -391,10 +199,6 @@ def _loss_of(model, loss, layer, side, training):
     return found
 
 
-def _weak(value):
-    return None if value is None else weakref.ref(value)
-
-
 def _loss_scale(model):
     """Return training's factor, which keeps float16 gradients from vanishing."""
     optimizer = getattr(model, "optimizer", None)
@@ -407,40 +211,3 @@ def _loss_scale(model):
 def _numpy(tensor):
     # A copy: NumPy may otherwise look into memory of the backend.
     return np.array(ops.convert_to_numpy(tensor))
-
-
-class Call(NamedTuple):
-    """One call of a layer, with its first input and its output."""
-
-    layer: keras.layers.Layer
-    input: Tensor
-    output: Tensor
-
-    @property
-    def mask(self) -> Tensor | None:
-        """That of the output, which a norm has from its input or as an argument."""
-        return _keras.get_keras_mask(self.output)
-
-
-def record(model, layers, x, training):
-    """Record the calls of layers, in order, when the model is called on a batch.
-
-    Nothing of the model changes. A layer that reads the output of another as it is has
-    the same tensor as its input.
-    """
-    pure = ModelLoss(model, training=training)
-    x, _ = as_tensors(model, x, None)
-    calls = []
-
-    def recording(layer):
-        def call_with(x, call):
-            calls.append(Call(layer, x, call(x)))
-            return calls[-1].output
-
-        return replacing_call(layer, call_with)
-
-    with drawing_from(randomness()), contextlib.ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(recording(layer))
-        pure.outputs(*pure.values(), x)
-    return calls

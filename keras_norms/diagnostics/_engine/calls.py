@@ -1,0 +1,52 @@
+"""What layers read and write when a model is called."""
+
+import contextlib
+from typing import NamedTuple
+
+import keras
+
+from keras_norms import _keras
+from keras_norms._types import Tensor
+from keras_norms.diagnostics._engine.differentiation import drawing_from, randomness
+from keras_norms.diagnostics._engine.model_loss import (
+    ModelLoss,
+    as_tensors,
+    replacing_call,
+)
+
+
+class Call(NamedTuple):
+    """One call of a layer, with its first input and its output."""
+
+    layer: keras.layers.Layer
+    input: Tensor
+    output: Tensor
+
+    @property
+    def mask(self) -> Tensor | None:
+        """That of the output, which a norm has from its input or as an argument."""
+        return _keras.get_keras_mask(self.output)
+
+
+def record(model, layers, x, training):
+    """Record the calls of layers, in order, when the model is called on a batch.
+
+    Nothing of the model changes. A layer that reads the output of another as it is has
+    the same tensor as its input.
+    """
+    pure = ModelLoss(model, training=training)
+    x, _ = as_tensors(model, x, None)
+    calls = []
+
+    def recording(layer):
+        def call_with(x, call):
+            calls.append(Call(layer, x, call(x)))
+            return calls[-1].output
+
+        return replacing_call(layer, call_with)
+
+    with drawing_from(randomness()), contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(recording(layer))
+        pure.outputs(*pure.values(), x)
+    return calls
