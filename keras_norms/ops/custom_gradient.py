@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-_NO_FORWARD_MODE = (
+NO_FORWARD_MODE = (
     "A normalisation layer in training mode has no forward-mode derivative. Use "
     "reverse mode, and reverse mode twice for the product of a Hessian and a vector."
 )
@@ -34,7 +34,7 @@ def custom_gradient(forward: Callable, backward: Callable) -> Callable:
         @tf.custom_gradient
         def with_gradient(*tensors):
             if have_tangents(tensors):
-                raise NotImplementedError(_NO_FORWARD_MODE)
+                raise NotImplementedError(NO_FORWARD_MODE)
 
             def gradient(*upstreams):
                 return backward(_one_or_all(upstreams), *in_this_graph(tensors))
@@ -67,8 +67,10 @@ def apply_in_torch(forward, gradient, *tensors):
 
     `keras.ops.custom_gradient` is wrong under double backward.
     """
-    eager, anywhere = _torch_functions()
-    return (eager if is_eager_torch() else anywhere).apply(forward, gradient, *tensors)
+    from keras_norms.ops.torch_autograd import Anywhere, Eager
+
+    function = Eager if is_eager_torch() else Anywhere
+    return function.apply(forward, gradient, *tensors)
 
 
 def is_eager_torch() -> bool:
@@ -104,45 +106,6 @@ def snapshot(value: Any) -> Any:
     PyTorch assigns variables in place.
     """
     return value.clone() if keras.backend.backend() == "torch" else value
-
-
-@functools.cache
-def _torch_functions():
-    import torch
-
-    class Eager(torch.autograd.Function):
-        """A function with `setup_context` binds its arguments in each call."""
-
-        @staticmethod
-        def forward(ctx, forward, gradient, *tensors):
-            Anywhere.setup_context(ctx, (forward, gradient, *tensors), None)
-            return forward(*tensors)
-
-        @staticmethod
-        def jvp(ctx, *tangents):
-            raise NotImplementedError(_NO_FORWARD_MODE)
-
-        @staticmethod
-        def backward(ctx, *upstreams):
-            if all(upstream is None for upstream in upstreams):
-                return (None,) * len(ctx.needs_input_grad)
-            return None, None, *ctx.gradient(upstreams, ctx.saved_tensors)
-
-    class Anywhere(Eager):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(forward, gradient, *tensors):
-            return forward(*tensors)
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            _, ctx.gradient, *tensors = inputs
-            # Not in a closure: double backward must find the way to what made them.
-            ctx.save_for_backward(*tensors)
-            ctx.set_materialize_grads(False)
-
-    return Eager, Anywhere
 
 
 def have_tangents(tensors):
