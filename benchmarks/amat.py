@@ -118,7 +118,9 @@ def measure(rate, network, size, batch, *, steps, rounds):
 
 def define_flags():
     compare.define_names("rates", [*RATES], RATES, "Where the rate comes from.")
-    flags.DEFINE_string("network", "resnet20:32:128", "Name:image size:batch size.")
+    flags.DEFINE_string(
+        "network", "resnet20:32:128", "Network as name:image size:batch size."
+    )
     flags.DEFINE_integer("steps", 4, "Steps of a turn.", lower_bound=1)
     flags.DEFINE_integer("rounds", 20, "Rounds to time.", lower_bound=3)
     flags.DEFINE_string("output", None, "JSON file to write.")

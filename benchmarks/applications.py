@@ -59,7 +59,7 @@ if keras.backend.backend() == "torch":
     del MODELS["NASNetMobile"]  # which Keras does not build there
 
 _MODELS = compare.define_names("models", list(MODELS), MODELS)
-_BATCH = flags.DEFINE_integer("batch", 8, "Images.", lower_bound=2)
+_BATCH = flags.DEFINE_integer("batch", 8, "Images in a batch.", lower_bound=2)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 

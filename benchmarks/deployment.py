@@ -32,15 +32,19 @@ from keras_norms import AMAT, CBN, convert, fold, prune, recalibrate
 from recipes import models
 from recipes.engine import data
 
-_NETWORKS = flags.DEFINE_list("networks", ["resnet20", "mobilenetv2"], "")
+_NETWORKS = flags.DEFINE_list("networks", ["resnet20", "mobilenetv2"], "Networks.")
 _NORMS = compare.define_names(
     "norms", ["bn", "cbn", "cbn_pruned"], ["bn", "bn_pruned", "cbn", "cbn_pruned"]
 )
-_DATASET = flags.DEFINE_string("dataset", "digits", "As of the recipes.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Of tensorflow_datasets.")
-_TRAIN_SIZE = flags.DEFINE_integer("train_size", None, "Images; all if not given.")
-_TEST_SIZE = flags.DEFINE_integer("test_size", 1000, "Images at most.", lower_bound=2)
-_EPOCHS = flags.DEFINE_integer("epochs", 10, "Of each training.", lower_bound=1)
+_DATASET = flags.DEFINE_string("dataset", "digits", "Data set, as in the recipes.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Directory of tensorflow_datasets.")
+_TRAIN_SIZE = flags.DEFINE_integer(
+    "train_size", None, "Training images; all if not given."
+)
+_TEST_SIZE = flags.DEFINE_integer(
+    "test_size", 1000, "Test images at most.", lower_bound=2
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 10, "Epochs of each training.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 100, "Rounds to time.", lower_bound=4)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 

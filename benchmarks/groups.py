@@ -15,9 +15,11 @@ from benchmarks import compare
 from keras_norms import AMAT, CBN
 from recipes.engine import data
 
-_GROUP_SIZES = flags.DEFINE_list("group_sizes", [0, 512, 128, 32, 16], "0: no groups.")
+_GROUP_SIZES = flags.DEFINE_list(
+    "group_sizes", [0, 512, 128, 32, 16], "Sizes of groups; 0 is without."
+)
 _SEEDS = flags.DEFINE_integer("seeds", 10, "How many trainings.", lower_bound=2)
-_STEPS = flags.DEFINE_integer("steps", 60, "Of each training.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 60, "Steps of each training.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 BATCH = 1024

@@ -111,11 +111,13 @@ def define_flags():
         ["resnet20:32:128", "resnet50:64:16"],
         f"Networks as name:image size:batch size, of {', '.join(NETWORKS)}.",
     )
-    flags.DEFINE_list("norms", [*NORMS], f"With {YARDSTICK}, the yardstick.")
+    flags.DEFINE_list(
+        "norms", [*NORMS], f"Normalisations, with {YARDSTICK}, the yardstick."
+    )
     flags.register_validator(
         "norms", lambda norms: YARDSTICK in norms, f"must have {YARDSTICK} among them"
     )
-    flags.DEFINE_string("dtype_policy", "float32", "As mixed_bfloat16.")
+    flags.DEFINE_string("dtype_policy", "float32", "Dtype policy, as mixed_bfloat16.")
     flags.DEFINE_bool(
         "jit_compile", None, "Whether XLA compiles the step. If None, Keras decides."
     )

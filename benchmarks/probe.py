@@ -32,8 +32,12 @@ from keras_norms import AMAT
 from keras_norms.diagnostics import LandscapeProbe
 
 _NORMS = flags.DEFINE_list("norms", ["bn", "cbn"], "Norms, as in benchmarks.networks.")
-_BATCH = flags.DEFINE_integer("batch_size", 128, "Of both.", lower_bound=1)
-_EVERY = flags.DEFINE_integer("every", 200, "Steps for a probe.", lower_bound=1)
+_BATCH = flags.DEFINE_integer(
+    "batch_size", 128, "Images, of a step and the probe.", lower_bound=1
+)
+_EVERY = flags.DEFINE_integer(
+    "every", 200, "Steps from one probe to the next.", lower_bound=1
+)
 _STEPS = flags.DEFINE_integer("steps", 10, "Steps of one fit.", lower_bound=2)
 _ROUNDS = flags.DEFINE_integer("rounds", 8, "Rounds to time.", lower_bound=4)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")

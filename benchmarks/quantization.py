@@ -23,7 +23,7 @@ WIDTH = 128
 
 _NORMS = compare.define_names("norms", NORMS, NORMS)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "How many trainings.", lower_bound=1)
-_EPOCHS = flags.DEFINE_integer("epochs", 10, "Of each training.", lower_bound=1)
+_EPOCHS = flags.DEFINE_integer("epochs", 10, "Epochs of each training.", lower_bound=1)
 
 
 def network(norm):

@@ -48,17 +48,23 @@ class Settings(classifier.Populations):
 
     model: str = "resnet8"
     norms: tuple[str, ...] = setting(
-        ("none", "bn", "cbn", "group"), "Normalisations.", choices=norms.NORMS
+        ("none", "bn", "cbn", "group"),
+        "Normalisations to compare.",
+        choices=norms.NORMS,
     )
-    activations: tuple[str, ...] = setting(("sigmoid", "relu"), "As Keras has them.")
-    batch_sizes: tuple[int, ...] = setting((16, 128), "Images.", at_least=1)
+    activations: tuple[str, ...] = setting(
+        ("sigmoid", "relu"), "Activations, by their Keras names."
+    )
+    batch_sizes: tuple[int, ...] = setting(
+        (16, 128), "Images in a batch, of each part of the table.", at_least=1
+    )
     learning_rates: tuple[float, ...] = setting(
         (0.01, 0.03, 0.1, 0.3),
-        f"With {USUAL_BATCH} images a batch; else in proportion.",
+        f"Learning rates at {USUAL_BATCH} images in a batch; else in proportion.",
         above=0,
     )
     validation_size: int | None = setting(
-        300, "Training images held out for choosing the rate.", at_least=1
+        300, "Training images held out to choose the learning rate.", at_least=1
     )
     epochs: int | None = 8
     seeds: int = 2

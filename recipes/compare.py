@@ -43,10 +43,14 @@ class Settings(classifier.Saved, classifier.Populations):
     RUN = classifier.Saved
 
     models: tuple[str, ...] = setting(("resnet20",), NAMES)
-    norms: tuple[str, ...] = setting(("bn", "cbn"), f"Of {', '.join(norms.NORMS)}.")
-    activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
+    norms: tuple[str, ...] = setting(
+        ("bn", "cbn"), f"Normalisations to compare, of {', '.join(norms.NORMS)}."
+    )
+    activations: tuple[str, ...] = setting(
+        classifier.ACTIVATIONS, "Activations, by their Keras names."
+    )
     target_accuracy: float = setting(
-        0.9, "Count epochs until it.", at_least=0, at_most=1
+        0.9, "Count the epochs to this test accuracy.", at_least=0, at_most=1
     )
 
 

@@ -38,14 +38,19 @@ class Settings(classifier.Saved):
         None, "Name of the run, made of the settings if not given.", compare=False
     )
     strategy: str = setting(
-        "none", "For many devices.", choices=["none", *devices.BACKENDS], compare=False
+        "none",
+        "How the training is spread over devices.",
+        choices=["none", *devices.BACKENDS],
+        compare=False,
     )
     job_addresses: str | None = setting(
-        None, "host:port of each process, by commas.", compare=False
+        None, "host:port of each process, separated by commas.", compare=False
     )
-    num_processes: int | None = setting(None, "How many.", at_least=1, compare=False)
+    num_processes: int | None = setting(
+        None, "Processes that train together.", at_least=1, compare=False
+    )
     process_id: int | None = setting(
-        None, "Which of them this is.", at_least=0, compare=False
+        None, "Number of this process, from 0.", at_least=0, compare=False
     )
 
 

@@ -45,40 +45,49 @@ class Settings(classifier.Training):
 
     validation_size: int | None = setting(
         None,
-        "Training images held out for the score; 0: score by the test images.",
+        "Training images held out for the score; with 0 the test images are.",
         at_least=0,
     )
     tune: tuple[str, ...] = setting(
         ("rho", "omega", "learning_rate"),
-        f"Of {', '.join(spaces.RANGES)}, with bounds or without: rho=0.5..2,omega.",
+        f"What to find, with bounds or without, as rho=0.5..2,omega. Of "
+        f"{', '.join(spaces.RANGES)}.",
     )
     algorithm: str = setting(
         "bayesian", "KerasTuner's oracle.", choices=tuple(oracles.ALGORITHMS)
     )
     trials: int | None = setting(
-        None, "20; all of a grid or of Hyperband.", at_least=1, compare=False
+        None,
+        "Trials; 20 if not given, for a grid and Hyperband all there are.",
+        at_least=1,
+        compare=False,
     )
-    seeds: int = setting(1, "Networks of a trial, of mean score.", at_least=1)
+    seeds: int = setting(1, "Networks of a trial, whose mean is its score.", at_least=1)
     rho_per: str = setting(
-        "network", "What shares a rho.", choices=("network", "stage")
+        "network",
+        "Whether stages of the network have a rho of their own.",
+        choices=("network", "stage"),
     )
     workers: int | None = setting(
         None,
-        "Trials at once, in processes of one thread; one for each core. 1: in this "
-        "process, with all of the machine.",
+        "Trials at once, each in a process; one for each core if not given.",
         at_least=1,
         compare=False,
     )
     population: int | None = setting(
-        None, "Networks in one program, on JAX.", at_least=1
+        None, "Trials at once in one program, on JAX.", at_least=1
     )
     halving: int = setting(
-        2, "One of so many stays at a rung of a population, 1 for all.", at_least=1
+        2,
+        "Of how many trials of a population one goes on at each rung; 1: all do.",
+        at_least=1,
     )
     strategy: str = setting(
-        "none", "For many devices.", choices=("none", *devices.BACKENDS)
+        "none",
+        "How a training is spread over devices.",
+        choices=("none", *devices.BACKENDS),
     )
-    search_seed: int = setting(0, "Of the oracle.", at_least=0)
+    search_seed: int = setting(0, "Seed of the oracle.", at_least=0)
     name: str | None = setting(
         None, "Name of the search, made of the settings if not given.", compare=False
     )

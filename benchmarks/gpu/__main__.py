@@ -22,12 +22,16 @@ from absl import app, flags
 
 from benchmarks import compare, compiled, networks, tables
 
-_NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
-_NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "")
-_TOPOLOGIES = flags.DEFINE_list("topologies", ["1x1x1"], "How many GPUs, as 1x1x4.")
-_SKIP = flags.DEFINE_string("skip", None, "Regular expression: get no CBN.")
-_BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
-_POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
+_NETWORK = flags.DEFINE_enum(
+    "network", "resnet50", sorted(networks.NETWORKS), "Network."
+)
+_NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "To compare.")
+_TOPOLOGIES = flags.DEFINE_list("topologies", ["1x1x1"], "Slices of GPUs: 1x1x4 has 4.")
+_SKIP = flags.DEFINE_string(
+    "skip", None, "Layers that get no CBN, a regular expression."
+)
+_BATCH = flags.DEFINE_integer("batch_per_chip", 128, "Images.", lower_bound=1)
+_POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "Dtype policy.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 

@@ -25,18 +25,22 @@ from absl import app, flags
 from benchmarks import compare, compiled, networks, tables
 from benchmarks.tpu import check
 
-_CHECK = flags.DEFINE_bool("check", False, "Whether the recipes compile.")
-_NETWORK = flags.DEFINE_enum("network", "resnet50", sorted(networks.NETWORKS), "")
+_CHECK = flags.DEFINE_bool("check", False, "Compile the steps of recipes.")
+_NETWORK = flags.DEFINE_enum(
+    "network", "resnet50", sorted(networks.NETWORKS), "Network."
+)
 _NETWORKS = compare.define_names(
     "networks", list(check.NETWORKS), check.NETWORKS, "For --check."
 )
-_NORMS = flags.DEFINE_list("norms", None, "none,bn,cbn,fused_cbn; with --check cbn.")
+_NORMS = flags.DEFINE_list(
+    "norms", None, "To compare; cbn with --check, else all four."
+)
 _TOPOLOGIES = flags.DEFINE_list("topologies", None, "Slices, as v5e:2x2.")
-_BATCH = flags.DEFINE_integer("batch_per_chip", 128, "", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch_per_chip", 128, "Images.", lower_bound=1)
 _GROUP_SIZE = flags.DEFINE_integer(
     "group_size", None, "Of the CBN layers of --check, samples.", lower_bound=1
 )
-_POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "")
+_POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "Dtype policy.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 

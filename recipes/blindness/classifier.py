@@ -73,14 +73,18 @@ class Training(Images):
     NAMED = ("dataset", "network", "seed")
     VARIABLE = ("seed", "epochs", "learning_rate", "train_size", "batches")
 
-    network: str = setting("vgg11", "What is trained.", choices=NETWORKS)
-    epochs: int = setting(15, "Of training.", at_least=1)
-    batch_size: int = setting(128, "Of training and measuring.", at_least=1)
-    learning_rate: float = setting(1e-3, "Of Adam.", above=0)
-    hidden: int = setting(256, "Units of VGG-11's layers; the paper: 4096.", above=0)
+    network: str = setting("vgg11", "Network to train.", choices=NETWORKS)
+    epochs: int = setting(15, "Epochs of training.", at_least=1)
+    batch_size: int = setting(
+        128, "Images in a batch, in training and in measuring.", at_least=1
+    )
+    learning_rate: float = setting(1e-3, "Learning rate of Adam.", above=0)
+    hidden: int = setting(
+        256, "Units of VGG-11's Dense layers; 4096 in the paper.", above=0
+    )
     width: float = setting(1 / 16, "Factor of AlexNet's channels.", above=0)
-    batches: int = setting(3, "How many are measured.", at_least=1)
-    seed: int = setting(0, "Of weights and batches.", at_least=0)
+    batches: int = setting(3, "Batches to measure.", at_least=1)
+    seed: int = setting(0, "Seed of weights and batches.", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,9 @@ class Settings(Training, Sweep):
 
     RUN = Training
 
-    networks: tuple[str, ...] = setting(NETWORKS, "Networks.", choices=NETWORKS)
+    networks: tuple[str, ...] = setting(
+        NETWORKS, "Networks to train.", choices=NETWORKS
+    )
     seeds: int = 1
 
 

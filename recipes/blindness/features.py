@@ -64,13 +64,13 @@ class Training(Images):
 
     network: str = setting("vgg11", models.NAMES)
     norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
-    kind: str = setting("one_label", "The labels of a batch.", choices=KINDS)
-    test_size: int = setting(1000, "Measure so many images only.", at_least=1)
+    kind: str = setting("one_label", "Labels in a batch.", choices=KINDS)
+    test_size: int = setting(1000, "Test images to measure.", at_least=1)
     width: float = setting(0.125, "Factor of all channels.", above=0)
-    epochs: int = setting(20, "Of training.", at_least=1)
-    batch_size: int = setting(32, "Of training.", at_least=1)
-    learning_rate: float = setting(1e-4, "Of Adam.", above=0)
-    seed: int = setting(0, "Of weights and batches.", at_least=0)
+    epochs: int = setting(20, "Epochs of training.", at_least=1)
+    batch_size: int = setting(32, "Images in a batch.", at_least=1)
+    learning_rate: float = setting(1e-4, "Learning rate of Adam.", above=0)
+    seed: int = setting(0, "Seed of weights and batches.", at_least=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -90,9 +90,13 @@ class Settings(Training, Sweep):
 
     networks: tuple[str, ...] = setting(("vgg11",), models.NAMES)
     norms: tuple[str, ...] = setting(
-        ("none", "bn", "layer", "cbn"), "Normalisations.", choices=sorted(norms.NORMS)
+        ("none", "bn", "layer", "cbn"),
+        "Normalisations to compare.",
+        choices=sorted(norms.NORMS),
     )
-    kinds: tuple[str, ...] = setting(KINDS, "Labels of a batch.", choices=KINDS)
+    kinds: tuple[str, ...] = setting(
+        KINDS, "Labels in a batch: one, or mixed.", choices=KINDS
+    )
     seeds: int = 2
 
 

@@ -59,21 +59,38 @@ class Training(Images):
     NAMED = ("dataset", "classes", "norm", "seed")
     VARIABLE = ("classes", "seed", "epochs", "learning_rate", "train_size", "pairs")
 
-    classes: str = setting("0+1", "Two labels.")
-    architecture: str = setting("full", "As Figure 3.", choices=ARCHITECTURES)
+    classes: str = setting("0+1", "Two labels, such as 0+1.")
+    architecture: str = setting(
+        "full", "Size of the flow, as in Figure 3.", choices=ARCHITECTURES
+    )
     norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
-    seed: int = setting(0, "Of weights, batches, noise.", at_least=0)
-    between: bool = setting(True, "Norms between couplings too, not only inside.")
-    size: int | None = setting(None, "8; of others 14. Images are averaged to it.")
-    scales: int = setting(2, "Of the flow.", at_least=1)
-    couplings: int = setting(3, "Couplings with one kind of mask.", at_least=1)
-    width: int | None = setting(None, "32; of others 16. Channels of s, t.", at_least=1)
-    blocks: int = setting(1, "Residual blocks in them.", at_least=1)
-    epochs: int | None = setting(None, "50; of others 16.", at_least=1)
-    batch_size: int = setting(64, "Of training.", at_least=1)
-    learning_rate: float = setting(1e-3, "Of Adam, at first.", above=0)
-    train_size: int | None = setting(None, "Images of a pair, if not all.", at_least=2)
-    pairs: int | None = setting(None, "Interpolate so many pairs only.", at_least=1)
+    seed: int = setting(0, "Seed of weights, batches and noise.", at_least=0)
+    between: bool = setting(
+        True, "Put norms between couplings too, not only inside of them."
+    )
+    size: int | None = setting(
+        None,
+        "Size to average images to; 8 if not given, 14 if not digits.",
+    )
+    scales: int = setting(2, "Scales of the flow.", at_least=1)
+    couplings: int = setting(3, "Couplings in a row with one kind of mask.", at_least=1)
+    width: int | None = setting(
+        None,
+        "Channels of the networks s and t; 32 if not given, 16 if not digits.",
+        at_least=1,
+    )
+    blocks: int = setting(1, "Residual blocks of the networks s and t.", at_least=1)
+    epochs: int | None = setting(
+        None, "Epochs; 50 if not given, 16 if not digits.", at_least=1
+    )
+    batch_size: int = setting(64, "Images in a batch.", at_least=1)
+    learning_rate: float = setting(1e-3, "Learning rate of Adam at the start.", above=0)
+    train_size: int | None = setting(
+        None, "Training images of each pair; all if not given.", at_least=2
+    )
+    pairs: int | None = setting(
+        None, "Pairs of images to interpolate; all if not given.", at_least=1
+    )
 
     def usual(self):
         if self.dataset == "digits":
@@ -88,10 +105,12 @@ class Settings(Training, Sweep):
     RUN = Training
 
     norms: tuple[str, ...] = setting(
-        ("bn", "layer"), "Normalisations.", choices=sorted(norms.NORMS)
+        ("bn", "layer"), "Normalisations to compare.", choices=sorted(norms.NORMS)
     )
-    classes: tuple[str, ...] = setting(("0+1",), "Pairs of labels, such as 0+1,3+8.")
-    architectures: tuple[str, ...] = setting(("full",), "Sizes.", choices=ARCHITECTURES)
+    classes: tuple[str, ...] = setting(("0+1",), "Two labels, such as 0+1.")
+    architectures: tuple[str, ...] = setting(
+        ("full",), "Sizes of the flow, as in Figure 3.", choices=ARCHITECTURES
+    )
 
     def runs(self):
         """The settings of all runs."""

@@ -79,8 +79,8 @@ class Settings(settings.Settings):
     """What is probed, with how many samples and networks."""
 
     norms: tuple[str, ...] = tuple(LAYERS)  # no flag: there are commas in the names
-    samples: int = setting(128, "In the batch.", at_least=16, at_most=1437)
-    seeds: int = setting(3, "Of weights and terms.", at_least=1)
+    samples: int = setting(128, "Images in the batch.", at_least=16, at_most=1437)
+    seeds: int = setting(3, "Seeds of weights and of terms.", at_least=1)
 
 
 def network(norm, image_shape, seed):

@@ -41,9 +41,9 @@ PAPER = ("0 ± 0", "1.79e-07 ± 2.07e-07", "2.85e-07 ± 3.94e-08", "5.1e-01 ± 3
 class Settings(settings.Settings):
     """How much is drawn."""
 
-    draws: int = setting(1000, "Of the coefficients.", at_least=1)
-    samples: int = setting(100, "In the batch.", at_least=3)
-    seeds: int = setting(3, "Networks, with inputs of their own.", at_least=1)
+    draws: int = setting(1000, "Draws of the coefficients.", at_least=1)
+    samples: int = setting(100, "Samples in the batch.", at_least=3)
+    seeds: int = setting(3, "Networks, each with inputs of its own.", at_least=1)
 
 
 def network(draws, width=100, depth=5, epsilon=1e-20):

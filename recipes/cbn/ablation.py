@@ -83,12 +83,18 @@ class Settings(classifier.Grid):
 
     model: str = "resnet8"
     seeds: int = 2
-    activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
+    activations: tuple[str, ...] = setting(
+        classifier.ACTIVATIONS, "Activations, by their Keras names."
+    )
     rho_before: tuple[float, ...] | None = setting(
-        None, "Of rows 2 and 5, for each activation; those of digits.", above=0
+        None,
+        "rho of rows 2 and 5, for each activation; the best on digits if not given.",
+        above=0,
     )
     rho_after: tuple[float, ...] | None = setting(
-        None, "Of rows 6 and 7, for each activation; those of digits.", above=0
+        None,
+        "rho of rows 6 and 7, for each activation; the best on digits if not given.",
+        above=0,
     )
 
     def usual(self):

@@ -55,9 +55,13 @@ class Settings(classifier.Grid):
         "resnet20", "A residual network of basic blocks.", matches="resnet(?!(50|101)$)"
     )
     norm: str = setting(
-        "cbn", "CBN of which averages.", choices=("cbn", "cbn_batch", "cbn_fixed")
+        "cbn",
+        "CBN with averages of this kind.",
+        choices=("cbn", "cbn_batch", "cbn_fixed"),
     )
-    activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
+    activations: tuple[str, ...] = setting(
+        classifier.ACTIVATIONS, "Activations, by their Keras names."
+    )
     seeds: int = 1
 
 

@@ -55,7 +55,7 @@ class Measured(classifier.Training):
 
     VARIABLE = (*classifier.Training.VARIABLE, "batches")
 
-    batches: int = setting(16, "Mini-batches measured.", at_least=2)
+    batches: int = setting(16, "Mini-batches to measure.", at_least=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,12 @@ class Settings(Measured, classifier.Grid):
     RUN = Measured
 
     model: str = "resnet8"
-    activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
+    activations: tuple[str, ...] = setting(
+        classifier.ACTIVATIONS, "Activations, by their Keras names."
+    )
     norms: tuple[str, ...] = setting(
         ("bn", "cbn_batch", "cbn_fixed", "cbn"),
-        "What to compare.",
+        "Normalisations to compare.",
         choices=norms.NORMS,
     )
     seeds: int = 1

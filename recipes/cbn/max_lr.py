@@ -48,15 +48,15 @@ class Settings(classifier.Grid):
 
     model: str = "resnet8"
     activations: tuple[str, ...] = setting(
-        ("sigmoid", "tanh", "relu"), "As Keras has them."
+        ("sigmoid", "tanh", "relu"), "Activations, by their Keras names."
     )
     norms: tuple[str, ...] = setting(
         ("none", "mean_removal", "l2_norm", "cbn"),
-        "What to compare.",
+        "Normalisations to compare.",
         choices=norms.NORMS,
     )
     learning_rates: tuple[float, ...] = setting(
-        (1e-4, 1e-3, 1e-2, 1e-1, 1.0), "Of epoch 1.", above=0
+        (1e-4, 1e-3, 1e-2, 1e-1, 1.0), "Learning rates of the first epoch.", above=0
     )
     seeds: int = 1
 

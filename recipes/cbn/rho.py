@@ -37,11 +37,17 @@ class Settings(classifier.Grid):
     """Every rho with every activation."""
 
     model: str = "resnet8"
-    norm: str = setting("cbn", "A norm with a rho.", choices=sorted(norms.CBN_FAMILY))
-    activations: tuple[str, ...] = setting(classifier.ACTIVATIONS, "As Keras has them.")
-    rhos: tuple[float, ...] = setting((1 / 4, 1 / 2, 1, 2, 4, 8), "Values of rho.")
+    norm: str = setting(
+        "cbn", "Normalisation that has a rho.", choices=sorted(norms.CBN_FAMILY)
+    )
+    activations: tuple[str, ...] = setting(
+        classifier.ACTIVATIONS, "Activations, by their Keras names."
+    )
+    rhos: tuple[float, ...] = setting(
+        (1 / 4, 1 / 2, 1, 2, 4, 8), "Values of rho to compare."
+    )
     target_accuracy: float = setting(
-        0.9, "Count epochs until it.", at_least=0, at_most=1
+        0.9, "Count the epochs to this test accuracy.", at_least=0, at_most=1
     )
 
 

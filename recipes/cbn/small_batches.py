@@ -52,13 +52,19 @@ class Settings(classifier.Populations):
     model: str = "resnet8"
     norms: tuple[str, ...] = setting(
         ("bn", "cbn", "cbn_batch", "group", "renorm"),
-        "Normalisations.",
+        "Normalisations to compare.",
         choices=norms.NORMS,
     )
-    activations: tuple[str, ...] = setting(("relu", "sigmoid"), "As Keras has them.")
-    batch_sizes: tuple[int, ...] = setting((2, 32), "Images.", at_least=1)
+    activations: tuple[str, ...] = setting(
+        ("relu", "sigmoid"), "Activations, by their Keras names."
+    )
+    batch_sizes: tuple[int, ...] = setting(
+        (2, 32), "Images in a batch, of each column.", at_least=1
+    )
     learning_rate: float = setting(
-        0.1, f"With {USUAL_BATCH} images a batch; else in proportion.", above=0
+        0.1,
+        f"Learning rate at {USUAL_BATCH} images in a batch; else in proportion.",
+        above=0,
     )
     train_size: int | None = 400
     epochs: int | None = 8

@@ -32,37 +32,54 @@ class Training(Images):
 
     dataset: str = setting(
         "digits",
-        f"digits, {', '.join(data.TFDS + data.STREAMED)}, or the path of an .npz file.",
+        f"Data set: digits, {', '.join(data.TFDS + data.STREAMED)}, or an .npz file.",
     )
     model: str = setting("resnet20", models.NAMES)
     norm: str = setting("cbn", "Normalisation.", choices=sorted(norms.NORMS))
-    activation: str = setting("sigmoid", "As Keras calls it.")
-    rho: float = setting(1.0, "CBN's rho.", above=0)
-    stage_rho: str | None = setting(None, "CBN's rho of stages: stage1=0.5,stage2=2.")
-    omega: float = setting(10.0, "CBN's omega.", at_least=0)
-    epochs: int | None = setting(None, "120; of digits 15, of mnist 10.", at_least=1)
-    seed: int = setting(0, "Of weights, order, augmentation.", at_least=0)
-    batch_size: int | None = setting(None, "128; of imagenet2012 256.", at_least=1)
-    learning_rate: float = setting(0.1, "Of epoch 1.", above=0)
-    momentum: float = setting(0.9, "Of gradient descent.", at_least=0, at_most=1)
+    activation: str = setting("sigmoid", "Activation, by its Keras name.")
+    rho: float = setting(
+        1.0, "rho of CBN layers: they divide their outputs by it.", above=0
+    )
+    stage_rho: str | None = setting(
+        None, "rho of CBN layers by stage of the network: stage1=0.5,stage2=2."
+    )
+    omega: float = setting(
+        10.0, "omega of CBN layers: how fast their averages follow.", at_least=0
+    )
+    epochs: int | None = setting(
+        None, "Epochs; 120 if not given, 15 for digits, 10 for mnist.", at_least=1
+    )
+    seed: int = setting(
+        0, "Seed of weights, of the order of images and of augmentation.", at_least=0
+    )
+    batch_size: int | None = setting(
+        None, "Images in a batch; 128 if not given, 256 for imagenet2012.", at_least=1
+    )
+    learning_rate: float = setting(0.1, "Learning rate of the first epoch.", above=0)
+    momentum: float = setting(0.9, "Momentum of SGD.", at_least=0, at_most=1)
     gradient_accumulation_steps: int | None = setting(
-        None, "Batches whose mean gradient is one step of the weights.", at_least=2
+        None, "Batches whose mean gradient makes one step of the weights.", at_least=2
     )
     weight_decay: float | None = setting(
-        None, "Times weights; 5e-4, of imagenet2012 1e-4.", at_least=0
+        None,
+        "Coupled weight decay; 5e-4 if not given, 1e-4 for imagenet2012.",
+        at_least=0,
     )
     validation_size: int | None = setting(
-        None, "Test on so many held-out training images.", at_least=1
+        None, "Hold out so many training images, and test on them.", at_least=1
     )
     augment: bool | None = setting(
-        None, "Crop and mirror training images; CIFAR's and ImageNet's if not given."
+        None,
+        "Crop and mirror training images; if not given, only of CIFAR and ImageNet.",
     )
     replacement: bool | None = setting(
-        None, "Draw each batch from all images, as the CBN paper does; no if not given."
+        None, "Draw each batch from all images, as the CBN paper does."
     )
-    image_size: int | None = setting(None, "Pixels of imagenet2012; 224.", at_least=1)
+    image_size: int | None = setting(
+        None, "Height and width of imagenet2012's images; 224 if not given.", at_least=1
+    )
     dtype: str | None = setting(
-        None, "Dtype policy; Keras' own if not given.", choices=DTYPES
+        None, "Dtype policy; Keras' own, float32, if not given.", choices=DTYPES
     )
 
     def usual(self):
@@ -99,7 +116,7 @@ class Saved(Training):
     """A training whose best network is saved."""
 
     saved_models_dir: str | None = setting(
-        "saved_models", "Where models are saved.", compare=False
+        "saved_models", "Directory of saved models.", compare=False
     )
 
 
@@ -121,7 +138,7 @@ class Populations(Grid):
 
     population: int | None = setting(
         None,
-        "Trainings of a network in one program, on JAX.",
+        "Train so many networks at once in one program, on JAX.",
         at_least=1,
         compare=False,
     )

@@ -41,7 +41,7 @@ def setting(default, help, *, compare=True, **checks):
         help: Text of the flag.
         compare: Whether it decides the outcome.
         **checks: `choices`, the values that there are; `matches`, a pattern of what
-            `help` says; or bounds of a number: `above`, `at_least` and `at_most`.
+            `help` describes; or bounds of a number: `above`, `at_least` and `at_most`.
     """
     metadata = {"help": help, **checks}
     return dataclasses.field(default=default, metadata=metadata, compare=compare)
@@ -58,7 +58,9 @@ class Settings:
     NAMED: ClassVar = ()  # in every name, by their values
     VARIABLE: ClassVar = ()  # what does not change the compiled network
 
-    runs_dir: str = setting("runs", "Where runs are recorded.", compare=False)
+    runs_dir: str = setting(
+        "runs", "Directory of runs; one that was interrupted goes on.", compare=False
+    )
     backend: str | None = None  # of Keras; no flag
 
     def __init_subclass__(cls):
@@ -152,13 +154,13 @@ class Images(Settings):
     STREAMED: ClassVar = False  # whether it may be too large to be arrays
 
     dataset: str = setting(
-        "digits", "digits, mnist, cifar10, cifar100, or the path of an .npz file."
+        "digits", "Data set: digits, mnist, cifar10, cifar100, or an .npz file."
     )
     train_size: int | None = setting(
-        None, "Use so many training images only.", at_least=1
+        None, "Use so many training images; all if not given.", at_least=1
     )
     data_dir: str | None = setting(
-        None, "Where tensorflow_datasets looks.", compare=False
+        None, "Directory of tensorflow_datasets.", compare=False
     )
     download: bool = setting(
         False, "Download the data set if it is not there.", compare=False
@@ -180,10 +182,12 @@ class Sweep(Settings):
 
     RUN: ClassVar[type]
 
-    seeds: int = setting(3, "How many seeds, from 0 on.", at_least=1)
+    seeds: int = setting(
+        3, "Trainings of each kind, with the seeds 0, 1, ...", at_least=1
+    )
     workers: int | None = setting(
         None,
-        "Networks that train at the same time, each in a process; one for each core.",
+        "Networks to train at once, each in a process; one for each core if not given.",
         at_least=1,
         compare=False,
     )

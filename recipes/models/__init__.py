@@ -21,7 +21,7 @@ NAMED = {
     "resnet34": partial(resnet, 34),
     **{name: partial(application, name) for name in APPLICATIONS},
 }
-NAMES = f"resnet8, resnet20, ..., mlp256, ..., {', '.join(NAMED)}."
+NAMES = f"Network: resnet8, resnet20, ..., mlp256, ..., {', '.join(NAMED)}."
 
 
 def build(

@@ -35,24 +35,46 @@ class Descent(Images):
     NAMED = ("network", "dataset", "norm", "seed")
     VARIABLE = ("seed", "learning_rate", "steps", "train_size", "test_size")
 
-    network: str = setting("vgg", "VGG-16 or deep linear network.", choices=[*USUAL])
+    network: str = setting(
+        "vgg", "VGG-16, or the deep linear network (dln).", choices=[*USUAL]
+    )
     norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
-    seed: int = setting(0, "Of weights, order and the dln's data.", at_least=0)
-    steps: int | None = setting(None, "400; of the dln 10,000.", at_least=1)
-    every: int | None = setting(None, "Measure every 20; the dln 100.", at_least=1)
-    learning_rate: float | None = setting(None, "0.1; of the dln 1e-6.", above=0)
-    dataset: str | None = setting(None, "digits; the vgg's, as in recipes.train.")
-    test_size: int | None = setting(None, "All; the first ones.", at_least=1)
-    batch_size: int | None = setting(None, "128; the vgg's.", at_least=1)
-    width: float | None = setting(None, "0.125; the vgg's; 1 is VGG-16.", above=0)
+    seed: int = setting(
+        0, "Seed of weights, of the order of images and of the dln's data.", at_least=0
+    )
+    steps: int | None = setting(
+        None, "Training steps; 400 if not given, 10,000 for the dln.", at_least=1
+    )
+    every: int | None = setting(
+        None,
+        "Steps from one measurement to the next; 20 if not given, 100 for the dln.",
+        at_least=1,
+    )
+    learning_rate: float | None = setting(
+        None, "Learning rate; 0.1 if not given, 1e-6 for the dln.", above=0
+    )
+    dataset: str | None = setting(
+        None, "Data set of the vgg, as in recipes.train; digits if not given."
+    )
+    test_size: int | None = setting(
+        None, "Use so many test images; all if not given.", at_least=1
+    )
+    batch_size: int | None = setting(
+        None, "Images in a batch of the vgg; 128 if not given.", at_least=1
+    )
+    width: float | None = setting(
+        None,
+        "Factor of the vgg's channels; 0.125 if not given, 1 in the paper.",
+        above=0,
+    )
     initializer: str | None = setting(
         None,
-        "Of the vgg's kernels; He's normal one. The paper has Glorot's.",
+        "Initializer of the vgg; he_normal if not given. The paper has Glorot's.",
         choices=("glorot_normal", "glorot_uniform"),
     )
-    depth: int | None = setting(None, "25; the dln's layers.", at_least=1)
+    depth: int | None = setting(None, "Layers of the dln; 25 if not given.", at_least=1)
     dtype: str | None = setting(
-        None, "float64; the dln's.", choices=("float32", "float64")
+        None, "Dtype of the dln; float64 if not given.", choices=("float32", "float64")
     )
 
     def usual(self):
@@ -81,7 +103,9 @@ class Layered(Descent):
     # The usual ones of each network; here the fifth, tenth and last convolution.
     LAYERS: ClassVar = {"vgg": ("stage3_conv1", "stage4_conv3", "stage5_conv3")}
 
-    layers: tuple[str, ...] | None = setting(None, "Names of layers; three if None.")
+    layers: tuple[str, ...] | None = setting(
+        None, "Layers to measure, by name; three if not given."
+    )
 
     def usual(self):
         return super().usual() | {"layers": self.LAYERS.get(self.network)}
@@ -95,7 +119,7 @@ class Descents(Descent, Sweep):
 
     seeds: int = 1
     norms: tuple[str, ...] = setting(
-        ("none", "bn"), "Names of normalisations.", choices=sorted(norms.NORMS)
+        ("none", "bn"), "Normalisations to compare.", choices=sorted(norms.NORMS)
     )
 
     def about(self):

@@ -55,10 +55,14 @@ class Run(descent.Descent):
     VARIABLE = (*descent.Descent.VARIABLE, "direction", "longest")
 
     direction: str | None = setting(
-        None, "Measured along it; gradient if None.", choices=("gradient", "random")
+        None,
+        "Direction to measure along; the gradient if not given.",
+        choices=("gradient", "random"),
     )
     longest: float | None = setting(
-        None, "Step, in learning rates; 4, of the dln 30.", above=0
+        None,
+        "Longest step to measure, in learning rates; 4 if not given, 30 for the dln.",
+        above=0,
     )
 
 

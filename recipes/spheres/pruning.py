@@ -62,7 +62,7 @@ class Slimmed(classifier.Saved):
     norm: str = setting("bn", "Normalisation with a gamma a channel.", choices=NORMS)
     activation: str = "relu"
     gamma_l1: float = setting(0.0, "Penalty on |gamma| in training.", at_least=0)
-    until: int | None = setting(None, "Stop after this epoch of these.", at_least=1)
+    until: int | None = setting(None, "Stop training after this epoch.", at_least=1)
     saved_models_dir: str = "saved_models"
 
 
@@ -70,16 +70,27 @@ class Slimmed(classifier.Saved):
 class Settings(Slimmed):
     """One network, pruned in all ways."""
 
-    measure_size: int = setting(512, "Training images that are measured.", at_least=1)
-    statistics_size: int = setting(1024, "Images of recalibration.", at_least=1)
-    test_size: int | None = setting(None, "All; the first ones.", at_least=1)
+    measure_size: int = setting(
+        512, "Training images to measure channels on.", at_least=1
+    )
+    statistics_size: int = setting(
+        1024, "Training images to recalibrate on.", at_least=1
+    )
+    test_size: int | None = setting(
+        None, "The first so many test images; all if not given.", at_least=1
+    )
     levels: tuple[float, ...] = setting(
         (0.3, 0.4, 0.5, 0.6, 0.7), "Tolerances of prune.", at_least=0, at_most=1
     )
     shares: tuple[float, ...] = setting(
-        (0.05, 0.1, 0.15, 0.2, 0.3, 0.5), "Of smallest |gamma|.", at_least=0, at_most=1
+        (0.05, 0.1, 0.15, 0.2, 0.3, 0.5),
+        "Shares of channels of the smallest |gamma|.",
+        at_least=0,
+        at_most=1,
     )
-    name: str | None = setting(None, "Of the run.", compare=False)
+    name: str | None = setting(
+        None, "Name of the run, made of the settings if not given.", compare=False
+    )
 
     def training(self):
         """The settings of the training alone."""

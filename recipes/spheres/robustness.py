@@ -72,12 +72,16 @@ class Attacked(classifier.Training):
     ATTACK = ("noise", "epsilon", "epsilon_2", "steps", "step_size", "test_size")
     VARIABLE = (*classifier.Training.VARIABLE, *ATTACK)
 
-    noise: float = setting(0.2, "Deviation of the noise.", above=0)
-    epsilon: float = setting(0.1, "Radius of the l_inf ball.", above=0)
-    epsilon_2: float = setting(0.5, "Radius of the l_2 ball.", above=0)
-    steps: int = setting(10, "Of the attack.", at_least=1)
-    step_size: float | None = setting(None, "In radii; 1 / steps.", above=0)
-    test_size: int = setting(1000, "Test images attacked, the first.", at_least=1)
+    noise: float = setting(
+        0.2, "Deviation of the noise; pixels are from 0 to 1.", above=0
+    )
+    epsilon: float = setting(0.1, "Radius of the l_inf attack.", above=0)
+    epsilon_2: float = setting(0.5, "Radius of the l_2 attack.", above=0)
+    steps: int = setting(10, "Steps of the attack.", at_least=1)
+    step_size: float | None = setting(
+        None, "Length of such a step, in radii; 1 / steps if not given.", above=0
+    )
+    test_size: int = setting(1000, "Attack the first so many test images.", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

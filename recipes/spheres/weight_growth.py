@@ -69,10 +69,12 @@ class Decays(classifier.Grid):
     seeds: int = 1
     norms: tuple[str, ...] = setting(
         ("bn", "group", "layer", "wn", "cbn", "ws+gn", "cwn"),
-        "Norms.",
+        "Normalisations to compare.",
         choices=sorted(norm_names.NORMS),
     )
-    weight_decays: tuple[float, ...] = setting((0, 5e-3), "Times weights.", at_least=0)
+    weight_decays: tuple[float, ...] = setting(
+        (0, 5e-3), "Coupled weight decays to compare.", at_least=0
+    )
 
     def outcomes(self, train):
         """Trains all; yields norm, decay and the outcomes, one a seed, of each."""
@@ -85,7 +87,9 @@ class Decays(classifier.Grid):
 class Growing(classifier.Training):
     """A training, of points on spheres or not."""
 
-    sphere: bool | None = setting(None, "Each norm but CBN with ProjectWeights, too.")
+    sphere: bool | None = setting(
+        None, "Train each norm but CBN with ProjectWeights, too."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ class Settings(Decays, Growing):
 
     model: str = setting("resnet8", "A residual network.", matches="resnet")
     epochs: int | None = 30
-    learning_rate: float = setting(0.1, "Throughout.", above=0)
+    learning_rate: float = setting(0.1, "Learning rate of all steps.", above=0)
     momentum: float = 0.0  # as Lemma 3 has it
 
     def runs(self):
