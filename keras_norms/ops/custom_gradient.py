@@ -7,10 +7,7 @@ from typing import Any
 
 import keras
 
-NO_FORWARD_MODE = (
-    "A normalisation layer in training mode has no forward-mode derivative. Use "
-    "reverse mode, and reverse mode twice for the product of a Hessian and a vector."
-)
+from keras_norms.ops.forward_mode import NO_FORWARD_MODE, have_tangents
 
 
 def custom_gradient(forward: Callable, backward: Callable) -> Callable:
@@ -106,18 +103,6 @@ def snapshot(value: Any) -> Any:
     PyTorch assigns variables in place.
     """
     return value.clone() if keras.backend.backend() == "torch" else value
-
-
-def have_tangents(tensors):
-    """Whether a `tf.autodiff.ForwardAccumulator` follows one of them.
-
-    It would be wrong without a word about functions with a gradient of their own, and
-    about compiled ones.
-    """
-    import tensorflow as tf
-    from tensorflow.python.eager import forwardprop_util
-
-    return bool(forwardprop_util.pack_tangents(tf.nest.flatten(tensors)).tangents)
 
 
 def in_this_graph(tensors):

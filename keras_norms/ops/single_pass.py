@@ -6,11 +6,8 @@ from typing import Any
 
 import keras
 
-from keras_norms.ops.custom_gradient import (
-    apply_in_torch,
-    have_tangents,
-    in_this_graph,
-)
+from keras_norms.ops.custom_gradient import apply_in_torch, in_this_graph
+from keras_norms.ops.forward_mode import have_tangents
 
 _LARGE = 2**19  # elements
 _BATCH = 64  # samples, where nothing is known of the batch

@@ -2,7 +2,7 @@
 
 import torch
 
-from keras_norms.ops.custom_gradient import NO_FORWARD_MODE
+from keras_norms.ops.forward_mode import NO_FORWARD_MODE
 
 
 class Eager(torch.autograd.Function):
