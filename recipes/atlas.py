@@ -35,7 +35,7 @@ References: `recipes.models.norms` says what the norms are.
 import dataclasses
 import itertools
 
-from recipes.engine import classifier, command, figures, results
+from recipes.engine import classifier, command, figures, joint_training, results
 from recipes.engine.settings import setting
 from recipes.models import norms
 
@@ -82,12 +82,12 @@ def run(settings):
     for cell in cells:
         rates = [_scaled(rate, cell) for rate in settings.learning_rates]
         searched += [settings.one(**cell, learning_rate=rate) for rate in rates]
-    found = classifier.train_all(settings, searched, classifier.train)
+    found = joint_training.train_all(settings, searched, classifier.train)
     rows = [cell | choose(found.of(**cell), cell, settings) for cell in cells]
     for cell, row in zip(cells, rows, strict=True):
         rate = _scaled(row["rate"], cell)
         trained += settings.runs(**cell, learning_rate=rate, validation_size=None)
-    found = classifier.train_all(settings, trained, classifier.train)
+    found = joint_training.train_all(settings, trained, classifier.train)
     for cell, row in zip(cells, rows, strict=True):
         outcomes = found.of(**cell)
         row["accuracy"] = results.percent(outcomes)

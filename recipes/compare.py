@@ -26,7 +26,15 @@ Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.33190
 import dataclasses
 import itertools
 
-from recipes.engine import classifier, command, data, figures, files, results
+from recipes.engine import (
+    classifier,
+    command,
+    data,
+    figures,
+    files,
+    joint_training,
+    results,
+)
 from recipes.engine.settings import setting
 from recipes.models import NAMES, norms
 
@@ -61,7 +69,7 @@ def run(settings):
         The path of the directory with table.md, details.md, results.json, curves.png.
     """
     runs = settings.runs()
-    outcomes = classifier.train_all(settings, runs, classifier.train_and_save)
+    outcomes = joint_training.train_all(settings, runs, classifier.train_and_save)
     rows, panels = [], {}
     for model, activation, norm in itertools.product(
         settings.models, settings.activations, settings.norms

@@ -38,7 +38,7 @@ Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.33190
 import dataclasses
 import itertools
 
-from recipes.engine import classifier, command, figures, results
+from recipes.engine import classifier, command, figures, joint_training, results
 from recipes.engine.settings import setting
 from recipes.models import norms
 
@@ -76,7 +76,7 @@ def run(settings):
     for size in settings.batch_sizes:
         rate = settings.learning_rate * size / USUAL_BATCH
         runs += settings.runs(batch_size=size, learning_rate=rate)
-    outcomes = classifier.train_all(settings, runs, classifier.train)
+    outcomes = joint_training.train_all(settings, runs, classifier.train)
     rows, accuracies = [], {}
     swept = settings.activations, settings.norms, settings.batch_sizes
     for activation, norm, size in itertools.product(*swept):

@@ -218,24 +218,6 @@ def train(settings, kind="", **hooks):
     return training.train(settings, kind, problem, **hooks)
 
 
-def train_all(settings, runs, function):
-    """Trains many classifiers, as the flags `workers` and `population` say.
-
-    Args:
-        settings: A `Populations`.
-        runs: List of the settings of one, a `Training` or `Saved`.
-        function: See `recipes.engine.training.train_all`.
-
-    Returns:
-        A `recipes.engine.training.Outcomes`.
-    """
-    if settings.population is None:
-        return training.train_all(function, runs, settings.workers)
-    from recipes.engine import joint_training  # needs JAX
-
-    return joint_training.train_all(runs, settings.population)
-
-
 def train_and_save(settings, **options):
     """Trains a `Saved`, and saves the network with the highest test accuracy."""
     return train(settings, keep_best=True, at_end=save, **options)

@@ -40,16 +40,21 @@ def describe(settings):
     return Together(**{name: getattr(settings, name, None) for name in names})
 
 
-def train_all(runs, count):
-    """Trains many, `count` of one network together, and shows how far that is.
+def train_all(settings, runs, function):
+    """Trains many classifiers, as the flags `workers` and `population` say.
 
     Args:
-        runs: List of settings, see `train`. Those of one network follow each other.
-        count: Positive integer.
+        settings: A `classifier.Populations`.
+        runs: List of the settings of one, a `Training` or `Saved`. Those of one network
+            follow each other.
+        function: Trains one by itself, see `recipes.engine.training.train_all`.
 
     Returns:
-        A `recipes.engine.training.Outcomes`, of `Together`.
+        A `recipes.engine.training.Outcomes`, with `population` of `Together`.
     """
+    count = settings.population
+    if count is None:
+        return training.train_all(function, runs, settings.workers)
     found = training.Outcomes()
     with tqdm(total=len(runs), unit="run", dynamic_ncols=True) as progress:
         for _, group in itertools.groupby(runs, key=lambda each: each.program()):
