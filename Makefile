@@ -88,6 +88,7 @@ dist: install
 lint: install
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports --no-logo --no-cache
 	.venv/bin/mypy
 
 format: install
