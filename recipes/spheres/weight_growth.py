@@ -30,7 +30,11 @@ Norms grow until the loss is small (at rate 1, by 23 to 40 %). The distances of 
 are stable without decay, not small: 0.23 and 0.28. The first epoch changes Sigma by 11
 %, the last one by 0.2; with decay, at this constant rate, by 4.5, to the end. At rate 1
 the test accuracy with BN stays above 99 % on the sphere in the last half, above 98
-without it, and falls to 41 with decay. See docs/results/weight_growth.md.
+without it, and falls to 41 with decay.
+
+On 20,000 images of CIFAR-10 (30 epochs, rate 0.1, decay 5e-4) that norm goes to 7.03 to
+7.37, and the ratio is 1.0000; with decay it goes to 5.84 to 6.24. Without decay the
+distances grow, to 1.24 and 0.52. See docs/results/weight_growth.md.
 
 Reference: Sun et al., AAAI 2020, Section 3.1. https://doi.org/10.1609/aaai.v34i04.6046
 """
