@@ -10,8 +10,8 @@ A probe then costs the difference, state brought back and forth included; with
 
     share = (seconds with - seconds without) / (N * seconds of a step)
 
-A step takes what `fit` takes, less one of a single step, over the steps between them:
-what `fit` does once is in neither.
+The seconds of a step are those of a `fit`, less those of a `fit` of one step, divided
+by the number of steps between: what `fit` does once does not count.
 
 The share is the median over the rounds, its spread the interquartile range. The probe
 has the batch size of training and its default 8 points, which are 9 gradients.

@@ -45,12 +45,12 @@ class Settings(classifier.Training):
 
     validation_size: int | None = setting(
         None,
-        "Training images held out for the score; with 0 the test images are.",
+        "Training images held out for the score; with 0, test images give it.",
         at_least=0,
     )
     tune: tuple[str, ...] = setting(
         ("rho", "omega", "learning_rate"),
-        f"What to find, with bounds or without, as rho=0.5..2,omega. Of "
+        "What to find, with bounds or without, as rho=0.5..2,omega. Of "
         f"{', '.join(spaces.RANGES)}.",
     )
     algorithm: str = setting(
@@ -79,7 +79,7 @@ class Settings(classifier.Training):
     )
     halving: int = setting(
         2,
-        "Of how many trials of a population one goes on at each rung; 1: all do.",
+        "At each rung of a population one of so many trials goes on; with 1 all do.",
         at_least=1,
     )
     strategy: str = setting(

@@ -6,7 +6,7 @@ from keras_norms.ops.forward_mode import NO_FORWARD_MODE
 
 
 class Eager(torch.autograd.Function):
-    """Faster: a function with `setup_context` binds its arguments in each call."""
+    """Without `setup_context`, for which PyTorch binds arguments in each call."""
 
     @staticmethod
     def forward(ctx, forward, gradient, *tensors):
@@ -25,7 +25,7 @@ class Eager(torch.autograd.Function):
 
 
 class Anywhere(Eager):
-    """The same, also where PyTorch compiles or maps (`torch.func`)."""
+    """The same, slower, also where PyTorch compiles or maps (`torch.func`)."""
 
     generate_vmap_rule = True
 

@@ -175,6 +175,7 @@ def replacing_call(layer, function):
 
 
 def widest(dtypes):
+    """Return the name of the dtype that a vector of values of some dtypes has."""
     names = map(keras.backend.standardize_dtype, dtypes)
     return "float64" if "float64" in names else "float32"
 
@@ -206,4 +207,5 @@ def _symbolic(tensor):
 
 
 def weak_reference(value):
+    """Return a weak reference, or `None` for `None`."""
     return None if value is None else weakref.ref(value)
