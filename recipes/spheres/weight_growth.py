@@ -133,22 +133,21 @@ def problem(settings):
 
 def train(settings):
     """Trains one network, and follows its kernels and the BN after the layer shown."""
-    callbacks, start = [lambda *_: _Growth()], {}
+    callbacks, latest = [lambda *_: _Growth()], {}
     if settings.sphere:
         callbacks.append(lambda *_: ProjectWeights())
 
     def before(model, problem, settings, epoch):
-        start.update(ellipsoid(model, problem, settings))
+        latest.update(latest or ellipsoid(model, problem, settings))
         return {}
 
     def after(model, problem, settings):
-        end = ellipsoid(model, problem, settings)
-        return statistics(model, problem, settings) | {
-            f"{key}_change": float(
-                np.linalg.norm(value - start[key]) / np.linalg.norm(start[key])
-            )
-            for key, value in end.items()
-        }
+        numbers = statistics(model, problem, settings)
+        for key, end in ellipsoid(model, problem, settings).items():
+            change = np.linalg.norm(end - latest[key]) / np.linalg.norm(latest[key])
+            numbers[f"{key}_change"] = float(change)
+            latest[key] = end
+        return numbers
 
     hooks = {"callbacks": callbacks, "before": before, "after": after}
     return training.train(settings, "weight_growth", problem, **hooks)
