@@ -38,7 +38,7 @@ class FollowsLearningRate(keras.layers.Layer):
         self._accumulation_steps = 1
         self._iterations: weakref.ref | None = None
         self._counted_scope: weakref.ref | None = None
-        self._was_told = False
+        self._hint: str | None = _UNKNOWN_RATE  # what to warn of; told, of nothing
 
     def set_learning_rate(self, rate: Tensor) -> None:
         """Say which learning rate the coming steps use, also before the layer is built.
@@ -73,7 +73,7 @@ class FollowsLearningRate(keras.layers.Layer):
                 "learning rate to a tensor. Call the model on a batch first. "
                 f"Received: rate={arguments.shown(rate)}"
             )
-        self._was_told = True
+        self._hint = None
         if self.built:
             if not is_tensor:
                 rate = ops.full((), rate, self.statistics_dtype)
@@ -133,7 +133,7 @@ class FollowsLearningRate(keras.layers.Layer):
             1 if gradient_accumulation_steps is None else gradient_accumulation_steps,
             at_least=1,
         )
-        self._was_told = True
+        self._hint = None
         is_same = schedule is self._schedule and batches == self._accumulation_steps
         if is_same and iterations is _referent(self._iterations):
             return False
@@ -167,8 +167,8 @@ class FollowsLearningRate(keras.layers.Layer):
 
     def learning_rate_of_this_step(self) -> Tensor:
         """The rate as a scalar; moves on along the schedule, if there is one."""
-        if not self._was_told:
-            _explain_amat_once()
+        if self._hint:
+            _warn_once(self._hint)
         if self._schedule is None:
             return self.learning_rate
         scope, is_jax = _keras.get_stateless_scope(), keras.backend.backend() == "jax"
@@ -226,7 +226,7 @@ class FollowsLearningRate(keras.layers.Layer):
                 )
             variable.assign(store[variable.name])
         if float(np.asarray(store["learning_rate"])) >= 0:
-            self._was_told = True
+            self._hint = self._hint and _SAVED_RATE
 
 
 def _referent(reference):
@@ -242,11 +242,19 @@ def _value(scalar):
 
 
 @functools.cache
-def _explain_amat_once():
-    warnings.warn(
-        "CBN is trained without a learning rate, so it normalises with the statistics "
-        "of each batch alone. Pass `callbacks=[keras_norms.AMAT()]` to `fit()` to "
-        "switch its adaptive moving averages (AMAT) on, or call "
-        "`layer.set_learning_rate(rate)` in a training loop of your own.",
-        stacklevel=4,
-    )
+def _warn_once(hint):
+    warnings.warn(hint, stacklevel=4)
+
+
+_TELL_IT = (
+    "Pass `callbacks=[keras_norms.AMAT()]` to `fit()`, or call "
+    "`layer.set_learning_rate(rate)` in a training loop of your own."
+)
+_UNKNOWN_RATE = (
+    "CBN is trained without a learning rate, so it normalises with the statistics of "
+    f"each batch alone, without adaptive moving averages (AMAT). {_TELL_IT}"
+)
+_SAVED_RATE = (
+    "CBN is trained at the learning rate that was saved with it, the last one of an "
+    f"earlier training, which sets how fast its averages follow. {_TELL_IT}"
+)

@@ -27,9 +27,9 @@ def times_said(text, run):
     return sum(text in str(w.message) for w in caught)
 
 
-def hints(run):
-    learning_rate._explain_amat_once.cache_clear()
-    return times_said("keras_norms.AMAT()", run)
+def hints(run, text="keras_norms.AMAT()"):
+    learning_rate._warn_once.cache_clear()
+    return times_said(text, run)
 
 
 def test_the_hint_about_amat_comes_once_where_it_is_due():
@@ -51,12 +51,12 @@ def test_the_hint_about_amat_comes_once_where_it_is_due():
     assert not hints(lambda: fit(callbacks=[AMAT()]))
 
 
-def test_a_loaded_model_knows_whether_it_was_told(tmp_path):
+def test_a_loaded_model_warns_of_the_rate_that_was_saved(tmp_path):
     def made():
         return keras.Sequential([keras.Input((3,)), CBN()])
 
-    def hints_of(model):
-        return hints(lambda: model.layers[0](X, training=True))
+    def hints_of(model, text):
+        return hints(lambda: model.layers[0](X, training=True), text)
 
     model = made()
     model.save(tmp_path / "untold.keras")
@@ -68,9 +68,16 @@ def test_a_loaded_model_knows_whether_it_was_told(tmp_path):
     model = made()
     model.load_weights(tmp_path / "told.weights.h5")
     assert float(numpy(model.layers[0].learning_rate)) == pytest.approx(0.1)
-    assert not hints_of(model)
-    assert not hints_of(keras.models.load_model(tmp_path / "told.keras"))
-    assert hints_of(keras.models.load_model(tmp_path / "untold.keras")) == 1
+    assert hints_of(model, "saved with it") == 1
+    model.layers[0].set_learning_rate(0.2)
+    model.load_weights(tmp_path / "told.weights.h5")  # as a backup, after AMAT
+    assert not hints_of(model, "keras_norms.AMAT()")
+    told, untold = (
+        keras.models.load_model(tmp_path / f"{name}.keras")
+        for name in ("told", "untold")
+    )
+    assert hints_of(told, "saved with it") == 1
+    assert hints_of(untold, "without a learning rate") == 1
 
 
 # Batches of one
