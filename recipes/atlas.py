@@ -37,7 +37,6 @@ import itertools
 
 from recipes.engine import classifier, command, figures, joint_training, results
 from recipes.engine.settings import setting
-from recipes.models import norms
 
 USUAL_BATCH = 128  # that of the learning rates
 
@@ -47,21 +46,14 @@ class Settings(classifier.Populations):
     """Every norm with every activation and batch size."""
 
     model: str = "resnet8"
-    norms: tuple[str, ...] = setting(
-        ("none", "bn", "cbn", "group"),
-        "Normalisations to compare.",
-        choices=norms.NORMS,
-    )
-    activations: tuple[str, ...] = setting(
-        ("sigmoid", "relu"), "Activations, by their Keras names."
-    )
+    norms: tuple[str, ...] = ("none", "bn", "cbn", "group")
+    activations: tuple[str, ...] = ("sigmoid", "relu")
     batch_sizes: tuple[int, ...] = setting(
-        (16, 128), "Images in a batch, of each part of the table.", at_least=1
+        (16, 128), "Images in a batch, of each part of the table."
     )
     learning_rates: tuple[float, ...] = setting(
         (0.01, 0.03, 0.1, 0.3),
         f"Learning rates at {USUAL_BATCH} images in a batch; else in proportion.",
-        above=0,
     )
     validation_size: int | None = setting(
         300, "Training images held out to choose the learning rate.", at_least=1

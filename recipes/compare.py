@@ -36,7 +36,6 @@ from recipes.engine import (
     results,
 )
 from recipes.engine.settings import setting
-from recipes.models import NAMES, norms
 
 LOOK = (
     " Look at the epochs first: how soon a norm gets there. Accuracies that differ by "
@@ -50,13 +49,9 @@ class Settings(classifier.Saved, classifier.Populations):
 
     RUN = classifier.Saved
 
-    models: tuple[str, ...] = setting(("resnet20",), NAMES)
-    norms: tuple[str, ...] = setting(
-        ("bn", "cbn"), f"Normalisations to compare, of {', '.join(norms.NORMS)}."
-    )
-    activations: tuple[str, ...] = setting(
-        classifier.ACTIVATIONS, "Activations, by their Keras names."
-    )
+    models: tuple[str, ...] = ("resnet20",)
+    norms: tuple[str, ...] = ("bn", "cbn")
+    activations: tuple[str, ...] = classifier.ACTIVATIONS
     target_accuracy: float = setting(
         0.9, "Count the epochs to this test accuracy.", at_least=0, at_most=1
     )

@@ -93,9 +93,7 @@ class Settings(Training, Sweep):
 
     RUN = Training
 
-    networks: tuple[str, ...] = setting(
-        NETWORKS, "Networks to train.", choices=NETWORKS
-    )
+    networks: tuple[str, ...] = NETWORKS
     seeds: int = 1
 
 

@@ -64,7 +64,7 @@ class Training(Images):
 
     network: str = setting("vgg11", models.NAMES)
     norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
-    kind: str = setting("one_label", "Labels in a batch.", choices=KINDS)
+    kind: str = setting("one_label", "Labels in a batch: one, or mixed.", choices=KINDS)
     test_size: int = setting(1000, "Test images to measure.", at_least=1)
     width: float = setting(0.125, "Factor of all channels.", above=0)
     epochs: int = setting(20, "Epochs of training.", at_least=1)
@@ -88,15 +88,9 @@ class Settings(Training, Sweep):
 
     RUN = Training
 
-    networks: tuple[str, ...] = setting(("vgg11",), models.NAMES)
-    norms: tuple[str, ...] = setting(
-        ("none", "bn", "layer", "cbn"),
-        "Normalisations to compare.",
-        choices=sorted(norms.NORMS),
-    )
-    kinds: tuple[str, ...] = setting(
-        KINDS, "Labels in a batch: one, or mixed.", choices=KINDS
-    )
+    networks: tuple[str, ...] = ("vgg11",)
+    norms: tuple[str, ...] = ("none", "bn", "layer", "cbn")
+    kinds: tuple[str, ...] = KINDS
     seeds: int = 2
 
 

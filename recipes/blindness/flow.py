@@ -104,13 +104,9 @@ class Settings(Training, Sweep):
 
     RUN = Training
 
-    norms: tuple[str, ...] = setting(
-        ("bn", "layer"), "Normalisations to compare.", choices=sorted(norms.NORMS)
-    )
+    norms: tuple[str, ...] = ("bn", "layer")
     classes: tuple[str, ...] = setting(("0+1",), "Two labels, such as 0+1.")
-    architectures: tuple[str, ...] = setting(
-        ("full",), "Sizes of the flow, as in Figure 3.", choices=ARCHITECTURES
-    )
+    architectures: tuple[str, ...] = ("full",)
 
     def runs(self):
         """The settings of all runs."""

@@ -83,9 +83,7 @@ class Settings(classifier.Grid):
 
     model: str = "resnet8"
     seeds: int = 2
-    activations: tuple[str, ...] = setting(
-        classifier.ACTIVATIONS, "Activations, by their Keras names."
-    )
+    activations: tuple[str, ...] = classifier.ACTIVATIONS
     rho_before: tuple[float, ...] | None = setting(
         None,
         "rho of rows 2 and 5, for each activation; the best on digits if not given.",

@@ -59,9 +59,7 @@ class Settings(classifier.Grid):
         "CBN with averages of this kind.",
         choices=("cbn", "cbn_batch", "cbn_fixed"),
     )
-    activations: tuple[str, ...] = setting(
-        classifier.ACTIVATIONS, "Activations, by their Keras names."
-    )
+    activations: tuple[str, ...] = classifier.ACTIVATIONS
     seeds: int = 1
 
 

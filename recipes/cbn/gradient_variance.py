@@ -39,7 +39,6 @@ from keras_norms.diagnostics import gradient_noise
 from recipes.engine import classifier, command, data, figures, results, training
 from recipes.engine.optimizers import followers
 from recipes.engine.settings import setting
-from recipes.models import norms
 
 PHASES = ("first rate", "a tenth", "a hundredth")
 VALUES = {
@@ -65,14 +64,8 @@ class Settings(Measured, classifier.Grid):
     RUN = Measured
 
     model: str = "resnet8"
-    activations: tuple[str, ...] = setting(
-        classifier.ACTIVATIONS, "Activations, by their Keras names."
-    )
-    norms: tuple[str, ...] = setting(
-        ("bn", "cbn_batch", "cbn_fixed", "cbn"),
-        "Normalisations to compare.",
-        choices=norms.NORMS,
-    )
+    activations: tuple[str, ...] = classifier.ACTIVATIONS
+    norms: tuple[str, ...] = ("bn", "cbn_batch", "cbn_fixed", "cbn")
     seeds: int = 1
 
 

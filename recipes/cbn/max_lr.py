@@ -39,7 +39,6 @@ from keras import ops
 
 from recipes.engine import classifier, command, figures, optimizers, results, training
 from recipes.engine.settings import setting
-from recipes.models import norms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,16 +46,10 @@ class Settings(classifier.Grid):
     """The four variants at every rate."""
 
     model: str = "resnet8"
-    activations: tuple[str, ...] = setting(
-        ("sigmoid", "tanh", "relu"), "Activations, by their Keras names."
-    )
-    norms: tuple[str, ...] = setting(
-        ("none", "mean_removal", "l2_norm", "cbn"),
-        "Normalisations to compare.",
-        choices=norms.NORMS,
-    )
+    activations: tuple[str, ...] = ("sigmoid", "tanh", "relu")
+    norms: tuple[str, ...] = ("none", "mean_removal", "l2_norm", "cbn")
     learning_rates: tuple[float, ...] = setting(
-        (1e-4, 1e-3, 1e-2, 1e-1, 1.0), "Learning rates of the first epoch.", above=0
+        (1e-4, 1e-3, 1e-2, 1e-1, 1.0), "Learning rates of the first epoch."
     )
     seeds: int = 1
 

@@ -40,12 +40,8 @@ class Settings(classifier.Grid):
     norm: str = setting(
         "cbn", "Normalisation that has a rho.", choices=sorted(norms.CBN_FAMILY)
     )
-    activations: tuple[str, ...] = setting(
-        classifier.ACTIVATIONS, "Activations, by their Keras names."
-    )
-    rhos: tuple[float, ...] = setting(
-        (1 / 4, 1 / 2, 1, 2, 4, 8), "Values of rho to compare."
-    )
+    activations: tuple[str, ...] = classifier.ACTIVATIONS
+    rhos: tuple[float, ...] = (1 / 4, 1 / 2, 1, 2, 4, 8)
     target_accuracy: float = setting(
         0.9, "Count the epochs to this test accuracy.", at_least=0, at_most=1
     )

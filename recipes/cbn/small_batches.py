@@ -44,7 +44,6 @@ import itertools
 
 from recipes.engine import classifier, command, figures, joint_training, results
 from recipes.engine.settings import setting
-from recipes.models import norms
 
 USUAL_BATCH = 128  # that of the learning rate
 
@@ -54,17 +53,9 @@ class Settings(classifier.Populations):
     """Every norm with every batch size and activation."""
 
     model: str = "resnet8"
-    norms: tuple[str, ...] = setting(
-        ("bn", "cbn", "cbn_batch", "group", "renorm"),
-        "Normalisations to compare.",
-        choices=norms.NORMS,
-    )
-    activations: tuple[str, ...] = setting(
-        ("relu", "sigmoid"), "Activations, by their Keras names."
-    )
-    batch_sizes: tuple[int, ...] = setting(
-        (2, 32), "Images in a batch, of each column.", at_least=1
-    )
+    norms: tuple[str, ...] = ("bn", "cbn", "cbn_batch", "group", "renorm")
+    activations: tuple[str, ...] = ("relu", "sigmoid")
+    batch_sizes: tuple[int, ...] = (2, 32)
     learning_rate: float = setting(
         0.1,
         f"Learning rate at {USUAL_BATCH} images in a batch; else in proportion.",

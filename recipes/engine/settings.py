@@ -71,8 +71,8 @@ class Settings:
         for name in above.keys() & vars(cls).keys():
             about, value = above[name].metadata, vars(cls)[name]
             if about and not getattr(value, "metadata", None):
-                value = value.default if isinstance(value, Field) else value
-                field = setting(value, compare=above[name].compare, **about)
+                compare = above[name].compare
+                field = setting(_default(value), compare=compare, **about)
                 setattr(cls, name, field)
 
     def __post_init__(self):
@@ -177,7 +177,8 @@ class Sweep(Settings):
     """Settings of many runs: a field whose name ends with s says what one of them has.
 
     A class of a recipe is one of `RUN` too. `activations = ("relu", "tanh")` are runs
-    whose `activation` is one of these, `seeds = 3` are the seeds 0, 1 and 2.
+    whose `activation` is one of these, `seeds = 3` are the seeds 0, 1 and 2. Help and
+    checks are those of the setting of one run.
     """
 
     RUN: ClassVar[type]
@@ -191,6 +192,16 @@ class Sweep(Settings):
         at_least=1,
         compare=False,
     )
+
+    def __init_subclass__(cls):
+        """What is swept takes all but the default from the setting of one run."""
+        super().__init_subclass__()
+        of_run = getattr(getattr(cls, "RUN", None), "__dataclass_fields__", {})
+        for name, value in list(vars(cls).items()):
+            one, default = of_run.get(name.removesuffix("s")), _default(value)
+            if one and name.endswith("s") and isinstance(default, tuple):
+                about = {**one.metadata, **getattr(value, "metadata", {})}
+                setattr(cls, name, setting(default, compare=one.compare, **about))
 
     @classmethod
     def from_flags(cls, flag_values=flags.FLAGS):
@@ -221,6 +232,11 @@ class Sweep(Settings):
             self.one(**values, **dict(zip(swept, combination, strict=True)))
             for combination in itertools.product(*swept.values())
         ]
+
+
+def _default(value):
+    """That of an attribute of a class, which may be a field."""
+    return value.default if isinstance(value, Field) else value
 
 
 def _is_swept(cls, name):
@@ -268,8 +284,9 @@ def _check(field, value):
     """Raises a ValueError unless a setting can have a value."""
     (kind, item), about, name = _kind(field), field.metadata, field.name
 
-    def refuse(must):
-        raise ValueError(f"Argument `{name}` must {must}. Received: {name}={value!r}")
+    def refuse(must, which=""):
+        received = f"{which}{name}={value!r}"
+        raise ValueError(f"Argument `{name}` must {must}. Received: {received}")
 
     if value is None and type(None) in typing.get_args(field.type):
         return
@@ -280,16 +297,23 @@ def _check(field, value):
     for each in value if kind is tuple else [value]:
         if kind is tuple and type(each) is not item:
             refuse(f"be values of type {item.__name__}")
-        if about.get("choices") and each not in about["choices"]:
-            refuse(f"be of {', '.join(map(str, about['choices']))}")
-        if "matches" in about and not re.match(about["matches"], each):
-            refuse(f"be {about['help'][0].lower()}{about['help'][1:].rstrip('.')}")
-        if isinstance(each, float) and not math.isfinite(each):
-            refuse("be finite")
-        for key, bound in about.items():
-            if key in _BOUNDS and not _BOUNDS[key](each, bound):
-                must = f"be {key.replace('_', ' ')} {bound}"
-                refuse("be positive" if must == "be above 0" else must)
+        if must := _must(about, each):
+            refuse(must, f"{each!r} in " if kind is tuple else "")
+
+
+def _must(about, value):
+    """What a number or text must be and is not, or `None`."""
+    if about.get("choices") and value not in about["choices"]:
+        return f"be of {', '.join(map(str, about['choices']))}"
+    if "matches" in about and not re.match(about["matches"], value):
+        return f"be {about['help'][0].lower()}{about['help'][1:].rstrip('.')}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "be finite"
+    for key, bound in about.items():
+        if key in _BOUNDS and not _BOUNDS[key](value, bound):
+            must = f"be {key.replace('_', ' ')} {bound}"
+            return "be positive" if must == "be above 0" else must
+    return None
 
 
 def _shown(value):

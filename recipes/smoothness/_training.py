@@ -118,9 +118,7 @@ class Descents(Descent, Sweep):
     RUN = Descent
 
     seeds: int = 1
-    norms: tuple[str, ...] = setting(
-        ("none", "bn"), "Normalisations to compare.", choices=sorted(norms.NORMS)
-    )
+    norms: tuple[str, ...] = ("none", "bn")
 
     def about(self):
         """The network, the data and the rate, for the title of a figure."""

@@ -50,7 +50,6 @@ from keras import ops
 from keras_norms import ProjectWeights, diagnostics
 from recipes.engine import classifier, command, figures, results, training
 from recipes.engine.settings import setting
-from recipes.models import norms as norm_names
 
 # The first convolution of the first residual block, and the BN after it.
 LAYERS = dict.fromkeys(
@@ -71,14 +70,8 @@ class Decays(classifier.Grid):
     activation: str = "relu"
     batch_size: int | None = 32
     seeds: int = 1
-    norms: tuple[str, ...] = setting(
-        ("bn", "group", "layer", "wn", "cbn", "ws+gn", "cwn"),
-        "Normalisations to compare.",
-        choices=sorted(norm_names.NORMS),
-    )
-    weight_decays: tuple[float, ...] = setting(
-        (0, 5e-3), "Coupled weight decays to compare.", at_least=0
-    )
+    norms: tuple[str, ...] = ("bn", "group", "layer", "wn", "cbn", "ws+gn", "cwn")
+    weight_decays: tuple[float, ...] = (0, 5e-3)
 
     def outcomes(self, train):
         """Trains all; yields norm, decay and the outcomes, one a seed, of each."""

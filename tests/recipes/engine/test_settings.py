@@ -35,8 +35,8 @@ class Menu(Cooking, settings.Sweep):
 
     hours: int | None = 2
     cook: str | None = "I"
-    salts: tuple[float, ...] = setting((0.5, 1.0), "Grams.", above=0)
-    dishs: tuple[str, ...] = ("stew", "soup")  # without a flag
+    salts: tuple[float, ...] = (0.5, 1.0)
+    dishs: tuple[str, ...] = setting(("stew", "soup"), "Dishes.")
 
 
 SHARED = "" if BACKEND == "tensorflow" else f"-backend{BACKEND}"
@@ -117,6 +117,22 @@ def test_bad_values(monkeypatch):
         monkeypatch.setattr(command.app, "run", lambda main, x=left: main(["", *x]))
         with pytest.raises(SystemExit, match=f"{message}.*\n.*--help"):
             command.run(None, Cooking)
+
+
+def test_what_is_swept_is_checked_as_the_setting_of_one_run():
+    made = command.parse(Menu, ["--dishs=soup", "--salts=1,2"])
+    assert (made.dishs, made.salts) == (("soup",), (1.0, 2.0))
+    values = flags.FlagValues()
+    Menu.define_flags(values)
+    found = [values[name].help for name in ("dishs", "salts")]
+    assert found == ["Dishes. Of soup, stew.", "Grams."]
+    for name, value, must in (
+        ("dishs", ("pie",), "be of soup, stew"),
+        ("salts", (1.0, 3.0), "be at most 2"),
+    ):
+        match = rf"`{name}` must {must}\. Received: {value[-1]!r} in {name}="
+        with pytest.raises(ValueError, match=match):
+            Menu(**{name: value})
 
 
 def test_runs_of_a_sweep():
