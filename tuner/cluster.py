@@ -18,6 +18,7 @@ import warnings
 import keras_tuner
 
 from recipes.engine import workers
+from recipes.engine.errors import UserError
 
 # "chief" or the name of a worker, and the address and the port of the chief.
 VARIABLES = [f"KERASTUNER_{key}" for key in ("TUNER_ID", "ORACLE_IP", "ORACLE_PORT")]
@@ -31,12 +32,12 @@ def role():
     """`"chief"`, `"worker"`, or `None` outside of a cluster.
 
     Raises:
-        ValueError: If only some of the environment variables are set.
+        UserError: If only some of the environment variables are set.
     """
     if all(os.environ.get(name) is None for name in VARIABLES[1:]):
         return None
     if missing := [name for name in VARIABLES if not os.environ.get(name)]:
-        raise ValueError(
+        raise UserError(
             f"A cluster needs the environment variables {', '.join(VARIABLES)}. "
             f"Missing: {', '.join(missing)}"
         )

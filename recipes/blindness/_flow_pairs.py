@@ -3,6 +3,7 @@
 import numpy as np
 
 from recipes.engine import data, imagenet
+from recipes.engine.errors import UserError
 
 
 class Pair:
@@ -26,7 +27,7 @@ class Pair:
         known = {str(label): label for label in np.unique(images.y_train)}
         names = classes.split("+")
         if not (len(names) == len(set(names)) == 2 and set(names) <= known.keys()):
-            raise ValueError(
+            raise UserError(
                 f"Argument `classes` must be two different labels of {dataset}, such "
                 f"as 0+1. Received: classes={classes!r}"
             )
@@ -39,7 +40,7 @@ class Pair:
             x = np.rint((x[chosen] - low) / (high - low) * (self.levels - 1))
             n, h, w, c = x.shape
             if size < 1 or h % size or w % size:
-                raise ValueError(
+                raise UserError(
                     f"Argument `size` must divide the height and the width of the "
                     f"images, {h} and {w}. Received: size={size}"
                 )

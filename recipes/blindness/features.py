@@ -41,6 +41,7 @@ import numpy as np
 from keras_norms import CBN, LpNorm, NoisyBN, recalibrate
 from recipes import models
 from recipes.engine import command, data, figures, files, results, training
+from recipes.engine.errors import UserError
 from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import norms
 
@@ -105,7 +106,7 @@ class OneLabel(data.Batches):
         super().__init__(x, y, batch_size, seed, first_epoch=first_epoch)
         self._places = [np.flatnonzero(y == label) for label in np.unique(y)]
         if (fewest := min(map(len, self._places))) < batch_size:
-            raise ValueError(
+            raise UserError(
                 f"Argument `batch_size` must be at most {fewest}, the training images "
                 f"of the rarest label. Received: batch_size={batch_size}"
             )

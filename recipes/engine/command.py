@@ -5,6 +5,8 @@ import time
 
 from absl import app, flags
 
+from recipes.engine.errors import UserError
+
 flags.disclaim_key_flags()  # --help of a recipe shows them as its own
 
 
@@ -25,7 +27,10 @@ def run(recipe, kind):
         except ValueError as error:
             sys.exit(f"{error}\nThe same command with --help shows all flags.")
         start = time.monotonic()
-        directory = recipe(settings)
+        try:
+            directory = recipe(settings)
+        except UserError as error:
+            sys.exit(str(error))
         if directory is not None:
             report(directory)
             print(f"Time     {time.monotonic() - start:.0f} s")

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from recipes.engine import imagenet
+from recipes.engine.errors import UserError
 
 TFDS = ("cifar10", "cifar100", "mnist")
 STREAMED = (imagenet.NAME,)  # too large to be arrays
@@ -32,14 +33,14 @@ def stem(dataset):
 
 
 def check(dataset, streamed=False):
-    """Raises a ValueError unless a data set is known, or the path of an .npz file.
+    """Raises a UserError unless a data set is known, or the path of an .npz file.
 
     `streamed` says whether it may be one that is too large to be arrays.
     """
     known = ("digits", *TFDS, *(STREAMED if streamed else ()))
     if dataset not in known and not dataset.endswith(".npz"):
         no = "" if streamed else f" ({', '.join(STREAMED)} cannot be arrays, used here)"
-        raise ValueError(
+        raise UserError(
             f"Argument `dataset` must be one of {', '.join(known)}, or the path of an "
             f".npz file{no}. Received: dataset={dataset!r}"
         )
@@ -162,7 +163,7 @@ def _tfds(dataset, data_dir, download):
     except (AssertionError, tfds.core.DatasetNotFoundError) as error:
         if download:
             raise
-        raise ValueError(
+        raise UserError(
             f"Argument `data_dir` must be a tensorflow_datasets directory with the "
             f"data set {dataset}. Received: data_dir={data_dir!r}. Give the directory "
             f"that holds {dataset}/, or add --download, or give an .npz file with the "
@@ -176,7 +177,7 @@ def _tfds(dataset, data_dir, download):
 def _npz(path):
     names = ImageData._fields[:4]
     if not pathlib.Path(path).is_file():
-        raise ValueError(
+        raise UserError(
             f"Argument `dataset` must be the path of an existing .npz file. "
             f"Received: dataset={path!r}"
         )
@@ -184,12 +185,12 @@ def _npz(path):
         with np.load(path) as file:
             found = {name: file[name] for name in names if name in file}
     except Exception as error:  # of the many kinds of zipfile and NumPy
-        raise ValueError(
+        raise UserError(
             "Argument `dataset` must be the path of a whole .npz file. "
             f"Received: dataset={path!r}, which cannot be read ({error})"
         ) from None
     if missing := [name for name in names if name not in found]:
-        raise ValueError(
+        raise UserError(
             f"Argument `dataset` must be an .npz file with the arrays "
             f"{', '.join(names)}. Received: dataset={path!r}, which lacks {missing}"
         )
@@ -198,13 +199,13 @@ def _npz(path):
     fit = all(a.ndim in (3, 4) and b.size == len(a) > 0 for a, b in pairs)
     if not fit or x.shape[1:] != x_test.shape[1:]:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in found.items())
-        raise ValueError(
+        raise UserError(
             "Argument `dataset` must be an .npz file with images of one size, (n, "
             "height, width) or (n, height, width, channels), and a label for each, (n,)"
             f" or (n, 1). Received: dataset={path!r}, with {shapes}"
         )
     if min(y.min(), y_test.min()) < 0 or y_test.max() > y.max():
-        raise ValueError(
+        raise UserError(
             "Argument `dataset` must be an .npz file whose labels are numbers from 0 "
             f"on that training images have. Received: dataset={path!r}, with labels "
             f"from {y.min()} to {y.max()}, of test images {y_test.min()} to "

@@ -34,6 +34,7 @@ import keras
 import numpy as np
 
 from recipes.engine.data import TEST_BATCH_SIZE
+from recipes.engine.errors import UserError
 
 BACKENDS = {"mirrored": "tensorflow", "tpu": "tensorflow", "data_parallel": "jax"}
 
@@ -51,7 +52,7 @@ def get(name, job_addresses=None, num_processes=None, process_id=None):
     """
     several = [job_addresses, num_processes, process_id]
     if name != "data_parallel" and any(value is not None for value in several):
-        raise ValueError(
+        raise UserError(
             "Argument `job_addresses` must be None but for strategy='data_parallel', "
             "on JAX: Keras 3 trains on many machines there only. "
             f"Received: job_addresses={job_addresses!r}, num_processes={num_processes}"
@@ -62,7 +63,7 @@ def get(name, job_addresses=None, num_processes=None, process_id=None):
     backend = keras.backend.backend()
     if BACKENDS.get(name) != backend:
         known = ["none", *(key for key in BACKENDS if BACKENDS[key] == backend)]
-        raise ValueError(
+        raise UserError(
             f"Argument `strategy` must be one of {', '.join(known)} on the backend "
             f"{backend}. Received: strategy={name!r}"
         )
@@ -172,7 +173,7 @@ class _Parts:
 
     def __init__(self, source, batch_size, devices, process=0, processes=1):
         if batch_size % devices:
-            raise ValueError(
+            raise UserError(
                 "Argument `batch_size` must be a multiple of the number of devices, "
                 f"{devices}. Received: batch_size={batch_size}"
             )

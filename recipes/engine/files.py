@@ -12,6 +12,8 @@ import re
 
 import numpy as np
 
+from recipes.engine.errors import UserError
+
 
 def write(path, save):
     """Calls `save(temporary path)` and renames the file to `path`, whole or not at all.
@@ -66,7 +68,7 @@ def read_json(path):
     """Reads a dict that `write_json` wrote.
 
     Raises:
-        ValueError: If the file is damaged. The error names it.
+        UserError: If the file is damaged. The error names it.
     """
     try:
         value = json.loads(pathlib.Path(path).read_bytes())
@@ -78,8 +80,8 @@ def read_json(path):
 
 
 def damaged(path, reason):
-    """A ValueError that says what to do about a file that cannot be used."""
-    return ValueError(
+    """A UserError that says what to do about a file that cannot be used."""
+    return UserError(
         f"{path} is damaged, or does not belong there: {reason}. Restore it from a "
         f"copy; or delete the directory {pathlib.Path(path).parent}, and the same "
         "command makes it anew."

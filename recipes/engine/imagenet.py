@@ -19,6 +19,8 @@ import functools
 import keras
 import numpy as np
 
+from recipes.engine.errors import UserError
+
 NAME = "imagenet2012"
 # The paper's settings (Section 6.1), where they differ from those for CIFAR.
 SETTINGS = {"batch_size": 256, "weight_decay": 1e-4, "image_size": 224}
@@ -205,7 +207,7 @@ def _builder(data_dir, download):
     if download:
         builder.download_and_prepare()
     if not builder.is_prepared():
-        raise ValueError(
+        raise UserError(
             "Argument `data_dir` must be a tensorflow_datasets directory with the data "
             f"set {NAME}. Received: data_dir={data_dir!r}. Give the directory that "
             f"holds {NAME}/, or put ILSVRC2012_img_train.tar and "
@@ -215,9 +217,9 @@ def _builder(data_dir, download):
 
 
 def check_size(name, value, most, about):
-    """Raises a ValueError unless a number of images is between 1 and `most`."""
+    """Raises a UserError unless a number of images is between 1 and `most`."""
     if not 1 <= value <= most:
-        raise ValueError(
+        raise UserError(
             f"Argument `{name}` must be between 1 and {most}, {about}. "
             f"Received: {name}={value}"
         )

@@ -18,6 +18,7 @@ import filelock
 import numpy as np
 
 from recipes.engine import files
+from recipes.engine.errors import UserError
 
 FORMAT = 2  # of the directory; runs of another one are refused
 PATIENCE = 2.0  # seconds, in which the children of a killed process end too
@@ -25,7 +26,7 @@ CONFIG, METRICS = "config.json", "metrics.jsonl"
 CHECKPOINT, RESULTS = "checkpoint.npz", "results.json"
 
 
-class InUse(RuntimeError):
+class InUse(UserError):
     """Another process has the run."""
 
 
@@ -37,7 +38,7 @@ class Run:
         config: Dict of settings, as JSON can hold them.
 
     Raises:
-        ValueError: If the directory has other settings, or is of another version; and,
+        UserError: If the directory has other settings, or is of another version; and,
             in all methods, if a file is damaged.
         OSError: If a file cannot be written.
         InUse: From `with`, if another process has the run.
@@ -54,7 +55,7 @@ class Run:
     def _check(self):
         stored = files.read_json(self.directory / CONFIG)
         if stored.pop("format", 1) != FORMAT:
-            raise ValueError(
+            raise UserError(
                 f"The run in {self.directory} was recorded by another version of the "
                 "recipes, whose checkpoints this one cannot go on with. Give another "
                 "--runs_dir, or delete that directory."
@@ -64,7 +65,7 @@ class Run:
             for key in sorted(stored.keys() | self.config.keys())
             if stored.get(key) != self.config.get(key)
         ]:
-            raise ValueError(
+            raise UserError(
                 f"The run in {self.directory} has other settings: "
                 f"{'; '.join(differing)}. Give another --name or --runs_dir, or delete "
                 "that directory."

@@ -11,6 +11,7 @@ import numpy as np
 from keras_norms.layers import layers_of
 from recipes.engine import optimizers
 from recipes.engine.data import PAD, TEST_BATCH_SIZE
+from recipes.engine.errors import UserError
 
 if keras.backend.backend() == "jax":
     import jax
@@ -156,9 +157,9 @@ class Trial:
 
 
 def check_backend():
-    """Raises a ValueError unless the backend is JAX."""
+    """Raises a UserError unless the backend is JAX."""
     if keras.backend.backend() != "jax":
-        raise ValueError(
+        raise UserError(
             "A population trains on the backend JAX (KERAS_BACKEND=jax). "
             f"Received: backend {keras.backend.backend()!r}"
         )

@@ -15,6 +15,7 @@ import keras
 
 from recipes import models
 from recipes.engine import data, training
+from recipes.engine.errors import UserError
 from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import dln, norms
 
@@ -188,7 +189,7 @@ def _dln(settings):
         loss = dln.SumOfSquares(dtype=settings.dtype)
     held = keras.backend.standardize_dtype(model.trainable_variables[0].value.dtype)
     if held != settings.dtype:
-        raise ValueError(
+        raise UserError(
             f"The weights are {held}, not dtype={settings.dtype}. With JAX, set the "
             "environment variable JAX_ENABLE_X64=1, or give --dtype=float32."
         )

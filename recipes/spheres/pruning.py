@@ -43,6 +43,7 @@ from keras import ops
 from keras_norms import CBN, prune, recalibrate
 from keras_norms.surgery.prune import norms_of_one_maker
 from recipes.engine import classifier, command, data, files, optimizers, training
+from recipes.engine.errors import UserError
 from recipes.engine.run import RESULTS, Run
 from recipes.engine.settings import setting
 from recipes.spheres import _pruning_results as results
@@ -179,7 +180,7 @@ def trained(settings):
     found = training.train(settings, kind, problem, at_end=classifier.save).results
     directory = settings.directory(kind)
     if found["diverged"]:
-        raise ValueError(f"The training in {directory} diverged.")
+        raise UserError(f"The training in {directory} diverged.")
     try:
         return compiled(keras.saving.load_model(found["saved_model"]))
     except Exception as error:  # of the many kinds of zipfile, Keras and h5py

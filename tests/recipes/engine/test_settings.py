@@ -6,7 +6,7 @@ import pickle
 import pytest
 from absl import flags
 
-from recipes.engine import classifier, command, settings
+from recipes.engine import classifier, command, data, settings
 from recipes.engine.settings import setting
 from tests.support.backend import BACKEND
 
@@ -117,6 +117,17 @@ def test_bad_values(monkeypatch):
         monkeypatch.setattr(command.app, "run", lambda main, x=left: main(["", *x]))
         with pytest.raises(SystemExit, match=f"{message}.*\n.*--help"):
             command.run(None, Cooking)
+
+
+def test_the_command_line_shows_what_a_user_can_mend_without_a_traceback(monkeypatch):
+    def recipe(settings):
+        return data.load("nowhere.npz")
+
+    monkeypatch.setattr(Cooking, "define_flags", lambda: None)
+    monkeypatch.setattr(Cooking, "from_flags", Cooking)
+    monkeypatch.setattr(command.app, "run", lambda main: main([""]))
+    with pytest.raises(SystemExit, match="an existing .npz file.*'nowhere.npz'$"):
+        command.run(recipe, Cooking)
 
 
 def test_what_is_swept_is_checked_as_the_setting_of_one_run():
