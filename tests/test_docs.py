@@ -50,6 +50,7 @@ CHECKS = {
     "loop_jax": lambda n: (
         n[1][0] < 1e-3 and len({n[2][0], *n[2][1::2]}) == 1 and n[3][2] < n[3][0] / 3
     ),
+    "loop_tensorflow": lambda n: n[0][2] < n[0][0] / 3,
     "loop_torch": lambda n: n[0][2] < n[0][0] / 3,
     "new_norm": lambda n: n[0][3] < n[0][1],
 }

@@ -34,9 +34,10 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 
     **In training** (`training=True`), the averages are updated with the current batch
     first and then used, with `eta = max(1 - omega * learning_rate, 0)` (AMAT). The
-    `keras_norms.AMAT` callback tells the layer the learning rate; without it `eta` is
-    0, the batch is normalised with its own statistics, and the averages follow
-    `momentum`. The averages are debiased: the first batch counts alone.
+    `keras_norms.AMAT` callback tells the layer the learning rate. Without it, each
+    batch is normalised with its own statistics, and the stored averages, which
+    inference uses, follow `momentum`. The averages are debiased: the first batch counts
+    alone.
 
     A channel whose batch mean or mean square is not finite keeps its averages: its
     output in that batch is NaN, and the next batch is normalised as if it had not been.

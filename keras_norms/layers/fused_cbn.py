@@ -41,8 +41,9 @@ class FusedCBN(Recomputable, keras.layers.Layer):
     it. Inference is fused.
 
     Layers may have LoRA, enabled before or after. Layers that are quantized
-    (`model.quantize`) are called on the tensor that CBN writes, as without fusion. That
-    costs what it costs BatchNormalization (`python -m benchmarks.quantization`).
+    (`model.quantize`) are called on the tensor that CBN writes, as without fusion.
+    It costs as much accuracy as with BatchNormalization (`python -m
+    benchmarks.quantization`).
 
     Args:
         layer: A `Dense`, `Conv1D`, `Conv2D`, `Conv3D`, `DepthwiseConv1D` or

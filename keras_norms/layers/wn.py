@@ -28,8 +28,8 @@ class WN(KernelNormalization):
     in place of `w`, so that length and direction are trained apart. `g` starts at
     `sqrt(|w|^2 + epsilon)`: wrapping a layer, also a trained one, leaves its function
     as it was. What a unit is, which layers may be wrapped, call arguments, shapes,
-    weights and errors are the same as for `WS` with a gain, but that a unit may have
-    only one weight.
+    weights and errors are the same as for `WS` with a gain. Units of a single weight
+    are allowed too.
 
     If you give the wrapped layer other weights after the wrapper is built, `g` stays.
     `reset_gain()` then makes `w_hat` equal to `w` again.

@@ -46,7 +46,8 @@ def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
     Example:
 
     >>> base = keras.applications.ResNet50(include_top=False, pooling="avg")
-    >>> model = keras.Sequential([freeze(base), keras.layers.Dense(10)])
+    >>> head = keras.layers.Dense(10, activation="softmax")
+    >>> model = keras.Sequential([freeze(base), head])
     >>> model.compile(keras.optimizers.SGD(1e-3), "sparse_categorical_crossentropy")
     >>> model.fit(images, labels, batch_size=4)
     """

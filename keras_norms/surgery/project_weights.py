@@ -24,7 +24,7 @@ _OF_SAMPLES = keras.layers.LayerNormalization, keras.layers.GroupNormalization
 class ProjectWeights(keras.callbacks.Callback):
     """Puts kernels back to the norm they start with, after each step of training.
 
-    What stands before a normalisation does not depend on the scale of its kernel `W`.
+    What a normalisation makes does not depend on the scale of the kernel `W` before it.
     Steps make `|W|` grow (`diagnostics.WeightGrowth`), so that the rate at which the
     direction changes, `learning_rate / |W|^2`, falls by itself, and weight decay makes
     it rise. With
@@ -38,8 +38,8 @@ class ProjectWeights(keras.callbacks.Callback):
     compiled step, with `steps_per_execution` too. It is there while `fit` runs, and not
     in saved files. Weight decay of these kernels has next to no effect then.
 
-    By default it takes the kernels of which the layers say that they are
-    scale-invariant: of linear layers with a `BatchNormalization` or `NoisyBN` alone
+    By default it takes the kernels that are scale-invariant by the layers around them:
+    those of linear layers with a `BatchNormalization` or `NoisyBN` alone
     right behind them, or, where they have no bias, a `LayerNormalization`,
     `GroupNormalization` or `LpNorm`; and those in `WS`, `CWN` and `WN`. Before a CBN
     with beta the scale matters, and before a frozen norm too.
