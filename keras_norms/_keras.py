@@ -187,9 +187,15 @@ def functional_in(model):
     return model._functional
 
 
-def inputs_of_graph(model):
-    """The structure of the inputs of a Functional model; `None` of other models."""
-    return getattr(model, "_inputs_struct", None)
+def number_of_inputs(model):
+    """How many inputs a model has; 1 where that is not known."""
+    inputs = getattr(model, "_inputs_struct", None)  # of a Functional model
+    if inputs is None:
+        inputs = [
+            keras.tree.map_shape_structure(lambda shape: 0, each)
+            for each in shapes_built_for(model)
+        ]
+    return len(keras.tree.flatten(inputs)) or 1
 
 
 def structure_of(model):

@@ -34,10 +34,10 @@ class AMAT(keras.callbacks.Callback):
     `build()` of its own, learn the rate after that step. Build such a model before.
 
     The layers keep the last rate they were told when training ends, also in a saved
-    file; on JAX a schedule goes on in a `fit` without AMAT. So pass AMAT to each `fit`:
-    at the last rate of a schedule, often 0, averages hardly move. A loaded layer warns
-    if it is trained without. If the last rate is `1 / omega` or more, inference has the
-    last batch's statistics, and a warning says so.
+    file; on TensorFlow and JAX a schedule goes on in a `fit` without AMAT. So pass AMAT
+    to each `fit`: at the last rate of a schedule, often 0, averages hardly move. A
+    loaded layer warns if it is trained without. If the last rate is `1 / omega` or
+    more, inference has the last batch's statistics, and a warning says so.
 
     Raises:
         ValueError: At the start of training, if the model has no optimizer, or one

@@ -105,8 +105,8 @@ def effective_weights(
 ) -> dict[str, EffectiveWeight]:
     """Compute the maps that linear layers and batch normalization after them make.
 
-    For each `BatchNormalization` that reads the output of a linear layer, `W` a unit of
-    its kernel:
+    For each `BatchNormalization` that reads the output of a linear layer, and
+    normalises its units, `W` one of these in the kernel:
 
     ```
     W' = gamma W / sqrt(W Sigma W^T + epsilon)      b' = beta - W' mean
@@ -126,12 +126,13 @@ def effective_weights(
 
     Returns:
         A dict from the name of each such `BatchNormalization`, or its path where
-        several have that name, to an `EffectiveWeight`. For a linear layer in `WS`,
+        several have that name, to an `EffectiveWeight`, that of its last call where
+        there are several. For a linear layer in `WS`,
         `CWN` or `WN`, `W` is the normalised kernel.
 
     Raises:
         ValueError: If the model is not built, the batch is empty, or no
-            `BatchNormalization` reads the output of a `Dense`, `Conv` or
+            `BatchNormalization` of its units reads the output of a `Dense`, `Conv` or
             `DepthwiseConv` layer that has no activation function.
 
     Reference:
@@ -150,17 +151,23 @@ def effective_weights(
     for call in record(model, [*linear, *norms], x, training):
         if call.layer not in names:
             makers[id(call.output)] = call.layer
-        elif id(call.input) in makers:
-            layer = makers[id(call.input)]
+        elif (layer := makers.get(id(call.input))) and _is_by_unit(call, layer):
             wrapper = wrappers.get(layer)
             found[names[call.layer]] = _effective(call, layer, wrapper, training)
     if not found:
         raise ValueError(
-            "Argument `model` must have a BatchNormalization that reads the output of "
-            "a Dense, Conv or DepthwiseConv layer without activation function. "
-            f"Received: model '{model.name}'"
+            "Argument `model` must have a BatchNormalization of the units of a Dense, "
+            "Conv or DepthwiseConv layer without activation function, whose output it "
+            f"reads. Received: model '{model.name}'"
         )
     return found
+
+
+def _is_by_unit(call, layer):
+    """Whether a norm that reads a linear layer is on the axis of its units."""
+    ndim = len(call.input.shape)
+    first = getattr(layer, "data_format", None) == "channels_first"
+    return call.layer.axis % ndim == (1 if first else ndim - 1)
 
 
 def _effective(call, layer, wrapper, training):

@@ -29,3 +29,6 @@ class ChannelAffine(keras.layers.EinsumDense):
         # Without `ops.add`: on TensorFlow it adds to the last axis where sizes agree.
         bias = ops.convert_to_tensor(self.bias)
         return inputs * ops.reshape(self.kernel, bias.shape) + bias
+
+    def compute_output_shape(self, input_shape):
+        return input_shape  # also where sizes differ from call to call

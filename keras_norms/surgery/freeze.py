@@ -107,4 +107,5 @@ def _norms_of(model):
 
 def _forget_step(model):
     """Let `fit` trace its step anew: the old one has the old calls in it."""
-    model.train_function = None
+    if model.train_function is not None:  # In `fit`, which a callback may stand in.
+        model.make_train_function(force=True)

@@ -154,13 +154,18 @@ def scale_invariant_kernels(model: keras.Model) -> list[keras.Variable]:
 def _makes_invariant(norm, unit):
     """Whether the output of a norm does not depend on the scale of what a layer adds.
 
-    A mean of each channel that it takes out takes the bias out.
+    A mean of each channel that it takes out takes a bias of each channel out.
     """
     if norm.layer is None or norm.is_frozen:
         return False
+    bias = unit.layer.bias
+    if norm.cls in _OF_SAMPLES:
+        return bias is None
     is_centered = norm.cls is LpNorm and norm.layer.norm_of == "centered"
     if affine.is_batch_norm(norm) or norm.cls is NoisyBN or is_centered:
-        return norm.layer.trainable
-    if norm.cls is LpNorm:
-        return norm.layer.trainable and unit.layer.bias is None
-    return norm.cls in _OF_SAMPLES and unit.layer.bias is None
+        by_channel = bias is not None and len(bias.shape) == 1
+        if by_channel and affine.is_of_channels_of(norm, unit):
+            bias = None
+    elif norm.cls is not LpNorm:
+        return False
+    return norm.layer.trainable and bias is None

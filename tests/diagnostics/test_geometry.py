@@ -97,8 +97,12 @@ def test_effective_weights_of_any_model():
     model, without = (keras.Model(inputs, branches[i:]) for i in range(2))
     for each in (model, keras.Model(inputs, model(inputs))):
         assert [*diagnostics.effective_weights(each, np.ones((8, 5)))] == ["found"]
-    with pytest.raises(ValueError, match="must have a BatchNormalization that"):
-        diagnostics.effective_weights(without, np.ones((8, 5)))
+    inputs = keras.Input((5, 4))
+    dense = layers.Dense(5)(inputs)
+    of_positions = keras.Model(inputs, layers.BatchNormalization(axis=1)(dense))
+    for model, shape in ((without, (8, 5)), (of_positions, (8, 5, 4))):
+        with pytest.raises(ValueError, match="must have a BatchNormalization of"):
+            diagnostics.effective_weights(model, np.ones(shape))
 
 
 def test_invariance_of_every_norm():

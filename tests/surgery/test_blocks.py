@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from keras_norms import CBN, convert, fold, prune, recalibrate
+from keras_norms import AMAT, CBN, convert, fold, prune, recalibrate
 from tests.support import surgery_models as m
 from tests.support.backend import numpy, precision, thorough_on
 from tests.support.surgery_models import model_of
@@ -105,6 +105,19 @@ def test_subclassed_models_and_shared_blocks():
     model.call = lambda x: x if ops.max(x) > 0 else -x
     with pytest.raises(ValueError, match="subclassed model .* cannot be traced: .*Ker"):
         fold(model)
+
+
+@pytest.mark.parametrize("pack", [lambda y: y, lambda y: [y, 2 * y]])
+def test_subclassed_models_whose_outputs_have_no_names(pack):
+    def call(self, x):
+        return pack(self.last(self.norm(self.first(x))))
+
+    norm = {"norm": layers.BatchNormalization()}
+    parts = norm | {"first": layers.Dense(4), "last": layers.Dense(2)}
+    model, x = of_call(call, keras.Model, "plain", **parts), m.images(5, 4)
+    model(x)
+    assert_converts_and_folds(m.randomize(model), x)
+    m.assert_same_outputs(prune(model, x).model, model, x)
 
 
 def test_outputs_keep_their_names():
@@ -352,3 +365,38 @@ def test_own_weights_come_before_those_of_layers_inside():
 
     model = model_of((4,), m.dense(6), Twice(), m.dense(3))
     m.check_convert(model, "noisy_bn", m.images(8, 4))
+
+
+def test_layers_that_are_copied_whole_keep_all_their_weights():
+    """With the counters of AMAT, which are in no configuration."""
+    parts = layers.Dense(3, "tanh"), CBN(), layers.Dense(3, "tanh")
+    inner = keras.Sequential([keras.Input((3,)), *parts])
+    model = m.model_of((2, 3), m.apply(layers.TimeDistributed, inner), m.dense(2), m.bn)
+    schedule = keras.optimizers.schedules.CosineDecay(0.01, 100)
+    model.compile(keras.optimizers.SGD(schedule), "mse")
+    x = m.batch_for(model, 16)
+    model.fit(x, np.ones((16, 2, 2)), verbose=0, callbacks=[AMAT()])
+    m.check(fold, model, x)
+    m.check_convert(model, "none", x)
+
+
+class Pair(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.pair = [layers.Dense(4, name="one"), layers.Dense(4, name="two")]
+
+    def build(self, shape):
+        for layer in self.pair:
+            layer.build(shape)
+
+    def call(self, x):
+        return self.pair[1](self.pair[0](x))
+
+
+def test_weights_that_no_configuration_has_are_an_error():
+    block = Pair(name="block")
+    model = m.model_of((4,), block, m.bn, m.dense(2))
+    m.check(fold, model, None, 1e-5, None, inline=False)
+    block.pair[0].enable_lora(2)
+    with pytest.raises(ValueError, match="'block' could.*'one' in it has.*lora_ker"):
+        fold(model, inline=False)

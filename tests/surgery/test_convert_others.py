@@ -2,6 +2,7 @@
 
 import functools
 
+import keras
 import numpy as np
 import pytest
 from keras import layers
@@ -152,6 +153,21 @@ def test_none():
 
 
 @later_on_jax
+@pytest.mark.parametrize("norm", ["none", *later("cbn", "noisy_bn")])
+def test_a_norm_shared_by_images_of_two_sizes(norm, tmp_path):
+    shared = layers.BatchNormalization()
+    ends = shared, relu, apply(layers.Flatten), dense(2)
+    paths = (
+        m.chain(apply(layers.Conv2D, 4, 3, strides), lambda x: x + x, *ends)
+        for strides in (1, 2)
+    )
+    model = m.model_of((8, 8, 3), m.branches(list, *paths))
+    x = m.images(6, 8, 8, 3)
+    new = m.check_convert(model, norm, x, data=x)
+    new.save(tmp_path / "new.keras")
+    m.assert_same_outputs(keras.saving.load_model(tmp_path / "new.keras"), new, x)
+
+
 def test_wrappers_take_arguments_and_leave_units_of_one_weight():
     thin = apply(layers.DepthwiseConv2D, 1, name="thin")
     model = m.model_of((4, 4, 3), thin, dense(2), dense(2))
@@ -189,7 +205,7 @@ def test_kernels_without_a_mean_keep_the_function(norm, gain, scale):
     skip = None if gain else "head"
     tolerance = 1e-5 if scale else 1e-4
     norm = functools.partial(norm, gain=gain)
-    m.check_convert(model, norm, tolerance=tolerance, skip=skip)
+    m.check_convert(model, norm, tolerance=tolerance, says="", skip=skip)
 
 
 @later_on_jax

@@ -67,6 +67,21 @@ def test_gamma_and_beta_fixed_too():
     assert not any(moved(model, STATISTICS)) and all(moved(model, ("gamma", "beta")))
 
 
+def test_in_a_callback():
+    model, seen = m.model_of((6, 3), m.bn, m.dense(2)), []
+
+    def begin(epoch, logs):
+        seen.append(weights(model, STATISTICS))
+        (freeze, unfreeze)[epoch % 2](model)
+
+    model.compile("sgd", "mse")
+    callback = keras.callbacks.LambdaCallback(on_epoch_begin=begin)
+    moved(model, STATISTICS, epochs=3, callbacks=[callback])
+    seen = [np.concatenate(each) for each in (*seen, weights(model, STATISTICS))]
+    stays = [np.array_equal(*pair) for pair in zip(seen, seen[1:])]
+    assert stays == [True, False, True]
+
+
 def test_surgery_knows_them():
     model = m.model_of((4,), m.dense(5), m.bn, m.relu, m.dense(2), m.bn)
     x = m.batch_for(model, 16)

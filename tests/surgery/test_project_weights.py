@@ -71,18 +71,29 @@ def test_a_training_after_one_that_was_interrupted():
 @later_on_jax
 def test_which_kernels():
     """Those whose scale has no effect, as `weight_geometry` measures."""
+
+    def einsum(bias_axes):
+        sizes = {"output_shape": (5, 6), "bias_axes": bias_axes}
+        return m.apply(layers.EinsumDense, "abc,cd->abd", **sizes)
+
     layer_norm, no_bias = m.apply(layers.LayerNormalization), {"use_bias": False}
-    for count, *steps in (
-        (1, m.dense(6), m.bn),
-        (1, m.dense(6), m.relu, m.dense(6, **no_bias), layer_norm),
-        (0, m.dense(6), layer_norm),
-        (0, m.dense(6), m.apply(CBN)),
-        (1, lambda x: WS(layers.Dense(6))(x), m.bn),
+    of_positions = m.apply(layers.BatchNormalization, axis=1)
+    for shape, count, *steps in (
+        ((5, 4), 1, m.dense(6), m.bn),
+        ((5, 4), 0, m.dense(6), of_positions),
+        ((5, 4), 1, m.dense(6, **no_bias), of_positions),
+        ((5, 4), 0, einsum("bd"), m.bn),
+        ((5, 4), 1, einsum("d"), m.bn),
+        ((4,), 1, m.dense(6), m.bn),
+        ((4,), 1, m.dense(6), m.relu, m.dense(6, **no_bias), layer_norm),
+        ((4,), 0, m.dense(6), layer_norm),
+        ((4,), 0, m.dense(6), m.apply(CBN)),
+        ((4,), 1, lambda x: WS(layers.Dense(6))(x), m.bn),
     ):
-        model = m.model_of((4,), *steps, m.relu, m.dense(3))
+        model = m.model_of(shape, *steps, m.relu, m.apply(layers.Flatten), m.dense(3))
         model.compile("sgd", "mse")
         found = {v.path for v in scale_invariant_kernels(model)}
-        x, y = 3 * m.images(32, 4), np.ones((32, 3))
+        x, y = 3 * m.images(32, *shape), np.ones((32, 3))
         geometry = diagnostics.weight_geometry(model, x, y)
         kinds = zip(geometry.weights, geometry.invariance)
         kernels = {k for k, v in kinds if k.endswith("kernel") and v != "none"}

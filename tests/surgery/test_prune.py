@@ -205,6 +205,37 @@ def test_the_report_is_true(name):
     assert f"{pruned.error:.1e}" in str(pruned)
 
 
+@pytest.mark.parametrize("shared", [layers.BatchNormalization, layers.PReLU])
+def test_a_layer_called_twice_has_the_same_channels_in_both_calls(shared):
+    one, two = layers.Dense(4, name="one"), layers.Dense(4, name="two")
+    same = shared()
+    heads = (m.chain(each, same, m.dense(2, "tanh")) for each in (one, two))
+    model = m.model_of((6,), m.branches(list, *heads))
+    x = m.images(32, 6)
+    for dead, gone in (
+        ({one: 0, two: 1}, {}),
+        ({one: 1}, {"one": [1], "two": [1]}),
+    ):
+        for layer, unit in dead.items():
+            kernel = numpy(layer.kernel).copy()
+            kernel[:, unit] = 0
+            layer.kernel.assign(kernel)
+        pruned = prune(model, x, similarity=None)
+        assert planted.removed(pruned) == gone and pruned.error < 1e-6
+
+
+def test_a_norm_of_positions_takes_no_constants():
+    for positions in (5, 3):
+        first, norm = m.dense(5, "relu", name="first"), layers.BatchNormalization(1)
+        steps = first, m.dense(5, use_bias=False), norm
+        model = m.model_of((positions, 6), *steps)
+        kernel, bias = model.get_layer("first").weights
+        kernel.assign(numpy(kernel) * [0, 1, 1, 1, 1])
+        bias.assign([7, 0, 0, 0, 0])
+        pruned = prune(model, m.images(32, positions, 6), similarity=None)
+        assert planted.removed(pruned) == {"first": [0]} and pruned.error < 1e-6
+
+
 def test_multiply_accumulates():
     """Each output of a layer is a sum over its kernel."""
     block = keras.Sequential([keras.Input((8,)), layers.Dense(5), layers.Dense(8)])

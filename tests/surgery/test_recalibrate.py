@@ -256,6 +256,18 @@ def test_subclassed_models():
         quietly(model, x)
 
 
+def test_a_list_for_a_subclassed_model_of_two_inputs():
+    class Two(keras.Model):
+        def call(self, xs, training=None):
+            return self.norm(xs[0] + xs[1][:, :3], training=training)
+
+    model, xs = Two(), [m.images(12, 3), m.images(12, 4, seed=1)]
+    model.norm = layers.BatchNormalization()
+    model(xs)
+    quietly(model, xs)
+    assert_measured(model.norm, xs[0] + xs[1][:, :3], mean=(1e-4, 1e-6))
+
+
 def test_a_derived_class_that_computes_something_else():
     plain = apply(layers.BatchNormalization, name="plain")
     model = m.model_of((4,), apply(Damped, name="damped"), plain)

@@ -51,8 +51,8 @@ def keep_function(report, units):
             gain = wrapper.gains.get(kernel.name)
             if gain is not None:
                 assign(gain, to_float64(gain) / ratio)
-            elif kernel == found[-1]:
-                _scale_statistics(unit, np.ravel(ratio))
+            elif kernel == found[-1] and _scale_statistics(unit, np.ravel(ratio)):
+                stored[kernel.name] = ratio * stored[kernel.name]
         if not all(
             np.allclose(to_float64(value), stored[name], rtol=1e-5, atol=1e-7)
             for name, value in wrapper.normalized_kernels().items()
@@ -73,14 +73,15 @@ def _scale_statistics(unit, ratio):
     """Let the BatchNormalization after a layer see `ratio` times what it saw.
 
     With m' = ratio * m and v' = ratio^2 * v its output is the same, but for epsilon,
-    which gamma makes up for.
+    which gamma makes up for. Returns whether there is such a norm.
     """
     norm = affine.norm_after(unit, affine.is_batch_norm)
-    if norm is None or kernels.overrides_call(unit.cls):
-        return
+    is_linear = not kernels.overrides_call(unit.cls)
+    if norm is None or not (is_linear and affine.is_of_channels_of(norm, unit)):
+        return False
     layer, bias = norm.made, unit.made.layer.bias
     if len(ratio) != layer.moving_mean.shape[0]:
-        return
+        return False
     bias = 0.0 if bias is None else np.ravel(to_float64(bias))
     old = to_float64(layer.moving_variance)
     variance = np.square(ratio) * old
@@ -92,3 +93,4 @@ def _scale_statistics(unit, ratio):
         assign(layer.gamma, to_float64(layer.gamma) * roots / ratio)
     assign(layer.moving_mean, bias + ratio * (to_float64(layer.moving_mean) - bias))
     assign(layer.moving_variance, variance)
+    return True

@@ -96,8 +96,11 @@ def _decouples(unit):
 def become_channel_affine(unit, affine):
     """Turn a norm into a trainable scale and shift for each channel."""
     node = unit.nodes[0]
-    rank, shape = node.input.rank, node.input.shape
+    rank = node.input.rank
     axis = axis_of(unit, rank)
+    shapes = {each.input.shape for each in unit.nodes}
+    # Where sizes differ from call to call, they are not known.
+    shape = [sizes[0] if len({*sizes}) == 1 else None for sizes in zip(*shapes)]
     letters = string.ascii_lowercase[:rank]
     layer = ChannelAffine(
         f"{letters},{letters[axis]}->{letters}",
@@ -236,6 +239,12 @@ def hidden_norms(graph):
         inside = _keras.layers_of(unit.layer, NORM_CLASSES, include_self=False)
         names += [f"{norm.name} (in {unit.name})" for norm in inside]
     return names
+
+
+def is_of_channels_of(norm, unit):
+    """Whether a norm that reads a linear layer is on the axis of its channels."""
+    ranks = [node.input.rank for node in norm.nodes]
+    return all(axis_of(norm, n) == linear.channel_axis(unit, n) for n in ranks)
 
 
 def norm_after(unit, predicate=is_norm):

@@ -27,8 +27,7 @@ def inputs_of(model, data):
     """What `predict` takes of data, or an error where the model does not take it."""
     if isinstance(data, (str, bytes, type, set)) or data is None or np.isscalar(data):
         raise wrong_data(data)
-    # Of other models than Functional ones it is `None`, which counts as one.
-    one_input = len(tree.flatten(_keras.inputs_of_graph(model))) == 1
+    one_input = _keras.number_of_inputs(model) == 1
     if isinstance(data, tuple) and len(data) in (2, 3):
         with_targets = one_input or isinstance(data[0], (list, tuple, dict))
         return _checked(model, data[0] if with_targets else list(data))

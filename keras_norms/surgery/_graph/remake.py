@@ -5,6 +5,7 @@ or for something else, as that of a function called `relu`. Here it holds them.
 """
 
 import inspect
+import itertools
 import warnings
 
 import keras
@@ -12,6 +13,7 @@ from keras import tree
 
 from keras_norms import _keras
 from keras_norms.activations import relu, relu6
+from keras_norms.layers.learning_rate import FollowsLearningRate
 
 
 class _Kept:
@@ -88,6 +90,51 @@ def _untaken(cls, config):
         return {}
     names = {"name", "trainable", "dtype"} & config.keys() - taken.keys()
     return {name: config[name] for name in names}
+
+
+def pairs_of_variables(new, old):
+    """Pair the variables of a layer made again with those of the one it is made from.
+
+    `None` stands for what it had not: it may have gained a bias, or lost one.
+
+    Raises:
+        ValueError: If layers inside of it have others than its configuration makes.
+    """
+    ours, theirs = _variables(new), _variables(old)
+    if _shapes(ours) == _shapes(theirs):
+        return [*zip(ours, theirs)]  # By place: names may be counted up.
+    by_name = {v.name: v for v in _own(old)}
+    found = [(v, by_name.get(v.name)) for v in _own(new)]
+    inside = [_keras.layers_of(each, include_self=False) for each in (new, old)]
+    for one, other in itertools.zip_longest(*inside):
+        ours, theirs = ([] if each is None else _own(each) for each in (one, other))
+        if _shapes(ours) != _shapes(theirs):
+            names = [[v.name for v in each] for each in (theirs, ours)]
+            raise ValueError(
+                f"Layer '{old.name}' could not be made again from its configuration: "
+                f"'{(other or one).name}' in it has the weights {names[0]}, and would "
+                f"have {names[1]}. Enable LoRA, or quantize, after this."
+            )
+        found += zip(ours, theirs)
+    return found
+
+
+def _shapes(variables):
+    return [tuple(v.shape) for v in variables]
+
+
+def _variables(layer):
+    """All but the counters that AMAT adds, which are the optimizer's."""
+    followers = _keras.layers_of(layer, FollowsLearningRate)
+    counters = {id(follower.step) for follower in followers}
+    return [v for v in layer.variables if id(v) not in counters]
+
+
+def _own(layer):
+    """The variables of a layer without those of the layers in it."""
+    inside = _keras.layers_of(layer, include_self=False)
+    inner = {id(v) for each in inside for v in each.variables}
+    return [v for v in _variables(layer) if id(v) not in inner]
 
 
 def warn_of_what_is_left_out(old, new):

@@ -133,12 +133,8 @@ class Unit:
         assign_all(made, self.arrays)
 
     def _copy_variables(self, made):
-        old, new = self.layer.variables, made.variables
-        # By place: names may be counted up. A layer that gained a bias has names.
-        same = [tuple(v.shape) for v in old] == [tuple(v.shape) for v in new]
-        by_name = {v.name: v for v in old}
-        for i, variable in enumerate(new):
+        for variable, source in remake.pairs_of_variables(made, self.layer):
             if variable.name not in self.arrays:
-                variable.assign(to_numpy(old[i] if same else by_name[variable.name]))
-        if old and isinstance(made, keras.layers.Normalization):
+                variable.assign(to_numpy(source))
+        if self.layer.variables and isinstance(made, keras.layers.Normalization):
             made.finalize_state()

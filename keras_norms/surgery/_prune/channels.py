@@ -105,7 +105,8 @@ class Channels:
 
     def _join(self, labels, other):
         """Let channels at the same place go together."""
-        if labels is None or other is None or labels.axis != other.axis:
+        fit = labels is not None and other is not None and labels.axis == other.axis
+        if not fit or len(labels.ids) != len(other.ids):
             self._fix(labels)
             self._fix(other)
             return
@@ -246,7 +247,10 @@ class Channels:
         return None
 
     def _passed(self, unit, read, made):
-        self.passers.setdefault(unit, (read, made))
+        pair = read, made
+        for known, labels in zip(self.passers.setdefault(unit, pair), pair):
+            if known is not labels:  # The layer is called once more.
+                self._join(known, labels)
         return made
 
     def _reshaped(self, node, labels):
@@ -265,7 +269,8 @@ class Channels:
             along = np.moveaxis(ids, axis, -1).reshape(-1, ids.shape[axis])
             if np.all(along == along[0]):
                 made = Labels(axis + 1, along[0])
-                return self._passed(unit, labels, made)
+                is_sized = unit.cls is layers.Reshape
+                return self._passed(unit, labels, made) if is_sized else made
         return None
 
 

@@ -42,6 +42,8 @@ def _absorb(unit, constants):
     Where a BatchNormalization alone follows a layer without a bias, its mean takes it.
     """
     norm = None if unit.config["use_bias"] else affine_lib.norm_after(unit)
+    if norm is not None and not affine_lib.is_of_channels_of(norm, unit):
+        norm = None
     linear.absorb_input(unit, np.ones_like(constants), constants)
     if norm is not None:
         unit.configure(use_bias=False)
