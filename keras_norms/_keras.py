@@ -188,9 +188,9 @@ def functional_in(model):
 
 
 def number_of_inputs(model):
-    """How many inputs a model has; 1 where that is not known."""
+    """How many inputs a model has; 1 where that, or the model (`None`), is not known."""
     inputs = getattr(model, "_inputs_struct", None)  # of a Functional model
-    if inputs is None:
+    if inputs is None and model is not None:
         inputs = [
             keras.tree.map_shape_structure(lambda shape: 0, each)
             for each in shapes_built_for(model)
