@@ -188,7 +188,7 @@ def functional_in(model):
 
 
 def number_of_inputs(model):
-    """How many inputs a model has; 1 where that, or the model (`None`), is not known."""
+    """How many inputs a model has; 1 where that is not known, or it is `None`."""
     inputs = getattr(model, "_inputs_struct", None)  # of a Functional model
     if inputs is None and model is not None:
         inputs = [
