@@ -126,9 +126,8 @@ def effective_weights(
 
     Returns:
         A dict from the name of each such `BatchNormalization`, or its path where
-        several have that name, to an `EffectiveWeight`, that of its last call where
-        there are several. For a linear layer in `WS`,
-        `CWN` or `WN`, `W` is the normalised kernel.
+        several have that name, to the `EffectiveWeight` of its last call. For a linear
+        layer in `WS`, `CWN` or `WN`, `W` is the normalised kernel.
 
     Raises:
         ValueError: If the model is not built, the batch is empty, or no

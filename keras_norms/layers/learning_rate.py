@@ -38,7 +38,8 @@ class FollowsLearningRate(keras.layers.Layer):
         self._accumulation_steps = 1
         self._iterations: weakref.ref | None = None
         self._counted_scope: weakref.ref | None = None
-        self._hint: str | None = _UNKNOWN_RATE  # what to warn of; told, of nothing
+        # What training warns of; `None` once a rate was told.
+        self._hint: str | None = _UNKNOWN_RATE
 
     def set_learning_rate(self, rate: Tensor) -> None:
         """Say which learning rate the coming steps use, also before the layer is built.

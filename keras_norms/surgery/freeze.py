@@ -107,5 +107,6 @@ def _norms_of(model):
 
 def _forget_step(model):
     """Let `fit` trace its step anew: the old one has the old calls in it."""
-    if model.train_function is not None:  # In `fit`, which a callback may stand in.
+    # Not `None`: a callback may call this while `fit` runs, which uses it.
+    if model.train_function is not None:
         model.make_train_function(force=True)

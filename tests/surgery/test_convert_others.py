@@ -152,7 +152,6 @@ def test_none():
     np.testing.assert_allclose(numpy(new.layers[-1].kernel), expected, rtol=1e-5)
 
 
-@later_on_jax
 @pytest.mark.parametrize("norm", ["none", *later("cbn", "noisy_bn")])
 def test_a_norm_shared_by_images_of_two_sizes(norm, tmp_path):
     shared = layers.BatchNormalization()
@@ -168,6 +167,7 @@ def test_a_norm_shared_by_images_of_two_sizes(norm, tmp_path):
     m.assert_same_outputs(keras.saving.load_model(tmp_path / "new.keras"), new, x)
 
 
+@later_on_jax
 def test_wrappers_take_arguments_and_leave_units_of_one_weight():
     thin = apply(layers.DepthwiseConv2D, 1, name="thin")
     model = m.model_of((4, 4, 3), thin, dense(2), dense(2))

@@ -211,8 +211,8 @@ class Graph:
         """Let outputs have their names, by which losses and targets may be given."""
         # Subclassed models have none.
         names = getattr(self.model, "output_names", [])
-        one = len(names) == 1 and not remake.is_compiled_by_names(self.model)
-        if not names or one or isinstance(self.outputs, dict):
+        is_one = len(names) == 1 and not remake.is_compiled_by_names(self.model)
+        if not names or is_one or isinstance(self.outputs, dict):
             return
         outputs = tree.flatten(self.outputs)
         for i, (name, old) in enumerate(zip(names, self.model.outputs)):

@@ -42,10 +42,9 @@ def _absorb(unit, constants):
     Where a BatchNormalization alone follows a layer without a bias, its mean takes it.
     """
     norm = None if unit.config["use_bias"] else affine_lib.norm_after(unit)
-    if norm is not None and not affine_lib.is_of_channels_of(norm, unit):
-        norm = None
+    takes_it = norm is not None and affine_lib.is_of_channels_of(norm, unit)
     linear.absorb_input(unit, np.ones_like(constants), constants)
-    if norm is not None:
+    if takes_it:
         unit.configure(use_bias=False)
         bias = unit.arrays.pop("bias")
         norm.arrays["moving_mean"] = norm.weight("moving_mean") - bias
