@@ -117,6 +117,8 @@ class ProjectWeights(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Logs = None) -> None:
         for variable in self._kernels:
+            # Where the optimizer averages weights, it has put the averages there.
+            variable.assign(variable.constraint(variable))
             variable.constraint = None
         self._kernels = []
         self.model.train_function = None

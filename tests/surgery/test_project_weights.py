@@ -53,6 +53,14 @@ def test_a_step_is_projected():
     assert norm_of(first) == pytest.approx(start, rel=1e-5)
 
 
+def test_averaged_weights_are_projected():
+    model = network(keras.optimizers.SGD(2.0, use_ema=True, ema_momentum=0.5))
+    first = model.get_layer("first")
+    start, (x, y) = norm_of(first), (m.images(8, 4), np.ones((8, 3)))
+    model.fit(x, y, batch_size=2, verbose=0, callbacks=[ProjectWeights()])
+    assert norm_of(first) == pytest.approx(start, rel=1e-5)
+
+
 class Stop(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         raise KeyboardInterrupt
