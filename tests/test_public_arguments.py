@@ -16,9 +16,8 @@ from keras_norms._checks import arguments
 from tests.support.arguments.public import ENTRIES, QUICK, members
 from tests.support.arguments.table import FEW, POOL, Tripwire
 from tests.support.backend import later
-from tuner import spaces
 
-PACKAGES = tuple(os.path.dirname(m.__file__) for m in (keras_norms, spaces))
+PACKAGE = os.path.dirname(keras_norms.__file__)
 CASES = [(name, kind) for name, entry in ENTRIES.items() for kind in entry.kinds]
 several = pytest.mark.parametrize("values", [FEW, *later(POOL)], ids=["few", "all"])
 
@@ -29,7 +28,7 @@ def test_arguments_are_annotated():
         f"{name}({argument.name})"
         for name, call in found.items()
         for argument in inspect.signature(call).parameters.values()
-        if argument.annotation is argument.empty and not name.startswith("spaces.")
+        if argument.annotation is argument.empty
     ]
     assert not missing
 
@@ -46,7 +45,7 @@ def refusal(name, argument, value):
         entry.call(**{**entry.good, argument: value})
     message = str(error.value)
     where = traceback.extract_tb(error.tb)[-1].filename
-    assert where.startswith(PACKAGES), (where, message)
+    assert where.startswith(PACKAGE), (where, message)
     assert f"`{argument}`" in message, (arguments.shown(value), message)
     _, _, received = message.partition("Received: ")
     assert received, message

@@ -10,7 +10,7 @@ from matplotlib.ticker import NullLocator
 from recipes.engine import classifier, figures, files
 from recipes.engine import results as tables
 from recipes.engine.data import stem
-from tuner import spaces, trials
+from tuner import ranges, trials
 
 COLOUR = figures.COLOUR_OF["cbn"]
 
@@ -141,7 +141,7 @@ def _figure(columns, width, title):
 
 
 def _log(name):
-    return spaces.RANGES["rho" if name.startswith("rho_") else name].log
+    return ranges.RANGES["rho" if name.startswith("rho_") else name].log
 
 
 def _over(path, rows, names, ylabel, title):
@@ -177,7 +177,7 @@ def _over(path, rows, names, ylabel, title):
 def _scale(axis, name):
     if name.startswith("rho"):
         axis.set_xscale("log", base=2)
-        axis.set_xticks(spaces.POWERS, [f"{tick:g}" for tick in spaces.POWERS])
+        axis.set_xticks(ranges.POWERS, [f"{tick:g}" for tick in ranges.POWERS])
         axis.xaxis.set_minor_locator(NullLocator())
     elif _log(name):
         axis.set_xscale("log")

@@ -29,7 +29,7 @@ from recipes.engine import classifier, command, data, devices, population, worke
 from recipes.engine.run import Run
 from recipes.engine.settings import setting
 from recipes.models import norms
-from tuner import cluster, oracles, report, spaces, trials
+from tuner import cluster, oracles, ranges, report, trials
 from tuner import population as side_by_side
 
 # Training images that are held out, as many as there are test images, or a tenth.
@@ -51,7 +51,7 @@ class Settings(classifier.Training):
     tune: tuple[str, ...] = setting(
         ("rho", "omega", "learning_rate"),
         "What to find, with bounds or without, as rho=0.5..2,omega. Of "
-        f"{', '.join(spaces.RANGES)}.",
+        f"{', '.join(ranges.RANGES)}.",
     )
     algorithm: str = setting(
         "bayesian", "KerasTuner's oracle.", choices=tuple(oracles.ALGORITHMS)
@@ -131,8 +131,8 @@ class Settings(classifier.Training):
             )
 
     def ranges(self):
-        """The list of `tuner.spaces.Range` of what is looked for."""
-        return spaces.parse(",".join(self.tune))
+        """The list of `tuner.ranges.Range` of what is looked for."""
+        return ranges.parse(",".join(self.tune))
 
     def directory(self):
         """Where the search is recorded."""
@@ -178,8 +178,8 @@ def search(settings):
     """
     role = cluster.role()
     shared, directory = settings.shared(), settings.directory()
-    ranges, space = _named(settings, shared), keras_tuner.HyperParameters()
-    for name, each in ranges.items():
+    tuned, space = _named(settings, shared), keras_tuner.HyperParameters()
+    for name, each in tuned.items():
         each.add(space, name, grid=settings.algorithm == "grid")
     limits = settings.total(), settings.epochs, settings.search_seed + 1
     oracle = oracles.make(settings.algorithm, space, *limits)
@@ -213,7 +213,7 @@ def search(settings):
             tuner.search()
         if role == "worker":
             return None
-        return report.write(directory, found(), shared, list(ranges))
+        return report.write(directory, found(), shared, list(tuned))
 
 
 def _tuner(settings, oracle, directory, shared):
@@ -226,11 +226,11 @@ def _tuner(settings, oracle, directory, shared):
 
 def _named(settings, shared):
     """A dict from the name of each hyperparameter to its range."""
-    ranges = {each.name: each for each in settings.ranges()}
+    tuned = {each.name: each for each in settings.ranges()}
     if settings.rho_per == "stage":
-        rho, model = ranges.pop("rho"), classifier.problem(shared).network()
-        ranges = {f"rho_{stage}": rho for stage in trials.stages(model)} | ranges
-    return ranges
+        rho, model = tuned.pop("rho"), classifier.problem(shared).network()
+        tuned = {f"rho_{stage}": rho for stage in trials.stages(model)} | tuned
+    return tuned
 
 
 def run(settings):

@@ -8,7 +8,7 @@ import keras_tuner
 import pytest
 
 from recipes.engine import classifier, files
-from tuner import oracles, spaces, trials
+from tuner import oracles, ranges, trials
 
 SETTINGS = classifier.Saved(epochs=9, saved_models_dir=None)
 
@@ -55,7 +55,7 @@ class Tuner(trials.Tuner):
 def oracle(algorithm, count=8, tune="rho,omega", directory=None):
     """Of a search, in its directory where one is given, as a tuner puts it there."""
     space = keras_tuner.HyperParameters()
-    for each in spaces.parse(tune):
+    for each in ranges.parse(tune):
         each.add(space, each.name, grid=algorithm == "grid")
     made = oracles.make(algorithm, space, count, SETTINGS.epochs, seed=1)
     if directory is not None:

@@ -5,7 +5,7 @@ import pytest
 
 from keras_norms import AMAT, CBN, FusedCBN
 from tests.support.backend import numpy, thorough_on
-from tuner import spaces
+from tuner import ranges, spaces
 
 pytestmark = thorough_on("jax")
 
@@ -77,19 +77,39 @@ def test_omega_of_a_model_that_has_trained():
     assert np.abs(means[1] - means[0]).max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    "argument, values",
+    {
+        "hp": [None, keras_tuner.HyperParameters],
+        "model": [None, keras.layers.Dense(3), keras.Sequential()],
+        "rho": [1, "12", (0, 1), (2, 1), (1, 10**400), (True, 2), (1, float("nan"))],
+        "omega": [(-1, 1), (2, 2), (1, float("inf")), ("1", "2"), (1, 2, 3)],
+        "per": [None, "stage"],
+    }.items(),
+)
+def test_wrong_arguments(argument, values):
+    good = {"hp": keras_tuner.HyperParameters(), "model": network()}
+    for value in values:
+        with pytest.raises(ValueError, match=f"`{argument}`.* Received: {argument}="):
+            spaces.cbn(**good | {argument: value})
+
+
 def test_parse():
-    rho, rate = spaces.parse("rho, learning_rate=0.01..0.5")
-    assert rho == spaces.RANGES["rho"]
+    rho, rate = ranges.parse("rho, learning_rate=0.01..0.5")
+    assert rho == ranges.RANGES["rho"]
     assert (rate.low, rate.high, rate.default) == (0.01, 0.5, 0.1)
     assert rate.grid == (0.01, 0.03, 0.1, 0.3, 0.5)
-    (omega,) = spaces.parse("omega=40..50")
+    (omega,) = ranges.parse("omega=40..50")
     assert omega.grid == (40.0, 50.0) and omega.default == 40.0
     for tune, message in (
         (" , ", "the space is empty. Known: rho, omega"),
         ("rho,depth", "where depth is unknown"),
-        ("rho=0..2", "`rho` must be positive"),
-        ("omega=5..5", "first one less than the second"),
+        ("rho=0..2", "`rho` must be two finite numbers, positive"),
+        ("omega=5..5", "the less one first"),
+        ("rho,rho", "name each hyperparameter once"),
+        ("rho=1", "bounds like rho=0.5..2"),
+        ("rho=a..b", "bounds like rho=0.5..2"),
         ("momentum=0..1", "`momentum` must be less than 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            spaces.parse(tune)
+            ranges.parse(tune)

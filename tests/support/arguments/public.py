@@ -4,7 +4,6 @@ import inspect
 
 import keras_norms
 from tests.support.arguments import table
-from tuner import spaces
 
 
 class Entry:
@@ -39,7 +38,6 @@ def members(module):
 
 # Objects of the classes whose methods are public.
 OBJECTS = {"CBN": table.CBN, "WN": table.WN, "Objective": table.OBJECTIVE}
-OBJECTS["spaces.Range"] = spaces.RANGES["rho"]
 
 
 def methods(name, cls):
@@ -52,7 +50,7 @@ def methods(name, cls):
 
 def entries():
     """Every public callable. Results are not made by users."""
-    for name, value in (*members(keras_norms), *members(spaces)):
+    for name, value in members(keras_norms):
         if inspect.isclass(value):
             yield from methods(name, value) if name in OBJECTS else ()
         if not inspect.isclass(value) or not issubclass(value, tuple):
@@ -69,4 +67,4 @@ for relu in "relu", "relu6":
 ENTRIES = {name: Entry(name, call) for name, call in CALLS.items()}
 # What fits is tried of these; others would call the model.
 QUICK = ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
-QUICK += ["CBN.set_learning_rate", "CBN.follow", "spaces.Range.add"]
+QUICK += ["CBN.set_learning_rate", "CBN.follow"]

@@ -6,7 +6,6 @@ import sys
 from typing import Any, NamedTuple
 
 import keras
-import keras_tuner
 import numpy as np
 from keras import layers
 
@@ -162,8 +161,6 @@ DATA = NEVER.refuses(X[:0], X[:, :3], TEXTS, [X, X[:, :2]], [None, X], (TEXTS, Y
 PAIRS = NEVER.refuses([X, X], X, [(X, Y), X], [(X, Y, Y)] * 2, [(None, Y)] * 2)
 OTHER_WEIGHTS = (WEIGHTS[:2], WEIGHTS[::-1])
 OF_SIX = NEVER.refuses(Z[:5], np.ones((6, 1)), [*Z[:5], NAN], ["a"] * 6)
-PAIR = Argument(is_pair).or_none()
-GRID = Argument(lambda v: is_pair(v) or type(v) is list and v == [1.0])
 SKIP = Argument(lambda v: callable(v) or type(v) in (list, tuple, set) and not v)
 STEP_RANGE = Argument(lambda v: is_pair(v) or np.array_equal(v, [1, 2]))
 
@@ -209,15 +206,6 @@ KINDS = {
     "gamma": NOT_NEGATIVE.or_none(),
     "ratio": number(least=0, below=1).or_none(),
     "similarity": number(above=0, most=1).or_none(),
-    # Of tuner.spaces.
-    "hp": NEVER.refuses(keras_tuner.HyperParameters),
-    "per": FUNCTION.refuses("stage"),
-    "tune": NEVER.refuses("rho,rho", "rho=1", "rho=a..b"),
-    "name": TEXT,
-    "low": number(least=0),
-    "high": number(above=0.5),
-    "default": number(least=0.5, most=4),
-    "grid": GRID.refuses((0.2, 2)),
 }
 SAME = {
     ONLY_NONE: "iterations schedule",
@@ -282,12 +270,6 @@ OWN = {
     "hessian_vector_product": {"vector": NEVER.refuses(*OTHER_WEIGHTS)},
     "GradientNoiseProbe": {"batches": PAIRS.refuses([(X, Y)])},
     "BatchStatistics": {"batch": BATCH.refuses(X[:0], TEXTS, [X, None])},
-    "spaces.cbn": {
-        "model": NEVER.refuses(DENSE, PLAIN),
-        "rho": PAIR.refuses((0, 1), (2, 1), "12"),
-        "omega": PAIR.refuses((-1, 1), (2, 2), (1, INF)),
-    },
-    "spaces.Range.add": {"grid": SWITCH},
 }
 
 # What fits those that must be given.
@@ -301,13 +283,6 @@ GOOD = dict.fromkeys(("x", "v", "data"), X) | {
     "values": WEIGHTS,
     "vector": WEIGHTS,
     "rate": 0.1,
-    "hp": keras_tuner.HyperParameters(),
-    "tune": "rho",
-    "name": "rho",
-    "low": 0.5,
-    "high": 4.0,
-    "default": 2.0,
-    "grid": (1.5, 4.0),
 }
 GOOD_FOR_THEOREM = {"g": Z, "w": Z, "x": Z, "y": Z**2, "optimum": Z + 0.1}
 GOOD_FOR_THEOREM |= {"hessian": np.eye(6), "largest": 1.0}
@@ -315,5 +290,4 @@ OWN_GOOD = {
     "second_order": {"layer": "hidden"},
     "lipschitz_terms": {"layer": "norm"},
     "Objective.hessian_vector_product": {"vector": OBJECTIVE.start},
-    "spaces.Range.add": {"grid": True},
 }
