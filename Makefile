@@ -12,8 +12,11 @@
 
 PYTHON ?= python3
 BACKENDS ?= tensorflow jax torch
-# A process a core: more threads would wait for each other.
+# A process a core: more threads would wait for each other. What JAX has compiled, for
+# this code and this processor, is kept for the next time.
 PYTEST ?= JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 \
+	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/build/jax \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	.venv/bin/python -m pytest -q -n auto --dist worksteal
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 # On one backend: its tests, and which lines and branches of keras_norms they ran.
