@@ -42,7 +42,9 @@ def convert(
     layer with a kernel (`Dense`, `EinsumDense`, convolutions of all kinds), one where
     several of them read the same tensor, shared where they are. The layers that read
     the raw input get none, also where it was only padded, rescaled, resized,
-    standardised, reshaped, augmented or concatenated. CBN stands before zero padding
+    standardised, reshaped, augmented or concatenated. Nor do recurrent layers and
+    `MultiHeadAttention`: a warning names each `BatchNormalization` that goes although
+    nothing but these reads what it normalises. CBN stands before zero padding
     and Dropout: its statistics are those of the activations alone, and padding is zero
     after the normalisation, as it is with `padding="same"`. Layers that lost the
     `BatchNormalization` after them get a bias. A new CBN is called after the first
@@ -104,8 +106,9 @@ def convert(
     passing `training` on. Layers that Keras itself has made of others, such as
     `MultiHeadAttention` or `Bidirectional`, are not entered.
 
-    With `preserve=False` the new layers start as they are made, and `data`, if there
-    is any, sets their moving statistics as `recalibrate` does.
+    With `preserve=False`, which is for models that are not trained yet, the new layers
+    start as they are made, and `data`, if there is any, sets their moving statistics as
+    `recalibrate` does.
 
     Args:
         model: A built Functional, Sequential or subclassed model, nested or with shared
@@ -198,12 +201,19 @@ def convert(
     elif preserve:
         empty += [name for name in report.unknown if name not in empty]
     parts = {
+        "these have seen no batch and are nearly the identity at inference; CBN layers "
+        "that begin so too leave activations as small or large as they are, and the "
+        "model may not learn: pass preserve=False for one that is not trained": (
+            report.fresh
+        ),
+        "no layer with a kernel reads what these normalise, so that no CBN takes their "
+        "place; name them in `skip` to keep them": report.lost,
         "the function could not be preserved, these layers change it": changed,
         "these layers cannot be wrapped (units of one weight, LoRA, quantization, "
         "a class that overrides the kernel) and stay": report.unwrapped,
         "the moving statistics of these layers are unknown, so that the first "
         "training step changes the function; pass `data` to measure them, or "
-        "preserve=False to train from scratch": empty,
+        "preserve=False to train from scratch": [] if report.fresh else empty,
         "these do not normalise channels as they come (another axis, an explicit "
         "mask, training=True), or one number, and stay as they are": report.kept,
         "these are inside of other layers, or of classes that override `call`, "

@@ -172,6 +172,28 @@ def test_what_cannot_be_preserved_is_named():
             convert(model, norm, data=m.batch_for(model))
 
 
+def test_norms_in_the_place_of_which_nothing_normalises_are_named():
+    """Those that only recurrent layers read; who reads the last one is not known."""
+    lstm = apply(layers.LSTM, 4, return_sequences=True)
+    norms = [apply(layers.BatchNormalization, name=name) for name in ("lost", "read")]
+    steps = lstm, norms[0], relu, lstm, norms[1], relu, dense(2), bn
+    model = m.model_of((5, 3), *steps)
+    for preserve in True, False:
+        with pytest.warns(UserWarning, match=r"no CBN takes their place.*\['lost'\]"):
+            convert(model, "cbn", preserve, data=m.images(8, 5, 3))
+    with m.saying(""):
+        convert(model, "cbn", data=m.images(8, 5, 3), skip="lost")
+
+
+def test_models_that_are_not_trained():
+    steps = layers.Dense(4), layers.BatchNormalization(name="fresh"), layers.Dense(2)
+    model = keras.Sequential([keras.Input((6,)), *steps])
+    with pytest.warns(UserWarning, match=r"preserve=False .*\['fresh'\].$"):
+        convert(model, "cbn", data=m.images(8, 6))
+    with m.saying(""):
+        convert(model, "cbn", preserve=False)
+
+
 def test_without_preserving():
     model = m.sequential()
     new = convert(model, "cbn", preserve=False)

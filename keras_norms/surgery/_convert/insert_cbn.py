@@ -55,11 +55,42 @@ def insert_cbn(report, graph, graphs, units, template, preserve):
             place.graph.insert(unit, value, readers)
         maps[unit] = affine_lib.identity(shape[place.axis])
         statistics[unit] = affine_lib.unknown(shape[place.axis])
+    report.lost += [unit.name for unit in norms if not _is_replaced(unit, set(maps))]
     if preserve:
+        if all(map(_is_fresh, norms)):
+            report.fresh += [unit.name for unit in norms]
         _fold(norms, maps, statistics)
     else:
         take_out(norms)
     report.new |= {unit: (maps[unit], statistics[unit]) for unit in statistics}
+
+
+def _is_replaced(norm, cbns):
+    """Whether a CBN normalises what a norm does, or whether that cannot be told.
+
+    That is where it leaves the model, or enters another one.
+    """
+    values = [value for node in norm.nodes for value in node.outputs]
+    met = set()
+    while values:
+        value = values.pop()
+        for node in value.readers:
+            unit = node.unit
+            if unit in cbns or unit.graph is not None:
+                return True
+            has_weights = unit.layer is not None and unit.layer.weights
+            if node not in met and (affine_lib.is_batch_norm(unit) or not has_weights):
+                met.add(node)
+                values += node.outputs
+        if value.is_output:
+            return True
+    return False
+
+
+def _is_fresh(norm):
+    """Whether a norm has its first statistics: those of no batch."""
+    mean, variance = norm.weight("moving_mean"), norm.weight("moving_variance")
+    return not mean.any() and (variance == 1).all()
 
 
 def _fold(norms, maps, statistics):

@@ -39,6 +39,8 @@ class Report:
         self.new = {}
         self.changed = []  # the function
         self.kept, self.unwrapped = [], []
+        self.fresh = []  # BatchNormalization in whose place CBN starts as the identity
+        self.lost = []  # BatchNormalization in whose place nothing normalises
         self.unknown = []  # New BatchNormalization, of whose input nothing is known.
 
 
