@@ -30,6 +30,11 @@ class AMAT(keras.callbacks.Callback):
     With `gradient_accumulation_steps=n` layers are told an `n`-th of the rate, so that
     the averages of one update of the weights span its `n` small batches.
 
+    With optimizers of one's own beside `model.optimizer`, as a GAN has, leave AMAT out
+    and call `layer.set_learning_rate(rate)` of each layer in `train_step`, or on JAX,
+    for a schedule, `layer.follow(schedule)` before `fit`. A warning says so if
+    `model.optimizer` has made no step in the first epoch.
+
     On TensorFlow, layers that a model makes only while its first step is traced, in a
     `build()` of its own, learn the rate after that step. Build such a model before.
 
@@ -62,6 +67,7 @@ class AMAT(keras.callbacks.Callback):
         self._schedule = None
         self._rate = None
         self._was_built = False
+        self._steps_before = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
         model = self.model
@@ -98,14 +104,31 @@ class AMAT(keras.callbacks.Callback):
     def _set_counters(self):
         counting = [layer for layer in self._layers if layer.step is not None]
         if counting:
-            done = int(_number(_keras.step_counter(_inner(self.model.optimizer))))
+            done = self._steps_done()
             for layer in counting:
                 layer.step.assign(done)
+
+    def _steps_done(self):
+        return int(_number(_keras.step_counter(_inner(self.model.optimizer))))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         # Here, and not when training begins: a backup may have been restored since.
         if self._schedule is not None:
             self._set_counters()
+        if self._steps_before is None:
+            self._steps_before = self._steps_done()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        is_told = any(layer.trainable for layer in self._layers)
+        if is_told and self._steps_before == self._steps_done():
+            warnings.warn(
+                "AMAT tells CBN layers the learning rate of `model.optimizer`, which "
+                "has made no step. Where other optimizers train the model, call "
+                "`layer.set_learning_rate(rate)` of each CBN layer in the training "
+                "step, and leave AMAT out.",
+                stacklevel=2,
+            )
+        self._steps_before = -1  # said once
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if not self._was_built and self.model.built:

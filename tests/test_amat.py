@@ -198,6 +198,19 @@ def test_one_callback_serves_one_model_after_another_and_copies_too():
     r.check(r.fit(model, duplicate, epochs=1), norm, [0.2] * 3)
 
 
+def test_a_model_that_another_optimizer_trains():
+    class Own(keras.Sequential):
+        def train_step(self, *batch):
+            loss = {"loss": ops.zeros(())}
+            # On JAX a step takes the state, and gives it back.
+            return (loss, batch[0]) if BACKEND == "jax" else loss
+
+    model = Own([keras.Input((4,)), CBN()])
+    model.compile()
+    with pytest.warns(UserWarning, match="`model.optimizer`, which has made no step"):
+        r.fit(model, AMAT())
+
+
 def test_models_that_amat_cannot_serve():
     amat = AMAT()
     amat.set_model(r.compiled(r.branches(layers.BatchNormalization()), 0.1))
