@@ -62,7 +62,8 @@ def landscape(
     With the weights `W`, `g = grad L(W)` on this batch and a direction `d`, it looks at
     `W - s d` for each step length `s`. `Landscape` has the formulas.
 
-    All points have the same dropout and noise. Nothing of the model changes.
+    All points have the same dropout and noise. Nothing of the model changes. A step of
+    SGD without momentum goes along this line; those of Adam and others do not.
 
     Args:
         model, x, y, loss, training: See `Objective`.

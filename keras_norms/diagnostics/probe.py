@@ -1,6 +1,7 @@
 """The base of callbacks that measure a model in training, and leave it as it is."""
 
 import os
+import warnings
 
 import keras
 from keras import ops
@@ -88,6 +89,13 @@ class Probe(keras.callbacks.Callback):
             logs.update(self._latest)
 
     def on_train_end(self, logs=None):
+        if not self.history:
+            warnings.warn(
+                f"{type(self).__name__} has measured nothing: the steps of the optimizer "
+                f"in this training, up to {self._step - 1}, have no multiple of "
+                f"every={self.every}.",
+                stacklevel=2,
+            )
         if self._writer is not None:
             self._writer.close()
             self._writer = None

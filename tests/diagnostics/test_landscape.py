@@ -62,6 +62,10 @@ def test_the_step_lengths_follow_the_rate_of_the_optimizer():
         model.optimizer.iterations.assign(iterations)
         found = diagnostics.landscape(model, x, y, step_range=(0.1, 0.2), points=2)
         np.testing.assert_allclose(found.steps, [0.1 * rate, 0.2 * rate], rtol=1e-6)
+    ended = keras.optimizers.schedules.CosineDecay(0.5, 4)
+    model.optimizer.learning_rate = ended
+    with pytest.warns(UserWarning, match="rate of the optimizer is 0"):
+        assert np.isnan(diagnostics.landscape(model, x, y).effective_beta)
 
     class WithoutARateOfItsOwn(keras.optimizers.SGD):
         @property

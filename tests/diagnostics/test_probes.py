@@ -125,6 +125,13 @@ def test_a_step_is_a_batch_where_gradients_are_accumulated():
     assert probe.history["step"] == [0, 2, 4]
 
 
+def test_a_probe_that_measures_nothing_says_so():
+    model = network()
+    train(model)
+    with pytest.warns(UserWarning, match="WeightGrowth has measured nothing"):
+        train(model, diagnostics.WeightGrowth(every=200))
+
+
 @not_torch  # Keras has one step in an execution there.
 def test_several_steps_in_one_execution():
     model = network(run_eagerly=False, steps_per_execution=2)

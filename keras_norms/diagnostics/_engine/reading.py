@@ -1,5 +1,7 @@
 """What diagnostics read of a model: arrays in float64, layers by name, its rate."""
 
+import warnings
+
 import keras
 import numpy as np
 from keras import ops
@@ -84,8 +86,14 @@ def learning_rate_of(model, learning_rate):
     if not hasattr(optimizer, "learning_rate"):
         expected = "given, for the model's optimizer has no single one"
         raise arguments.wrong("learning_rate", expected, None)
-    rate = ops.convert_to_tensor(optimizer.learning_rate)
-    return float(ops.convert_to_numpy(rate))
+    rate = float(ops.convert_to_numpy(ops.convert_to_tensor(optimizer.learning_rate)))
+    if rate == 0:  # as at the end of many schedules, and at the start of a warm-up
+        warnings.warn(
+            "The learning rate of the optimizer is 0, and so is the length of the "
+            "steps that are measured. Pass `learning_rate` for others.",
+            stacklevel=3,
+        )
+    return rate
 
 
 def aligned(lines):
