@@ -252,8 +252,9 @@ _TELL_IT = (
     "`layer.set_learning_rate(rate)` in a training loop of your own."
 )
 _UNKNOWN_RATE = (
-    "CBN is trained without a learning rate, so it normalises with the statistics of "
-    f"each batch alone, without adaptive moving averages (AMAT). {_TELL_IT}"
+    "CBN is trained without a learning rate: with the statistics of each batch alone, "
+    "as BatchNormalization is, and not with adaptive moving averages (AMAT). "
+    f"{_TELL_IT}"
 )
 _SAVED_RATE = (
     "CBN is trained at the learning rate that was saved with it, the last one of an "

@@ -32,9 +32,7 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
       border are added after the map. The scale does go into the kernel, and the shift
       `x + b / a` stays, as one `Rescaling` layer before the padding.
     * A map that no linear layer can take, such as one between a sum and an activation,
-      stays as one frozen `BatchNormalization`.
-
-    A warning names these layers.
+      stays as one frozen `BatchNormalization`. A warning names these.
 
     Before int8, `prune` channels that are constant: the kernel row that reads one takes
     its scale too, up to `gamma / (rho * sqrt(epsilon))`, and the range of int8 with it.
@@ -84,12 +82,9 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     shifts = {unit for unit, affine in rests.items() if np.all(affine.a == 1)}
     for unit, affine in (maps | rests).items():
         _become_layer_of_keras(unit, affine, is_shift=unit in shifts)
-    shifted = [unit.name for unit in rests if unit in shifts]
     parts = {
         "no linear layer can take the maps of these, which stay as BatchNormalization "
         "layers": left,
-        "a zero-padded layer follows these, of which a shift stays as a Rescaling "
-        "layer": shifted,
         "these are inside of other layers, or of classes that override `call`, and "
         "stay as they are": sorted(affine_lib.hidden_norms(graph)),
     }
