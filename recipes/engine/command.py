@@ -1,5 +1,6 @@
 """The command line of a recipe: flags from its settings, its table at the end."""
 
+import signal
 import sys
 import time
 
@@ -31,6 +32,9 @@ def run(recipe, kind):
             directory = recipe(settings)
         except UserError as error:
             sys.exit(str(error))
+        except KeyboardInterrupt:
+            print("\nInterrupted. The same command goes on.", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)  # as shells have it
         if directory is not None:
             report(directory)
             print(f"Time     {time.monotonic() - start:.0f} s")

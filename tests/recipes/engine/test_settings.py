@@ -119,15 +119,23 @@ def test_bad_values(monkeypatch):
             command.run(None, Cooking)
 
 
-def test_the_command_line_shows_what_a_user_can_mend_without_a_traceback(monkeypatch):
+def test_the_command_line_ends_without_a_traceback(monkeypatch, capsys):
+    """Where a user can mend what is wrong, and after Ctrl-C."""
+
     def recipe(settings):
         return data.load("nowhere.npz")
+
+    def stopped(settings):
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(Cooking, "define_flags", lambda: None)
     monkeypatch.setattr(Cooking, "from_flags", Cooking)
     monkeypatch.setattr(command.app, "run", lambda main: main([""]))
     with pytest.raises(SystemExit, match="an existing .npz file.*'nowhere.npz'$"):
         command.run(recipe, Cooking)
+    with pytest.raises(SystemExit, match="130"):
+        command.run(stopped, Cooking)
+    assert "The same command goes on" in capsys.readouterr().err
 
 
 def test_what_is_swept_is_checked_as_the_setting_of_one_run():
