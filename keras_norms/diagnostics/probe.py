@@ -91,8 +91,8 @@ class Probe(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         if not self.history:
             warnings.warn(
-                f"{type(self).__name__} has measured nothing: the steps of the optimizer "
-                f"in this training, up to {self._step - 1}, have no multiple of "
+                f"{type(self).__name__} has measured nothing: the optimizer's steps in "
+                f"this training, up to {self._step - 1}, have no multiple of "
                 f"every={self.every}.",
                 stacklevel=2,
             )

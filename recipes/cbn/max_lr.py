@@ -51,6 +51,7 @@ class Settings(classifier.Grid):
     learning_rates: tuple[float, ...] = setting(
         (1e-4, 1e-3, 1e-2, 1e-1, 1.0), "Learning rates of the first epoch."
     )
+    optimizer: str | None = setting(None, "None: SGD is what is measured.", matches="$")
     seeds: int = 1
 
 

@@ -55,14 +55,19 @@ class Training(Images):
     batch_size: int | None = setting(
         None, "Images in a batch; 128 if not given, 256 for imagenet2012.", at_least=1
     )
+    optimizer: str | None = setting(
+        None, "Optimizer: adam is AdamW; SGD if not given.", choices=("adam",)
+    )
     learning_rate: float = setting(0.1, "Learning rate of the first epoch.", above=0)
-    momentum: float = setting(0.9, "Momentum of SGD.", at_least=0, at_most=1)
+    momentum: float = setting(
+        0.9, "Momentum of SGD, or beta_1 of Adam.", at_least=0, at_most=1
+    )
     gradient_accumulation_steps: int | None = setting(
         None, "Batches whose mean gradient makes one step of the weights.", at_least=2
     )
     weight_decay: float | None = setting(
         None,
-        "Coupled weight decay; 5e-4 if not given, 1e-4 for imagenet2012.",
+        "Weight decay, coupled with SGD; 5e-4 if not given, 1e-4 for imagenet2012.",
         at_least=0,
     )
     validation_size: int | None = setting(
@@ -105,6 +110,11 @@ class Training(Images):
                     f"Received: {other}={value}"
                 )
 
+    def program(self):
+        # Of other optimizers these two are no variables.
+        fixed = () if self.optimizer is None else (self.momentum, self.weight_decay)
+        return *super().program(), fixed
+
     def normalisation(self):
         """The `recipes.models.norms.Norm`."""
         rho = norms.stage_rho(self.rho, self.stage_rho)
@@ -144,13 +154,14 @@ class Populations(Grid):
     )
 
 
-def problem(settings, strategy=None, optimizer=optimizers.SGD):
+def problem(settings, strategy=None, optimizer=None):
     """The training of a classifier.
 
     Args:
         settings: A `Training`.
         strategy: `None`, or what `recipes.engine.devices.get` returns.
-        optimizer: Class of the optimizer, with the arguments of `optimizers.SGD`.
+        optimizer: Callable with the arguments of `optimizers.SGD`; `None` for that of
+            the settings.
 
     Returns:
         A `recipes.engine.training.Problem`.
@@ -165,7 +176,8 @@ def problem(settings, strategy=None, optimizer=optimizers.SGD):
 
     def compiled():
         with scope():
-            return _network(settings, source, layers, optimizer)
+            make = optimizer or optimizers.OF_NAME[settings.optimizer]
+            return _network(settings, source, layers, make)
 
     streamed = settings.dataset in data.STREAMED
     make = imagenet.schedule if streamed else optimizers.piecewise_schedule

@@ -184,7 +184,7 @@ def of(runs):
 
     devices = jax.devices()
     most = max(n for n in range(1, len(devices) + 1) if len(runs) % n == 0)
-    same = ("epochs", "batch_size", "momentum", "weight_decay", "augment")
+    same = ("epochs", "batch_size", "optimizer", "momentum", "weight_decay", "augment")
     same += ("replacement", "gradient_accumulation_steps")
     return population.Population(
         build,

@@ -66,6 +66,16 @@ class SGD(keras.optimizers.Optimizer):
         }
 
 
+def adam(learning_rate, momentum, weight_decay, **kwargs):
+    """AdamW (decoupled weight decay), with the arguments of `SGD`."""
+    return keras.optimizers.AdamW(
+        learning_rate, weight_decay, beta_1=momentum, **kwargs
+    )
+
+
+OF_NAME = {None: SGD, "adam": adam}  # of the setting
+
+
 def piecewise_schedule(learning_rate, total_steps):
     """The rate, a tenth of it from 1/2 of all steps on, a hundredth from 5/6 on.
 

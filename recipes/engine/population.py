@@ -50,8 +50,8 @@ class Population:
         images: A `recipes.engine.data.ImageData`.
         epochs: Integer, the length of the whole training, for the schedule.
         batch_size: Integer, the batch of one trial.
-        momentum, weight_decay, gradient_accumulation_steps: Arguments of
-            `recipes.engine.optimizers.SGD`.
+        optimizer: Of `recipes.engine.optimizers.OF_NAME`, with the arguments
+            `momentum`, `weight_decay` and `gradient_accumulation_steps`.
         augment: Whether training images are cropped at random and mirrored.
         replacement: Whether each image of a batch is drawn anew from all.
         amat: Whether CBN layers are told the learning rate of each step.
@@ -78,6 +78,7 @@ class Population:
         *,
         epochs,
         batch_size=128,
+        optimizer=None,
         momentum=0.9,
         weight_decay=5e-4,
         gradient_accumulation_steps=None,
@@ -103,7 +104,7 @@ class Population:
         self._programs = {}
         self._trial = Trial(
             self._seeded(self.trials[0]),
-            optimizers.SGD(
+            optimizers.OF_NAME[optimizer](
                 *(1.0, momentum, weight_decay),
                 gradient_accumulation_steps=gradient_accumulation_steps,
             ),

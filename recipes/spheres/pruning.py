@@ -62,6 +62,7 @@ class Slimmed(classifier.Saved):
     STREAMED = False
     norm: str = setting("bn", "Normalisation with a gamma a channel.", choices=NORMS)
     activation: str = "relu"
+    optimizer: str | None = setting(None, "None: SGD has the penalty.", matches="$")
     gamma_l1: float = setting(0.0, "Penalty on |gamma| in training.", at_least=0)
     until: int | None = setting(None, "Stop training after this epoch.", at_least=1)
     saved_models_dir: str = "saved_models"

@@ -99,6 +99,7 @@ class Settings(Decays, Growing):
     epochs: int | None = 30
     learning_rate: float = setting(0.1, "Learning rate of all steps.", above=0)
     momentum: float = 0.0  # as Lemma 3 has it
+    optimizer: str | None = setting(None, "None: the lemma is of SGD.", matches="$")
 
     def runs(self):
         """The settings of all runs, those on the sphere last."""

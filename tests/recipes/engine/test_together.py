@@ -143,7 +143,7 @@ def together():
     return trials, scores
 
 
-def by_hand(settings, amat=True, replacement=False, **more):
+def by_hand(settings, amat=True, replacement=False, optimizer=None, **more):
     """The weights, and the mean loss of each epoch, by the steps of Keras."""
     import jax
 
@@ -152,7 +152,7 @@ def by_hand(settings, amat=True, replacement=False, **more):
     model = build(settings)
     schedule = optimizers.piecewise_schedule(settings["learning_rate"], 4 * EPOCHS)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizers.SGD(schedule, 0.9, 5e-4, **more), loss)
+    model.compile(optimizers.OF_NAME[optimizer](schedule, 0.9, 5e-4, **more), loss)
     batches = more.get("gradient_accumulation_steps", 1)
     crop_and_flip = jax.jit(trial.crop_and_flip)
     means = []
@@ -174,9 +174,12 @@ def by_hand(settings, amat=True, replacement=False, **more):
 
 
 OPTIONS = {"amat": False, "replacement": True}, {"gradient_accumulation_steps": 3}
+OPTIONS += ({"optimizer": "adam"},)
 
 
-@pytest.mark.parametrize("k, options", [(1, {}), *later((0, {}), *enumerate(OPTIONS))])
+@pytest.mark.parametrize(
+    "k, options", [(1, {}), *later((0, {}), *zip((0, 1, 1), OPTIONS))]
+)
 def test_a_trial_among_others_equals_the_steps_by_hand(together, k, options):
     """Though one of the others diverges."""
     trials, scores = together

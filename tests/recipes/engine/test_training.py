@@ -81,6 +81,17 @@ def test_a_network_that_is_used_again_equals_a_new_one(tmp_path, norm, rate):
     assert training.compiled(second, problem)[0] is not again
 
 
+def test_adam(tmp_path):
+    """Of which momentum and decay are constants in the compiled step."""
+    first, other = (
+        settings(tmp_path, optimizer="adam", momentum=value) for value in (0.5, 0.9)
+    )
+    assert first.program() != other.program()
+    optimizer = classifier.problem(first).network().optimizer
+    assert isinstance(optimizer, keras.optimizers.AdamW)
+    assert (optimizer.beta_1, optimizer.weight_decay) == (0.5, 5e-4)
+
+
 # Two steps an epoch; a tenth from the fifth step on, a hundredth from the seventh. The
 # layer of the network that is used again has omega 1, here divided by the batches whose
 # gradients make a step.
