@@ -1,4 +1,4 @@
-"""Normalisation layers for Keras 3 that improve on BatchNormalization."""
+"""Normalisation layers for Keras 3, to replace BatchNormalization."""
 
 from keras_norms import activations, diagnostics
 from keras_norms.amat import AMAT
