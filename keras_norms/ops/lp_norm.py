@@ -180,9 +180,9 @@ def lp_normalization(
 
 def _root(x, p):
     """x^(1/p), with derivative 0 where x is 0."""
-    positive = x > 0
-    root = ops.where(positive, x, ops.ones_like(x)) ** (1 / p)
-    return ops.where(positive, root, ops.zeros_like(x))
+    is_zero = x == 0  # NaN is not, and stays
+    root = ops.where(is_zero, ops.ones_like(x), x) ** (1 / p)
+    return ops.where(is_zero, ops.zeros_like(x), root)
 
 
 def _norm_of_norms(x, p, axis):

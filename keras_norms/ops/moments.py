@@ -156,10 +156,9 @@ def mean_and_variance(
         # Each operation is a pass of its own: one more costs less than to avoid it.
         return _around(x, _mean(x, prior.dtype, count, axis), count, axis)
     else:
-        values = _values_of(x, prior.dtype, axis)
-        if isinstance(axis, tuple):
-            prior = ops.broadcast_to(prior, ops.shape(values)[1:])
-        shift = ops.clip(prior, ops.min(values, 0), ops.max(values, 0))
+        least, most = _range_of_some(x, prior.dtype, axis)
+        prior = ops.broadcast_to(prior, ops.shape(least))
+        shift = ops.where(least <= most, ops.clip(prior, least, most), prior)
         found = _around(x, shift, count, axis)
     if not half or keras.backend.backend() != "jax":
         return found
@@ -182,21 +181,26 @@ def mean_and_variance(
     )
 
 
-def _values_of(x, dtype, axis):
-    """Four values of each channel from different places, `(4, channels)`."""
-    axes = reduction_axes(len(x.shape), axis)
-    sizes = ops.shape(x)
+def _range_of_some(x, dtype, axis):
+    """The least and the largest of some values of each channel, from different places.
 
-    def value(place):
-        index = [slice(None)] * len(sizes)
-        for i in axes:
-            at = place(sizes[i])
-            index[i] = slice(at, at + 1)
-        # A sum of one value; of none in an empty batch.
-        return ops.cast(ops.sum(x[tuple(index)], axes), dtype)
-
-    places = (lambda n: 0, lambda n: n // 3, lambda n: 2 * n // 3, lambda n: n - 1)
-    return ops.stack([value(place) for place in places])
+    They are reduced in one, also where one value would do. XLA computes what is cheap,
+    as a slice is, anew where it is used: in the gradient, while that overwrites a
+    tensor which is `x` in another shape, so that the slice had what was already new.
+    """
+    axes, sizes = reduction_axes(len(x.shape), axis), ops.shape(x)
+    index = [slice(None)] * len(sizes)
+    for i in axes:
+        index[i] = slice(None, None, sizes[i] // 3 + 1)
+    some = ops.cast(x[tuple(index)], dtype)
+    # In an empty batch the least is above the largest.
+    ends = ops.min(some, axes, initial=np.inf), ops.max(some, axes, initial=-np.inf)
+    if keras.backend.backend() == "tensorflow":
+        # Which does not know the rank of `some` where it does not know the sizes.
+        groups = (-1,) if isinstance(axis, tuple) else ()
+        shape = (*groups, x.shape[channel_axis(axis)])
+        ends = tuple(ops.reshape(end, shape) for end in ends)
+    return ends
 
 
 def _around_prior_or_zero(x, prior, count, axis):
