@@ -184,9 +184,9 @@ def mean_and_variance(
 def _range_of_some(x, dtype, axis):
     """The least and the largest of some values of each channel, from different places.
 
-    They are reduced in one, also where one value would do. XLA computes what is cheap,
-    as a slice is, anew where it is used: in the gradient, while that overwrites a
-    tensor which is `x` in another shape, so that the slice had what was already new.
+    They are reduced: what is cheap, as a slice is, XLA would compute anew in the
+    gradient, and on a CPU does so while it overwrites that memory, where the gradient
+    reads `x` in another shape too.
     """
     axes, sizes = reduction_axes(len(x.shape), axis), ops.shape(x)
     index = [slice(None)] * len(sizes)
