@@ -176,7 +176,8 @@ def test_norms_in_the_place_of_which_nothing_normalises_are_named():
     """Those that only recurrent layers read; who reads the last one is not known."""
     lstm = apply(layers.LSTM, 4, return_sequences=True)
     norms = [apply(layers.BatchNormalization, name=name) for name in ("lost", "read")]
-    steps = lstm, norms[0], relu, lstm, norms[1], relu, dense(2), bn
+    prelu = apply(layers.PReLU)  # Its weights are no kernel.
+    steps = lstm, norms[0], relu, lstm, norms[1], prelu, dense(2), bn
     model = m.model_of((5, 3), *steps)
     for preserve in True, False:
         with pytest.warns(UserWarning, match=r"no CBN takes their place.*\['lost'\]"):

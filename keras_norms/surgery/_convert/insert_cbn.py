@@ -78,13 +78,22 @@ def _is_replaced(norm, cbns):
             unit = node.unit
             if unit in cbns or unit.graph is not None:
                 return True
-            has_weights = unit.layer is not None and unit.layer.weights
-            if node not in met and (affine_lib.is_batch_norm(unit) or not has_weights):
+            if node not in met and _is_elementwise(unit, value.shape):
                 met.add(node)
                 values += node.outputs
         if value.is_output:
             return True
     return False
+
+
+def _is_elementwise(unit, shape):
+    """Whether a layer has no kernel: only vectors, or weights as large as a sample."""
+    shapes = [weight.shape for weight in unit.layer.weights] if unit.layer else []
+    return all(
+        len(weight) < 2
+        or all(size in (1, dim) for size, dim in zip(weight[::-1], shape[:0:-1]))
+        for weight in shapes
+    )
 
 
 def _is_fresh(norm):
