@@ -35,6 +35,7 @@ Reference: Sun et al., AAAI 2020, Section 3.2. https://doi.org/10.1609/aaai.v34i
 """
 
 import dataclasses
+import math
 
 import keras
 import numpy as np
@@ -142,7 +143,8 @@ def run(settings):
     for norm, decay, found in settings.outcomes(train):
         alive = [each.results for each in found if not each.results["diverged"]]
         row = {"norm": norm, "weight_decay": decay, "diverged": len(found) - len(alive)}
-        rows.append({**row, **summary(alive), "runs": alive})
+        lost = [lost_of(each.results) for each in found]
+        rows.append({**row, **summary(alive), "lost": lost, "runs": alive})
         panels.setdefault(label_of(decay), {})[norm] = {
             factor * settings.epsilon: [100 * r["inf"][i]["attacked"] for r in alive]
             for i, factor in enumerate(FACTORS)
@@ -154,6 +156,12 @@ def run(settings):
     path = directory / "epsilon.png"
     figures.against(path, panels, *labels, settings.about(), base=2)
     return directory
+
+
+def lost_of(found):
+    """What noise and BIM take of the accuracy of one run; NaN if it diverged."""
+    inf = {} if found["diverged"] else found["inf"][FACTORS.index(1)]
+    return [inf.get(key, math.nan) for key in SHOWN[2::2]]
 
 
 def summary(found):
@@ -200,30 +208,31 @@ def changes(rows):
     """What weight decay changes of the losses of accuracy, as Markdown."""
     header, lines = ["norm", "noise, here", "BIM l∞, here"], []
     header += [f"{what}, {of}" for of in PAPER for what in ("noise", "BIM l∞")]
-    found, decays = {}, [row["weight_decay"] for row in rows]
-    least, largest = min(decays), max(decays)
+    by_norm, decays = {}, [row["weight_decay"] for row in rows]
     for row in rows:
-        if row["inf"] is not None:
-            lost = [row["inf"][key]["mean"] for key in SHOWN[2::2]]
-            found.setdefault(row["norm"], {})[row["weight_decay"]] = np.array(lost)
-    for norm, by_decay in found.items():
-        if least == largest or not {least, largest} <= by_decay.keys():
-            continue  # one decay, or all runs of one diverged
-        differences = [*(by_decay[largest] - by_decay[least])]
+        by_norm.setdefault(row["norm"], {})[row["weight_decay"]] = np.array(row["lost"])
+    least, largest = min(decays), max(decays)
+    for norm, lost in by_norm.items():
+        if least == largest or not {least, largest} <= lost.keys():
+            continue
+        by_seed = 100 * (lost[largest] - lost[least])
+        by_seed = by_seed[~np.isnan(by_seed).any(1)]
+        if not len(by_seed):
+            continue  # all runs of one diverged
+        own = [results.mean_and_std(column) for column in by_seed.T]
+        cells = [("+" * (each["mean"] >= 0)) + results.spread(each, 1) for each in own]
         for of in PAPER.values():
             # Without decay and with it: clean, noise, attacked.
-            (clean, *others), (with_decay, *others_with) = of.get(
-                norm, [[np.nan] * 3] * 2
-            )
-            lost = np.subtract(clean, others)
-            differences += [*(np.subtract(with_decay, others_with) - lost)]
-        cells = (f"{100 * d:+.1f}" for d in differences)
-        lines.append([name_of(norm), *(c.replace("+nan", "–") for c in cells)])
+            without, decayed = np.array(of.get(norm, [[np.nan] * 3] * 2))
+            published = (decayed[0] - decayed[1:]) - (without[0] - without[1:])
+            cells += [f"{100 * d:+.1f}".replace("+nan", "–") for d in published]
+        lines.append([name_of(norm), *cells])
     if not lines:
         return ""
     return (
         "What the largest decay changes of the accuracy lost, in points\n\n"
-        f"{results.markdown(header, lines)}\nNegative: less is lost with decay.\n"
+        f"{results.markdown(header, lines)}\nNegative: less is lost with decay. "
+        "A seed's two networks start from the same weights.\n"
     )
 
 

@@ -68,7 +68,7 @@ def test_robustness(tmp_path, small_network):
         assert len({m["clean"] for m in [*found["inf"], found["2"]]}) == 1
         assert row["inf"]["clean"] == {"mean": found["inf"][1]["clean"], "std": None}
     lost = {"norm": "none", "weight_decay": 0.0, "diverged": 2}
-    lost |= robustness.summary([])
+    lost |= robustness.summary([]) | {"lost": [[np.nan] * 2] * 2}
     table = robustness.table([lost], robustness.Settings())
     _, _, line, *_ = small.cells(table)
     assert line[0].endswith("(2 diverged)") and line[2:] == ["–"] * 10
@@ -76,15 +76,18 @@ def test_robustness(tmp_path, small_network):
 
 def test_what_decay_changes_is_known_of_norms_that_train_with_and_without():
     def row(norm, weight_decay, *lost):
-        keys = robustness.SHOWN[2::2]
-        inf = {key: {"mean": each} for key, each in zip(keys, lost)} or None
-        return {"norm": norm, "weight_decay": weight_decay, "inf": inf}
+        return {"norm": norm, "weight_decay": weight_decay, "lost": lost}
 
-    both = [row("bn", 0.0, 0.3, 0.4), row("bn", 0.1, 0.1, 0.5)]
-    one_lost = [row("group", 0.0, 0.3, 0.4), row("group", 0.1)]
-    _, _, line = small.cells(robustness.changes(both + one_lost))
-    assert line[:3] == ["BN", "-20.0", "+10.0"]
-    assert not robustness.changes(both[:1])
+    diverged = np.nan, np.nan
+    rows = [row("bn", 0.0, [0.3, 0.4]), row("bn", 0.1, [0.1, 0.5])]
+    rows += [row("group", 0.0, [0.3, 0.4]), row("group", 0.1, diverged)]
+    # Over the seeds of which both trained, each with itself.
+    rows += [row("layer", 0.0, [0.1, 0.1], [0.5, 0.2], diverged)]
+    rows += [row("layer", 0.1, [0.2, 0.3], [0.8, 0.0], [0.1, 0.1])]
+    bn, layer = small.cells(robustness.changes(rows))[2:]
+    assert bn[:3] == ["BN", "-20.0", "+10.0"]
+    assert layer[:3] == ["LN", "+20.0 ± 14.1", "+0.0 ± 28.3"]
+    assert not robustness.changes(rows[:1])
 
 
 def test_network_of_pixels():
