@@ -33,6 +33,7 @@ from benchmarks.outputs import count, difference, outputs, randomize
 from keras_norms import AMAT
 from keras_norms.layers import CBN, layers_of
 from keras_norms.surgery import convert, fold
+from recipes.engine.precision import precision
 
 # The smallest member of a family, and the smallest input it takes.
 MODELS = {
@@ -101,15 +102,10 @@ def check(name, batch):
 
 def in_float64(name, model, x):
     """The outputs of the same model in float64."""
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
+    with precision("float64"):
         double = build(name, MODELS[name])
         double.set_weights(model.get_weights())
         return outputs(double, x.astype("float64"))
-    finally:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
 
 
 def scaled(name):

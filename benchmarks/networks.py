@@ -75,12 +75,11 @@ def build(network, norm, image_size=None, learning_rate=0.1, skip=None):
             return convert(model, _nothing, preserve=False)
         if norm in LP_NORMS:
             return convert(model, LpNorm(LP_NORMS[norm]), preserve=False)
-        fused = norm == "fused_cbn"
         model = convert(
             model,
             norm.removeprefix("fused_"),
             preserve=False,
-            fused=fused,
+            fused=norm == "fused_cbn",
             skip=skip and (lambda layer: re.search(skip, layer.name)),
         )
     for layer in layers_of(model, CBN):

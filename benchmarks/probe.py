@@ -27,8 +27,7 @@ import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import compare, networks
-from keras_norms import AMAT
+from benchmarks import compare, networks, training
 from keras_norms.diagnostics import LandscapeProbe
 
 _NORMS = flags.DEFINE_list("norms", ["bn", "cbn"], "Norms, as in benchmarks.networks.")
@@ -46,11 +45,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 def measure(norm):
     """Time training of one network with and without a probe. Returns a row."""
     keras.utils.set_random_seed(0)
-    model = networks.build("resnet20", norm)
-    model.compile(
-        keras.optimizers.SGD(0.01, momentum=0.9),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
+    model = training.compile_model(networks.build("resnet20", norm))
     rng = np.random.default_rng(0)
     samples = _BATCH.value * _STEPS.value
     x = rng.normal(size=(samples, 32, 32, 3)).astype("float32")
@@ -58,7 +53,7 @@ def measure(norm):
     batch = (x[: _BATCH.value], y[: _BATCH.value])
 
     def seconds(*probe, steps=_STEPS.value):
-        callbacks = [AMAT(), *probe] if norm == "cbn" else list(probe)
+        callbacks = [*training.callbacks_for(model), *probe]
         images, labels = x[: steps * _BATCH.value], y[: steps * _BATCH.value]
         start = time.perf_counter()
         model.fit(

@@ -57,9 +57,8 @@ def main(_):
         "network": _NETWORK.value,
         "batch_per_chip": _BATCH.value,
         "dtype_policy": _POLICY.value,
+        "skip": _SKIP.value,
     }
-    if _SKIP.value:
-        settings["skip"] = _SKIP.value
     rows = compare.rows_of(steps(), settings, _OUTPUT.value)
     print(tables.of({**settings, "rows": rows}))
 

@@ -77,6 +77,8 @@ _NETWORKS = {
     "resnet50": "ResNet-50",
     "vgg16": "VGG-16",
     "efficientnetb0": "EfficientNet-B0",
+    "mobilenetv2": "MobileNetV2",
+    "densenet121": "DenseNet-121",
 }
 _NORMS = {"cbn": "CBN", "fused_cbn": "FusedCBN", "none": "no norm"}
 

@@ -10,8 +10,8 @@ chip what the compiler says: bytes that the step moves, temporary memory, and ho
 all-reduces it starts. Those do not wobble. They are no times: nothing runs. The floor
 of a normalisation is the network without any.
 
-`--check` compiles what `recipes.train` runs, for v4, v5e, v5p and v6e, and predicts
-from it how training scales: see `benchmarks/tpu/check.py`.
+`--check` compiles a step of each network of `recipes.train`, for v4, v5e, v5p and v6e,
+and predicts from it how training scales: see `benchmarks/tpu/check.py`.
 
 Needs JAX and libtpu, no TPU, and 4 GB. Prints a table; --output also writes it as JSON,
 and the same command goes on with what is missing there.

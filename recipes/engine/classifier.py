@@ -88,10 +88,10 @@ class Training(Images):
     )
 
     def usual(self):
-        stem = data.stem(self.dataset)
+        epochs = {"digits": 15, "mnist": 10}.get(data.stem(self.dataset), 120)
         usual = {
-            "epochs": {"digits": 15, "mnist": 10}.get(stem, 120),
-            "augment": data.augmented(stem),
+            "epochs": epochs,
+            "augment": data.augmented(self.dataset),
             "batch_size": 128,
             "weight_decay": 5e-4,
         }

@@ -156,8 +156,8 @@ class Population:
         self.seconds = 0.0
         for _ in range(epochs):
             current = {key: self._state[key] for key in CURRENT}
-            epochs = jax.device_put(self.epochs.astype("uint32"), self._by_trial)
-            arguments = current, self._settings, epochs, self._train_data
+            done = jax.device_put(self.epochs.astype("uint32"), self._by_trial)
+            arguments = current, self._settings, done, self._train_data
             program = self._compiled(self._trial.train_epoch, arguments)
             start = time.perf_counter()
             current, scores = jax.block_until_ready(program(*arguments))
