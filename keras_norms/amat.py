@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_norms import _keras
-from keras_norms.layers.frozen import Frozen
+from keras_norms.layers.frozen import is_frozen
 from keras_norms.layers.learning_rate import FollowsLearningRate
 
 Logs = dict[str, float] | None
@@ -119,7 +119,7 @@ class AMAT(keras.callbacks.Callback):
             self._steps_before = self._steps_done()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        is_told = any(layer.trainable for layer in self._layers)
+        is_told = not all(map(is_frozen, self._layers))
         if is_told and self._steps_before == self._steps_done():
             warnings.warn(
                 "AMAT tells CBN layers the learning rate of `model.optimizer`, which "
@@ -150,7 +150,7 @@ class AMAT(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Logs = None) -> None:
         for layer in self._layers:
-            if not layer.built or not layer.trainable or isinstance(layer, Frozen):
+            if not layer.built or is_frozen(layer):
                 continue  # Its averages stay as they are.
             rate = _number(layer.learning_rate)
             if layer.omega * rate >= 1:

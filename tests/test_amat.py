@@ -209,6 +209,8 @@ def test_a_model_that_another_optimizer_trains():
     model.compile()
     with pytest.warns(UserWarning, match="`model.optimizer`, which has made no step"):
         r.fit(model, AMAT())
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        r.fit(freeze(model), AMAT())
 
 
 def test_models_that_amat_cannot_serve():

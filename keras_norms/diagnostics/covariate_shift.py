@@ -101,7 +101,8 @@ def _shift_of(model, objective, layers, updated, rate=None):
     places = objective.unflatten(np.arange(objective.start.size))
     place_of = dict(zip(map(id, model.trainable_variables), places))
     parts = []
-    layers = dict(zip(names_of(layers), layers))  # each once
+    layers = list(dict.fromkeys(layers))  # each once
+    layers = dict(zip(names_of(layers), layers))
     for layer in layers.values():
         place = [place_of[id(v)].ravel() for v in layer.trainable_variables]
         place, after = np.sort(np.concatenate(place)), gradient

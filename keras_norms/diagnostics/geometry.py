@@ -20,6 +20,7 @@ from keras_norms.diagnostics._engine.reading import (
     moments,
     names_of,
 )
+from keras_norms.layers.frozen import is_frozen, plain_class
 from keras_norms.layers.kernel_normalization import KernelNormalization
 from keras_norms.layers.kernels import check_layer, kernels_of, overrides_call
 
@@ -144,7 +145,7 @@ def effective_weights(
     linear = list(filter(_is_linear, _keras.layers_of(model)))
     wrappers = {w.layer: w for w in _keras.layers_of(model, KernelNormalization)}
     norms = _keras.layers_of(model, keras.layers.BatchNormalization)
-    norms = [norm for norm in norms if not overrides_call(norm)]
+    norms = [norm for norm in norms if not overrides_call(plain_class(type(norm)))]
     names = dict(zip(norms, names_of(norms)))
     makers, found = {}, {}
     for call in record(model, [*linear, *norms], x, training):
@@ -176,7 +177,7 @@ def _effective(call, layer, wrapper, training):
     if wrapper is not None:
         weight = wrapper.normalized_kernels()[kernel.name]
     weight = float64(weight)
-    if training and norm.trainable:
+    if training and not is_frozen(norm):
         mean, variance = moments(call.input, norm.axis, call.mask)
     else:
         mean, variance = float64(norm.moving_mean), float64(norm.moving_variance)

@@ -16,6 +16,7 @@ from keras_norms.diagnostics._engine.reading import (
     moments,
     visible,
 )
+from keras_norms.layers.frozen import is_frozen
 
 
 class LipschitzTerms(NamedTuple):
@@ -69,7 +70,7 @@ def lipschitz_terms(
     """
     check_model(model)
     found = find_layer(model, layer)
-    if not isinstance(found, keras.layers.BatchNormalization) or not found.trainable:
+    if not isinstance(found, keras.layers.BatchNormalization) or is_frozen(found):
         raise ValueError(
             "Argument `layer` must be a BatchNormalization that is not frozen. "
             f"Received: layer={layer!r}, a {type(found).__name__} with "

@@ -58,6 +58,11 @@ def set_frozen(layer: keras.layers.Layer, frozen: bool) -> bool:
     return False
 
 
+def is_frozen(layer: keras.layers.Layer) -> bool:
+    """Whether a norm runs with its stored statistics in training too."""
+    return not layer.trainable or isinstance(layer, Frozen)
+
+
 def plain_class(cls: type) -> type:
     """The class of a layer, of a frozen one that which was frozen."""
     return cls.__mro__[2] if issubclass(cls, Frozen) else cls

@@ -18,7 +18,8 @@ class KernelNormalization(keras.layers.Wrapper):
     The layer keeps its weights, which are trained and saved. It is called in a scope
     in which a function of the kernel takes the place of the kernel.
 
-    A subclass defines `_normalize`, `_gain_initializer_of` and `smallest_fan_in`.
+    A subclass defines `_normalize` and `_gain_initializer_of`, and may set
+    `smallest_fan_in`.
     """
 
     smallest_fan_in = 1

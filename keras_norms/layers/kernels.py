@@ -155,12 +155,18 @@ def kernels_by_name(
             )
         chosen |= found
     names = [owners[key].name for key in chosen]
-    named, seen = {}, collections.Counter[str]()
-    for name, variable in zip(names, chosen.values()):
-        name = name if names.count(name) == 1 else variable.path
+    paths = [variable.path for variable in chosen.values()]
+    return dict(zip(unique_names(names, paths), chosen.values()))
+
+
+def unique_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Return names, or paths where several have that name, counted where these do."""
+    found, seen = [], collections.Counter[str]()
+    for name, path in zip(names, paths):
+        name = name if names.count(name) == 1 else path
         seen[name] += 1  # Models in a model may have layers of the same path.
-        named[name if seen[name] == 1 else f"{name}_{seen[name]}"] = variable
-    return named
+        found.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return found
 
 
 def _einsum_axes(layer):

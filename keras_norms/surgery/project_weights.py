@@ -18,7 +18,6 @@ from keras_norms.surgery._graph.arrays import to_float64
 from keras_norms.surgery._graph.blocks import graph_of
 
 Logs = dict[str, float] | None
-_OF_SAMPLES = keras.layers.LayerNormalization, keras.layers.GroupNormalization
 
 
 class ProjectWeights(keras.callbacks.Callback):
@@ -41,8 +40,8 @@ class ProjectWeights(keras.callbacks.Callback):
     By default it takes the kernels that are scale-invariant by the layers around them:
     those of linear layers with a `BatchNormalization` or `NoisyBN` alone
     right behind them, or, where they have no bias, a `LayerNormalization`,
-    `GroupNormalization` or `LpNorm`; and those in `WS`, `CWN` and `WN`. Before a CBN
-    with beta the scale matters, and before a frozen norm too.
+    `GroupNormalization`, `RMSNormalization` or `LpNorm`; and those in `WS`, `CWN` and
+    `WN`. Before a CBN with beta the scale matters, and before a frozen norm too.
     `diagnostics.weight_geometry` measures which are.
 
     Args:
@@ -161,7 +160,7 @@ def _makes_invariant(norm, unit):
     if norm.layer is None or norm.is_frozen:
         return False
     bias = unit.layer.bias
-    if norm.cls in _OF_SAMPLES:
+    if norm.cls in affine.OF_SAMPLES:
         return bias is None
     is_centered = norm.cls is LpNorm and norm.layer.norm_of == "centered"
     if affine.is_batch_norm(norm) or norm.cls is NoisyBN or is_centered:

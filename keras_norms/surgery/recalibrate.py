@@ -9,8 +9,9 @@ import numpy as np
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
+from keras_norms._checks.models import check_model
 from keras_norms._types import Tensor
-from keras_norms.layers.frozen import Frozen
+from keras_norms.layers.frozen import is_frozen
 from keras_norms.surgery._graph.affine import NORM_CLASSES
 from keras_norms.surgery._graph.arrays import assign, to_float64, to_numpy
 from keras_norms.surgery._graph.measure import (
@@ -73,13 +74,7 @@ def recalibrate(
 
     >>> recalibrate(model, x_train, steps=100, batch_size=256)
     """
-    if not isinstance(model, keras.Model):
-        raise arguments.wrong("model", "a Keras model", model)
-    if not model.built:
-        raise ValueError(
-            "Argument `model` must be built: call it on data. "
-            f"Received: model '{model.name}'"
-        )
+    check_model(model)
     _check(steps, batch_size)
     arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
     _measure_anew(model, data, steps, batch_size, verbose)
@@ -96,9 +91,7 @@ def _layers_to_measure(model):
     """The layers whose statistics are measured, or an error if there is none."""
     calls = [norm.call for norm in NORM_CLASSES]
     norms = [
-        layer
-        for layer in _keras.layers_of(model, NORM_CLASSES)
-        if layer.trainable and not isinstance(layer, Frozen)
+        layer for layer in _keras.layers_of(model, NORM_CLASSES) if not is_frozen(layer)
     ]
     found = [layer for layer in norms if type(layer).call in calls]
     others = [layer.name for layer in norms if layer not in found]

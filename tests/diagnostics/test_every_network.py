@@ -149,6 +149,21 @@ def test_layers_in_blocks_that_share_a_name_go_by_their_paths():
 
 
 @later_on_jax
+def test_layers_that_share_a_path_are_counted():
+    def encoder():
+        inputs = keras.Input((5,))
+        hidden = layers.Dense(5, name="dense")(inputs)
+        return keras.Model(inputs, layers.BatchNormalization(name="norm")(hidden))
+
+    inputs = keras.Input((5,))
+    outputs = layers.Dense(2, name="top")(encoder()(encoder()(inputs)))
+    model = networks.compiled(keras.Model(inputs, outputs), "mse")
+    names, norms = ("dense", "dense_2", "top"), ["norm", "norm_2"]
+    assert diagnostics.covariate_shift(model, X, Y).layers == names
+    assert list(diagnostics.effective_weights(model, X)) == norms
+
+
+@later_on_jax
 def test_what_a_mask_hides_does_not_count():
     """The numbers are those of a batch of the visible elements alone."""
     rng = np.random.default_rng(0)

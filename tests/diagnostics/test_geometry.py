@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from keras import layers
 
-from keras_norms import CBN, WN, WS, diagnostics
+from keras_norms import CBN, WN, WS, diagnostics, freeze
 from tests.support import diagnostics_networks as networks
 from tests.support.backend import BACKEND, precision, some
 from tests.support.diagnostics_networks import WIDEST, float64, sequential
@@ -83,6 +83,8 @@ def test_effective_weights_are_one_layer_that_does_the_same(kind):
         mean, variance = (y.mean(axes), y.var(axes)) if training else moving
         expected = gamma * (y - mean) / np.sqrt(variance + 0.1) + beta
         np.testing.assert_allclose(float64(one(x)), expected, rtol=EXACT, atol=EXACT)
+    (frozen,) = diagnostics.effective_weights(freeze(model), images).values()
+    np.testing.assert_array_equal(frozen.kernel, found.kernel)  # at inference
 
 
 def test_effective_weights_of_any_model():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
 
-from keras_norms import diagnostics
+from keras_norms import diagnostics, freeze, unfreeze
 from keras_norms.diagnostics import theorems
 from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
@@ -110,7 +110,10 @@ def test_a_layer_takes_away_what_the_theorem_says(settings):
 
     with pytest.raises(ValueError, match="must be a BatchNormalization.*a Dropout"):
         diagnostics.lipschitz_terms(model, stack[3], x, y)
-    norm.trainable = False
+    freeze(model)
+    with pytest.raises(ValueError, match="not frozen.*a FrozenBatchNormalization"):
+        diagnostics.lipschitz_terms(model, "norm", x, y)
+    unfreeze(model).get_layer("norm").trainable = False
     with pytest.raises(ValueError, match="not frozen"):
         diagnostics.lipschitz_terms(model, "norm", x, y)
 

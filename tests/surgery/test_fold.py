@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import Sequential, layers
 
-from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN, convert, fold
+from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN, convert, fold
 from tests.support import backend
 from tests.support import surgery_models as m
 from tests.support.backend import later, numpy, precision, some
@@ -308,10 +308,17 @@ MASKED = {
     "EinsumDense without masks": chain(einsum("abc,c->abc", (7, 5), "c"), bn, lstm),
     # Of keras_norms, so that there is nothing to convert
     "an explicit mask for CBN": explicit(CBN),
+    "an explicit mask for FusedCBN": explicit(lambda: FusedCBN(layers.Dense(4))),
     "shifts": chain(relu, cbn, dense(4, "relu"), cbn, relu, cbn, lstm),
 }
 # What reads or makes masks in ways of its own
-FEW = {"attention", "an explicit mask for CBN", "joined", "nested"}
+FEW = {
+    "attention",
+    "an explicit mask for CBN",
+    "an explicit mask for FusedCBN",
+    "joined",
+    "nested",
+}
 
 
 def model_of(name):

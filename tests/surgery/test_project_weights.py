@@ -85,6 +85,7 @@ def test_which_kernels():
         return m.apply(layers.EinsumDense, "abc,cd->abd", **sizes)
 
     layer_norm, no_bias = m.apply(layers.LayerNormalization), {"use_bias": False}
+    rms_norm = m.apply(layers.RMSNormalization)
     of_positions = m.apply(layers.BatchNormalization, axis=1)
     for shape, count, *steps in (
         ((5, 4), 1, m.dense(6), m.bn),
@@ -94,6 +95,7 @@ def test_which_kernels():
         ((5, 4), 1, einsum("d"), m.bn),
         ((4,), 1, m.dense(6), m.bn),
         ((4,), 1, m.dense(6), m.relu, m.dense(6, **no_bias), layer_norm),
+        ((4,), 1, m.dense(6), m.relu, m.dense(6, **no_bias), rms_norm),
         ((4,), 0, m.dense(6), layer_norm),
         ((4,), 0, m.dense(6), m.apply(CBN)),
         ((4,), 1, lambda x: WS(layers.Dense(6))(x), m.bn),

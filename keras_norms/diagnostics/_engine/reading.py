@@ -10,6 +10,7 @@ from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import matching_layers
 from keras_norms.layers.fused_cbn import FusedCBN
+from keras_norms.layers.kernels import unique_names
 
 
 def float64(x):
@@ -67,12 +68,8 @@ def norms_in(model, kinds):
 
 
 def names_of(layers):
-    """Name each layer, or give its path where several have that name."""
-    names = [layer.name for layer in layers]
-    return [
-        name if names.count(name) == 1 else layer.path
-        for name, layer in zip(names, layers)
-    ]
+    """Name each layer, see `unique_names`."""
+    return unique_names([each.name for each in layers], [each.path for each in layers])
 
 
 def learning_rate_of(model, learning_rate):

@@ -9,16 +9,10 @@ from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
-from keras_norms.surgery._graph.affine import Affine
+from keras_norms.surgery._graph.affine import OF_SAMPLES, Affine
 from keras_norms.surgery._graph.remake import config_of
 
-# Of each sample alone.
-_OF_SAMPLES = (
-    keras.layers.GroupNormalization,
-    keras.layers.LayerNormalization,
-    keras.layers.RMSNormalization,
-)
-KERAS_NORMS = (keras.layers.BatchNormalization, *_OF_SAMPLES)
+KERAS_NORMS = (keras.layers.BatchNormalization, *OF_SAMPLES)
 # Wu and He, Group Normalization, ECCV 2018, have 32 groups, and 16 channels in some.
 _MOST_GROUPS, _LEAST_CHANNELS = 32, 4
 
@@ -51,9 +45,9 @@ def replace_norms(report, units, template):
 
 def place_keras_norms(report, units, template, preserve):
     """Turn norms into those of Keras that a template asks for."""
-    to_samples = template.cls in _OF_SAMPLES
+    to_samples = template.cls in OF_SAMPLES
     for unit in filter(_is_norm, units):
-        of_samples = unit.cls in _OF_SAMPLES
+        of_samples = unit.cls in OF_SAMPLES
         is_same = affine_lib.is_batch_norm(unit) and template.is_name
         if (to_samples and of_samples) or (not to_samples and is_same):
             continue
@@ -90,7 +84,7 @@ def remove_norms(report, units, preserve):
             report.kept.append(unit.name)
             continue
         maps[unit], _ = _map_of(unit)
-        if unit.cls in _OF_SAMPLES:
+        if unit.cls in OF_SAMPLES:
             report.changed.append(unit.name)
             # As the map of channels that it is after normalising.
             config = {"name": unit.name, "dtype": unit.config["dtype"], "axis": axis}
@@ -118,7 +112,7 @@ def take_out(units):
 
 def _is_norm(unit):
     is_known = affine_lib.is_norm(unit) or affine_lib.is_batch_norm(unit)
-    return is_known or unit.cls in _OF_SAMPLES
+    return is_known or unit.cls in OF_SAMPLES
 
 
 def _axis_of(unit):
@@ -136,7 +130,7 @@ def _channels_of(unit):
 
 def _map_of(unit):
     """The map of a norm at inference, and the statistics of its input."""
-    if unit.cls not in _OF_SAMPLES:
+    if unit.cls not in OF_SAMPLES:
         return affine_lib.affine_of(unit), affine_lib.statistics_of(unit)
     affine = affine_lib.identity(_channels_of(unit))
     is_rms = unit.cls is keras.layers.RMSNormalization
@@ -149,7 +143,7 @@ def _map_of(unit):
 def _carried(unit, affine, statistics, cls):
     """Gamma and beta: the deviation and the mean of what the old norm makes."""
     gamma, beta = affine
-    if unit.cls not in _OF_SAMPLES:
+    if unit.cls not in OF_SAMPLES:
         gamma = affine.a * np.sqrt(statistics.variance + unit.config["epsilon"])
         beta = affine.b + affine.a * statistics.mean
     if cls is keras.layers.RMSNormalization:

@@ -15,6 +15,12 @@ from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery._graph import linear
 
 NORM_CLASSES = (keras.layers.BatchNormalization, CBN, NoisyBN, LpNorm)
+# Of each sample alone.
+OF_SAMPLES = (
+    keras.layers.GroupNormalization,
+    keras.layers.LayerNormalization,
+    keras.layers.RMSNormalization,
+)
 _LARGEST_SHIFT = 1e18  # float32 has its square
 
 

@@ -80,10 +80,11 @@ def split_fused_cbn(graph, skipped=()):
 
 
 def _split(node):
-    graph, layer = node.graph, node.unit.layer
-    node.input.readers.remove(node)
-    norm = Node(Unit(layer.norm), (node.input,), dict(node.kwargs), graph)
-    value = Value(node.input.shape, norm)
+    graph, layer, inputs = node.graph, node.unit.layer, node.inputs
+    for value in inputs:  # x, and it may be a mask
+        value.readers.remove(node)
+    norm = Node(Unit(layer.norm), node.args, dict(node.kwargs), graph)
+    value = Value(inputs[0].shape, norm)
     calls = [Node(Unit(linear), (value,), {}, graph) for linear in layer.layers]
     for call, output in zip(calls, node.outputs):
         call.outputs, output.node = [output], call

@@ -143,7 +143,10 @@ def kernel_names(unit):
 
 
 def kernel_axes(unit):
-    """The axes of these that count the channels of the input and of the output."""
+    """The axes of `kernel_names` that count channels of the input and of the output.
+
+    The second is not for a depthwise layer.
+    """
     if unit.cls in EINSUM:
         read, kernel, made = _einsum_letters(unit)
         return kernel.find(read[-1]), kernel.find(made[-1])

@@ -39,7 +39,9 @@ def inputs_of(model, data):
             raise wrong_data(data)
         if not one_input and all(hasattr(x, "shape") for x in data):
             return _checked(model, list(data))
-        return _as_tuples([_checked(model, _inputs(batch)) for batch in data])
+        for batch in data:
+            _checked(model, _inputs(batch))
+        return _as_tuples(data)
     known = "tensorflow", "torch", "grain", "pandas"
     is_known = any(is_of(cls, *known) for cls in type(data).__mro__)
     if is_known or isinstance(data, keras.utils.PyDataset):

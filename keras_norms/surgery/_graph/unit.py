@@ -14,11 +14,12 @@ class Unit:
 
     Attributes:
         source: The layer or operation it stands for, or `None` for a new one.
-        arrays: Dictionary of weights, by name, that are not those of `source`.
+        arrays: Dictionary of weights in float64, by name: those read of `source`, and
+            those that take their place.
         nodes: Its calls.
         graph: That of a model, which it is then.
         made: The new layer, once it is made.
-        wrapper: A class, or a partial of one, whose instance takes the new layer in.
+        wrapper: A partial of a class, whose instance takes the new layer in.
     """
 
     def __init__(self, source=None, cls=None, config=None):
