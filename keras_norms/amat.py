@@ -92,6 +92,7 @@ class AMAT(keras.callbacks.Callback):
         self._was_built = model.built
         self._schedule = _schedule(model.optimizer)
         self._layers = _keras.layers_of(model, FollowsLearningRate)
+        self._rate = None  # new layers were not told
         iterations = None
         if self._schedule is not None and keras.backend.backend() == "tensorflow":
             iterations = _keras.step_counter(_inner(model.optimizer))

@@ -213,6 +213,27 @@ def test_a_model_that_another_optimizer_trains():
         r.fit(freeze(model), AMAT())
 
 
+def test_layers_that_are_made_in_the_first_step():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = CBN(), None
+
+        def build(self, shape):
+            self.second = CBN()
+            for norm in self.first, self.second:
+                norm.build(shape)
+
+        def call(self, x, training=None):
+            return self.second(self.first(x, training=training), training=training)
+
+    model = r.compiled(Own(), 0.25)
+    r.fit(model, AMAT())
+    assert [float(norm.learning_rate) for norm in (model.first, model.second)] == [
+        0.25
+    ] * 2
+
+
 def test_models_that_amat_cannot_serve():
     amat = AMAT()
     amat.set_model(r.compiled(r.branches(layers.BatchNormalization()), 0.1))

@@ -86,7 +86,7 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
         "no linear layer can take the maps of these, which stay as BatchNormalization "
         "layers": left,
         "these are inside of other layers, or of classes that override `call`, and "
-        "stay as they are": sorted(affine_lib.hidden_norms(graph)),
+        "stay as they are": sorted(affine_lib.hidden_norms(units)),
     }
     warn_of_layers("fold", parts)
     take_relu_of_keras(units)

@@ -205,6 +205,8 @@ def test_blocks_that_the_user_leaves_alone():
     says = "inside of other layers"
     new = m.check_convert(model, "noisy_bn", X, says=says, inline=False)
     assert isinstance(new.get_layer("second"), m.Block)
+    with m.saying(""):
+        convert(model, "noisy_bn", skip=["first", "second"], inline=False)
 
 
 def test_prune_and_recalibrate():

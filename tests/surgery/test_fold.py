@@ -259,6 +259,14 @@ def test_channels_first():
     folded = m.check_fold(model)
     assert [layer.name for layer in m.of_class(folded, layers.Rescaling)] == ["norm"]
     assert not m.norms_in(folded)
+    wrapped = m.model_of(
+        (3, 9, 9),
+        lambda x: WS(layers.Conv2D(4, 3, **first))(x),
+        *(apply(layers.BatchNormalization, axis=1), relu),
+        lambda x: WS(layers.Conv2D(2, 3, **first))(x),
+    )
+    new = m.check_convert(wrapped, data=m.batch_for(wrapped))
+    assert not m.norms_in(new) and len(m.of_class(new, CBN)) == 1
     new = m.check_convert(model, data=m.batch_for(model))
     assert sorted(layer.axis for layer in m.of_class(new, CBN)) == [-1, 1, 1]
 

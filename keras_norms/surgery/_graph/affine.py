@@ -219,25 +219,21 @@ def is_on_another_axis(graph, unit):
 
     The channel axis is the last one, or 1 in a model with `channels_first` layers.
     """
-    formats = {
-        linear.data_format(each)
-        for each in graph.all_units()
-        if linear.is_linear(each) and not issubclass(each.cls, linear.WRAPPERS)
-    }
-    first = "channels_first" in formats
+    units = filter(linear.is_linear, graph.all_units())
+    first = "channels_first" in map(linear.data_format, units)
     return any(
         axis_of(unit, node.input.rank) not in (node.input.rank - 1, 1 if first else -1)
         for node in unit.nodes
     )
 
 
-def hidden_norms(graph):
+def hidden_norms(units):
     """Names of normalisation layers that cannot be seen or understood.
 
     They are inside of layers other than models, or of classes that override `call`.
     """
     names = []
-    for unit in graph.all_units():
+    for unit in units:
         if unit.layer is None or unit.graph is not None or is_norm(unit):
             continue
         if issubclass(unit.cls, NORM_CLASSES) and overrides_call(unit.cls):
