@@ -120,7 +120,9 @@ class AMAT(keras.callbacks.Callback):
             self._steps_before = self._steps_done()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        is_told = not all(map(is_frozen, self._layers))
+        # Loss scaling may skip all steps of an epoch while it looks for the scale.
+        is_scaled = _inner(self.model.optimizer) is not self.model.optimizer
+        is_told = not is_scaled and not all(map(is_frozen, self._layers))
         if is_told and self._steps_before == self._steps_done():
             warnings.warn(
                 "AMAT tells CBN layers the learning rate of `model.optimizer`, which "

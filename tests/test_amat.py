@@ -8,7 +8,7 @@ import pytest
 from keras import layers, ops
 from keras.callbacks import BackupAndRestore, LearningRateScheduler, ReduceLROnPlateau
 
-from keras_norms import AMAT, CBN, freeze
+from keras_norms import AMAT, CBN, freeze, unfreeze
 from tests.support import rates as r
 from tests.support.backend import BACKEND, later, not_torch
 from tests.support.rates import COSINE, EAGER, MOST_STEPS, PIECEWISE, TWO_STEPS, XLA
@@ -211,6 +211,11 @@ def test_a_model_that_another_optimizer_trains():
         r.fit(model, AMAT())
     with warnings.catch_warnings(action="error", category=UserWarning):
         r.fit(freeze(model), AMAT())
+        # It skips steps while it looks for its scale.
+        unfreeze(model).compile(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+        )
+        r.fit(model, AMAT())
 
 
 def test_layers_that_are_made_in_the_first_step():

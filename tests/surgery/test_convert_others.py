@@ -195,12 +195,16 @@ def test_kernels_without_a_mean_keep_the_function(norm, gain, scale):
     """Lengths go into the gain, or into the norm, its gamma or its statistics alone."""
     after = apply(layers.BatchNormalization, scale=scale, epsilon=1e-6)
     conv = apply(layers.Conv2D, 4, 3, use_bias=False)
-    steps = conv, after, relu, conv, after, apply(layers.Flatten), dense(3, name="head")
-    model = m.model_of((8, 8, 3), *steps)
+    transposed = apply(layers.Conv2DTranspose, 5, 3, use_bias=False, name="transposed")
+    head = apply(layers.Flatten), dense(3, name="head")
+    model = m.model_of(
+        (8, 8, 3), conv, after, relu, conv, after, transposed, after, *head
+    )
     for weight in model.trainable_weights:
         if weight.name == "kernel":
-            kernel = numpy(weight)
-            weight.assign(kernel - kernel.mean(tuple(range(kernel.ndim - 1))))
+            kernel, last = numpy(weight), len(weight.shape) - 1
+            fan_in = {*range(last + 1)} - {last - ("transposed" in weight.path)}
+            weight.assign(kernel - kernel.mean(tuple(fan_in), keepdims=True))
     # The head has no norm after it, which only a gain can replace.
     skip = None if gain else "head"
     tolerance = 1e-5 if scale else 1e-4
@@ -244,6 +248,18 @@ def test_dtype_policies_and_frozen_layers_stay():
     assert cbn.compute_dtype == "bfloat16" and cbn.moving_mean.dtype == "float32"
     kept = m.check_fold(model, tolerance=0.05).get_layer("one")
     assert kept.compute_dtype == "bfloat16" and kept.kernel.dtype == "float32"
+
+
+@later_on_jax
+@pytest.mark.parametrize("norm", ["cbn", *later("noisy_bn")])
+def test_frozen_models_in_a_model_stay_frozen(norm):
+    steps = layers.Dense(3), layers.BatchNormalization(), layers.Dense(3)
+    inner = keras.Sequential([keras.Input((4,)), *steps], name="inner")
+    inner.trainable = False
+    model = keras.Sequential([keras.Input((4,)), inner, layers.Dense(2)])
+    new = convert(model, norm, preserve=False)
+    assert not any("inner" in weight.path for weight in new.trainable_weights)
+    assert not any(layer.trainable for layer in new.get_layer("inner").layers)
 
 
 @later_on_jax

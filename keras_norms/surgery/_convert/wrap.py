@@ -52,12 +52,17 @@ def keep_function(report, units):
             if gain is not None:
                 assign(gain, to_float64(gain) / ratio)
             elif kernel == found[-1] and _scale_statistics(unit, np.ravel(ratio)):
-                stored[kernel.name] = ratio * stored[kernel.name]
+                stored[kernel.name] *= np.expand_dims(ratio, kernel.fan_in)
         if not all(
-            np.allclose(to_float64(value), stored[name], rtol=1e-5, atol=1e-7)
+            _are_close(to_float64(value), stored[name])
             for name, value in wrapper.normalized_kernels().items()
         ):
             report.changed.append(unit.name)
+
+
+def _are_close(new, old):
+    """Whether kernels differ by rounding, which is relative to the largest weight."""
+    return np.abs(new - old).max() <= 1e-5 * np.abs(old).max()
 
 
 def _ratio(wrapper, kernel, stored):

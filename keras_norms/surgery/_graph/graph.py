@@ -177,8 +177,7 @@ class Graph:
                 self.drop(node)
         if isinstance(self.model, keras.Sequential) and self._is_chain():
             made_layers = [node.unit.make() for node in self.nodes]
-            trainable = self.model.trainable
-            return keras.Sequential(made_layers, name=self.name, trainable=trainable)
+            return self._frozen_as_before(keras.Sequential(made_layers, name=self.name))
         tensors = {}
         for node in self.nodes:
             layer = node.unit.make()
@@ -195,8 +194,11 @@ class Graph:
         if not takes_tensors or not is_graph(self.model):
             cls = keras.Model
         model = cls(*_filled((self.inputs, self.outputs), tensors), name=self.name)
+        return self._frozen_as_before(model)
+
+    def _frozen_as_before(self, model):
         if not self.model.trainable:
-            model.trainable = False
+            model.trainable = False  # and all layers in it, new ones too
         return model
 
     def _is_chain(self):
