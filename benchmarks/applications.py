@@ -28,7 +28,7 @@ import keras
 import numpy as np
 from absl import app, flags
 
-from benchmarks import compare, tables
+from benchmarks import compare
 from benchmarks.outputs import count, difference, outputs, randomize
 from keras_norms import AMAT
 from keras_norms.layers import CBN, layers_of
@@ -168,8 +168,7 @@ def main(_):
         )
         for name in _MODELS.value
     )
-    rows = compare.rows_of(steps, settings, _OUTPUT.value)
-    print(tables.of({**settings, "rows": rows}))
+    compare.report_steps(steps, settings, _OUTPUT.value)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def timer(run, at_least=0.0):
     """A function that calls `run` and returns the seconds it took.
 
     Args:
-        run: A function without arguments.
+        run: A function without arguments, called three times here to warm up.
         at_least: Seconds. A shorter `run` is repeated until all of them take as long;
             the time is that of one. How often is measured here, by calling it once.
     """
@@ -39,6 +39,7 @@ def timer(run, at_least=0.0):
             run()
         return (time.perf_counter() - start) / number
 
+    timed(3)
     number = math.ceil(at_least / timed(1)) if at_least else 1
     return functools.partial(timed, number)
 
@@ -84,18 +85,15 @@ def described(benchmark, rows, **settings):
     return {"benchmark": benchmark, **settings, **machine.describe(), "rows": rows}
 
 
-def rows_of(steps, settings, output):
-    """Take steps that take long, and write the results of each to a file as they come.
+def report_steps(steps, settings, output):
+    """As `report`, of steps that take long: the results of each are written as it ends.
 
     Args:
         steps: Iterable of dicts that name a step, each with a function that returns
             its results, a dict.
-        settings: Dict, what all steps have in common.
+        settings: Dict, what all steps have in common, the name of the benchmark too.
         output: Path of a JSON file, or `None`. Steps that it has of the same settings,
             backend and versions are not taken again; of others it forgets them.
-
-    Returns:
-        List of dicts.
     """
     rows = []
     if output and os.path.exists(output):
@@ -114,4 +112,4 @@ def rows_of(steps, settings, output):
         print(row, flush=True)
         if output:
             files.write_json(output, described(rows=rows, **settings))
-    return rows
+    print(tables.of({**settings, "rows": rows}))

@@ -28,7 +28,7 @@ import numpy as np
 from absl import app, flags
 from keras import layers, tree
 
-from benchmarks import compare, tables
+from benchmarks import compare
 from benchmarks.outputs import count, difference, outputs, randomize
 from keras_norms import AMAT
 from keras_norms.layers import CBN, layers_of
@@ -279,8 +279,7 @@ def main(_):
     steps = (
         ({"network": name}, functools.partial(check, name)) for name in _NETWORKS.value
     )
-    rows = compare.rows_of(steps, settings, _OUTPUT.value)
-    print(tables.of({**settings, "rows": rows}))
+    compare.report_steps(steps, settings, _OUTPUT.value)
 
 
 if __name__ == "__main__":

@@ -25,24 +25,12 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import compare, networks, steps
-from benchmarks.outputs import count
+from benchmarks.outputs import count, randomize
 from keras_norms.surgery import convert, fold
 from recipes.models import norms
 from recipes.models.resnet import resnet
 
 YARDSTICK = "no normalisation"
-
-
-def randomize(model):
-    """Random weights and statistics for all norms."""
-    rng = np.random.default_rng(0)
-    for weight in model.weights:
-        shape = tuple(weight.shape)
-        if weight.name in ("moving_mean", "beta"):
-            weight.assign(rng.normal(0, 0.3, shape))
-        elif weight.name in ("moving_variance", "moving_square", "gamma"):
-            weight.assign(rng.uniform(0.5, 1.5, shape))
-    return model
 
 
 def forms(name, size):
@@ -87,14 +75,10 @@ def measure(name, size, batch, *, jit_compile, rounds):
     models = forms(name, size)
     x = np.random.default_rng(1).uniform(-1, 1, (batch, size, size, 3))
     x = keras.ops.convert_to_tensor(x, "float32")
-    runs = {
-        form: steps.inference(model, x, None, jit_compile)
+    timers = {
+        form: compare.timer(steps.inference(model, x, None, jit_compile))
         for form, model in models.items()
     }
-    for run in runs.values():
-        for _ in range(3):
-            run()
-    timers = {form: compare.timer(run) for form, run in runs.items()}
     times = compare.take_turns(timers, rounds)
     return [
         {

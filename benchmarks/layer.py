@@ -113,16 +113,13 @@ def measure(shape, dtype, rounds, copy_bandwidth, cache):
     x, g = (rng.normal(size=shape).astype("float32") for _ in range(2))
     policy = dtype if dtype == "float32" else f"mixed_{dtype}"
     candidates = convolutions(shape[-1]) if _KERNELS.value else norms()
-    runs = {}
+    timers = {}
     for name, make in candidates.items():
         layer = make(policy)
         layer.build(shape)
         tensors = (keras.ops.cast(v, layer.compute_dtype) for v in (x, g))
-        runs[name] = steps.training_step(layer, *tensors, _JIT.value)
-    for run in runs.values():
-        for _ in range(3):
-            run()
-    timers = {name: compare.timer(run) for name, run in runs.items()}
+        run = steps.training_step(layer, *tensors, _JIT.value)
+        timers[name] = compare.timer(run)
     times = compare.take_turns(timers, rounds)
     size = x.size * (4 if dtype == "float32" else 2)
     # A convolution is bound by arithmetic; its floor is not given.
@@ -134,7 +131,7 @@ def measure(shape, dtype, rounds, copy_bandwidth, cache):
             "layer": name,
             "milliseconds": 1e3 * statistics.median(measured),
             "floor_milliseconds": 1e3 * passes * size / copy_bandwidth,
-            **compare.ratio(measured, times[next(iter(runs))]),
+            **compare.ratio(measured, times[next(iter(timers))]),
         }
         for name, measured in times.items()
     ]

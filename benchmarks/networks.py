@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import partial
 
 import keras
 from absl import flags
@@ -12,30 +13,24 @@ from keras_norms.surgery import convert
 from recipes import models
 
 
-def _recipe(name):
-    def make(size):
-        return models.build(name, (size, size, 3), 10, "bn", "relu")
-
-    return make
+def _recipe(name, size):
+    return models.build(name, (size, size, 3), 10, "bn", "relu")
 
 
-def _application(name):
-    def make(size):
-        return getattr(keras.applications, name)(
-            weights=None, input_shape=(size, size, 3), classifier_activation=None
-        )
-
-    return make
+def _application(name, size):
+    return getattr(keras.applications, name)(
+        weights=None, input_shape=(size, size, 3), classifier_activation=None
+    )
 
 
 # Name -> usual size of images, function from a size to the network with BN.
 NETWORKS = {
-    "resnet20": (32, _recipe("resnet20")),
-    "vgg16": (32, _recipe("vgg16")),
-    "resnet50": (224, _application("ResNet50")),
-    "efficientnetb0": (224, _application("EfficientNetB0")),
-    "mobilenetv2": (224, _application("MobileNetV2")),
-    "densenet121": (224, _application("DenseNet121")),
+    "resnet20": (32, partial(_recipe, "resnet20")),
+    "vgg16": (32, partial(_recipe, "vgg16")),
+    "resnet50": (224, partial(_application, "ResNet50")),
+    "efficientnetb0": (224, partial(_application, "EfficientNetB0")),
+    "mobilenetv2": (224, partial(_application, "MobileNetV2")),
+    "densenet121": (224, partial(_application, "DenseNet121")),
 }
 NORMS = ("none", "bn", "cbn", "fused_cbn", "noisy_bn", "lp_norm", "ws", "cwn", "wn")
 YARDSTICK = "bn"

@@ -30,7 +30,7 @@ def draw(name, shape, rng):
         return rng.normal(0, np.sqrt(1.5 / fan_in), shape)
     if name == "depthwise_kernel":
         return rng.normal(0, np.sqrt(1 / np.prod(shape[:-2])), shape)
-    if name == "moving_variance":
+    if name in ("moving_variance", "moving_square"):
         return rng.uniform(0.5, 2, shape)
     if name == "gamma":
         return rng.uniform(0.5, 1.5, shape) * rng.choice([-1, 1], shape)

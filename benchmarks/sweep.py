@@ -83,8 +83,6 @@ def measure(shape, phase, rounds, jit_compile):
         layer = make()
         layer.build(shape)
         run = PHASES[phase](layer, x, g, jit_compile)
-        for _ in range(3):
-            run()
         timers[name] = compare.timer(run, at_least=2e-3)
     times = compare.take_turns(timers, rounds)
     return {

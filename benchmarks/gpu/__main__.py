@@ -20,7 +20,7 @@ from benchmarks.gpu import compiler  # isort: skip  # before JAX
 import keras
 from absl import app, flags
 
-from benchmarks import compare, compiled, networks, tables
+from benchmarks import compare, compiled, networks
 
 _NETWORK = flags.DEFINE_enum(
     "network", "resnet50", sorted(networks.NETWORKS), "Network."
@@ -59,8 +59,7 @@ def main(_):
         "dtype_policy": _POLICY.value,
         "skip": _SKIP.value,
     }
-    rows = compare.rows_of(steps(), settings, _OUTPUT.value)
-    print(tables.of({**settings, "rows": rows}))
+    compare.report_steps(steps(), settings, _OUTPUT.value)
 
 
 if __name__ == "__main__":

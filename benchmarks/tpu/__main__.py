@@ -22,7 +22,7 @@ from benchmarks.tpu import compiler  # isort: skip  # before JAX
 import keras
 from absl import app, flags
 
-from benchmarks import compare, compiled, networks, tables
+from benchmarks import compare, compiled, networks
 from benchmarks.tpu import check
 
 _CHECK = flags.DEFINE_bool("check", False, "Compile the steps of recipes.")
@@ -94,8 +94,7 @@ def main(_):
         "dtype_policy": _POLICY.value,
     }
     each = steps_of_recipes() if _CHECK.value else steps()
-    rows = compare.rows_of(each, settings, _OUTPUT.value)
-    print(tables.of({**settings, "rows": rows}))
+    compare.report_steps(each, settings, _OUTPUT.value)
 
 
 if __name__ == "__main__":
