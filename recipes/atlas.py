@@ -129,7 +129,7 @@ def table(rows, settings):
     for activation in settings.activations:
         lines = []
         for norm in settings.norms:
-            line = [figures.NAME_OF.get(norm, norm)]
+            line = [figures.name_of(norm)]
             for size in settings.batch_sizes:
                 row = cell[activation, norm, size]
                 line += [row["accuracy"], f"{row['rate']:g}" + "*" * row["at_end"]]
@@ -147,7 +147,7 @@ def _draw(path, rows, settings):
     panels = {activation: {} for activation in settings.activations}
     for row in rows:
         mean = (row["test_accuracy"] or {}).get("mean")
-        name = figures.NAME_OF.get(row["norm"], row["norm"])
+        name = figures.name_of(row["norm"])
         panels[row["activation"]].setdefault(name, {})[row["batch_size"]] = mean
     figures.heat_map(path, panels, "batch size", "test accuracy (%)", settings.about())
 

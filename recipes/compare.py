@@ -95,7 +95,7 @@ def table(rows, settings):
     header = [*["model"] * several, "norm", *settings.activations]
     accuracies, epochs = [], []
     for model, norm in itertools.product(settings.models, settings.norms):
-        names = [*[model] * several, figures.NAME_OF.get(norm, norm)]
+        names = [*[model] * several, figures.name_of(norm)]
         of = [cell[model, norm, each] for each in settings.activations]
         accuracies.append([*names, *map(_accuracy, of)])
         epochs.append([*names, *(results.epochs(r["epochs_to_target"]) for r in of)])
@@ -118,7 +118,7 @@ def details(rows, settings):
     header += [f"epochs to {settings.target_accuracy:.0%}", "ms per step"]
     lines, speeds = [], ""
     for row in rows:
-        norm = figures.NAME_OF.get(row["norm"], row["norm"])
+        norm = figures.name_of(row["norm"])
         names = row["model"], row["activation"], norm
         loss = results.spread(row["train_loss"], 4)
         epochs = results.epochs(row["epochs_to_target"])

@@ -273,7 +273,7 @@ def table(rows, settings):
     """The rows as Markdown, with a column for each kind of batches."""
     lines = []
     for row in rows:
-        norm = figures.NAME_OF.get(row["norm"], row["norm"])
+        norm = figures.name_of(row["norm"])
         line = {"network": row["network"], "norm": norm}
         for name, kind in itertools.product(COLUMNS, settings.kinds):
             number = row[kind][name]
@@ -310,7 +310,7 @@ def draw(path, outcomes, network, settings):
                 for label in np.unique(labels):
                     style = {"s": 6, "lw": 0, "color": f"C{label % 10}"}
                     axis.scatter(*points[labels == label].T, **style, label=str(label))
-            name = figures.NAME_OF.get(norm, norm)
+            name = figures.name_of(norm)
             axis.set_title(f"{name}\nsilhouette {score}", fontsize="small")
             axis.set(xticks=[], yticks=[])
     figures.legend(figure, axes)

@@ -280,7 +280,7 @@ def table(rows, settings):
         [
             row["classes"].replace("+", " and "),
             row["architecture"],
-            figures.NAME_OF.get(row["norm"], row["norm"]),
+            figures.name_of(row["norm"]),
             *(results.spread(row[key], digits) for key, digits in DIGITS.items()),
             "–" if row["round_trip"] is None else f"{row['round_trip']:.0e}",
             f"{row['diverged']} of {row['seeds']}",
@@ -300,7 +300,7 @@ def interpolation(path, panels, title):
     for axis, (name, part) in zip(axes[0], panels.items()):
         colour_of = figures.colours(list(part))
         for norm, found in part.items():
-            colour, label = colour_of[norm], figures.NAME_OF.get(norm, norm)
+            colour, label = colour_of[norm], figures.name_of(norm)
             for each in found:
                 mean, std = np.array([each["mean"], each["std"]], float)
                 axis.plot(ALPHAS, mean, color=colour, label=label, marker=".")

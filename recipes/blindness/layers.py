@@ -53,7 +53,7 @@ def _cbn(beta=0.0, moving=False):
 
 # Name -> what makes the layer.
 LAYERS = {
-    figures.NAME_OF["none"]: lambda: layers.Activation("linear"),
+    figures.name_of("none"): lambda: layers.Activation("linear"),
     "BN": lambda: layers.BatchNormalization(epsilon=EPSILON),
     "BN, epsilon 1e-3": lambda: layers.BatchNormalization(),
     "BN, inference": lambda: layers.BatchNormalization(epsilon=EPSILON),

@@ -152,15 +152,14 @@ def table(rows):
         for row in rows:
             of_base = base.get(row["activation"], {}).get(key, {})
             cells = [_with_ratio(row[key][p], of_base.get(p)) for p in PHASES]
-            name = figures.NAME_OF.get(row["norm"], row["norm"])
+            name = figures.name_of(row["norm"])
             lines.append([row["activation"], name, *cells])
         header = ["activation", "norm", *PHASES]
         text += f"{title}\n\n{results.markdown(header, lines)}\n"
     cells = {(row["activation"], row["norm"]): row["test_accuracy"] for row in rows}
     activations, of = (list(dict.fromkeys(each)) for each in zip(*cells))
     lines = [
-        [figures.NAME_OF.get(norm, norm), *(cells[a, norm] for a in activations)]
-        for norm in of
+        [figures.name_of(norm), *(cells[a, norm] for a in activations)] for norm in of
     ]
     text += "Test accuracy after the last epoch, %\n\n"
     text += f"{results.markdown(['norm', *activations], lines)}\n"

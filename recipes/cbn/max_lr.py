@@ -129,7 +129,7 @@ def table(rows, settings):
     frame, best, lines = pd.DataFrame(rows), largest(rows), []
     frame["accuracy"] += frame["trains"].map({True: "", False: " ✗"})
     for (activation, norm), of in frame.groupby(["activation", "norm"], sort=False):
-        name, rate = figures.NAME_OF.get(norm, norm), best[activation][norm]
+        name, rate = figures.name_of(norm), best[activation][norm]
         rate = "none" if rate is None else f"{rate:g}"
         lines.append([activation, name, rate, *of["accuracy"]])
     rates = [f"{rate:g}" for rate in settings.learning_rates]

@@ -96,7 +96,7 @@ def table(rows, settings):
     for activation in settings.activations:
         of = [row for row in rows if row["activation"] == activation]
         lines = [
-            [figures.NAME_OF.get(norm, norm), *(row["accuracy"] for row in cells)]
+            [figures.name_of(norm), *(row["accuracy"] for row in cells)]
             for norm, cells in itertools.groupby(of, key=lambda row: row["norm"])
         ]
         text += results.markdown([activation, *settings.batch_sizes], lines) + "\n"

@@ -52,7 +52,11 @@ _STYLE_OF = {
     "cwn+bn": ("#117733", "CWN+BN"),
 }
 COLOUR_OF = {norm: colour for norm, (colour, _) in _STYLE_OF.items()}
-NAME_OF = {norm: name for norm, (_, name) in _STYLE_OF.items()}
+
+
+def name_of(label):
+    """A norm as tables and pictures call it; any other label as it is."""
+    return _STYLE_OF[label][1] if label in _STYLE_OF else label
 
 
 def colours(labels):
@@ -178,7 +182,7 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
             low = (found["mean"] - found["min"]).clip(lower=0)  # but for rounding
             high = (found["max"] - found["mean"]).clip(lower=0)
             style = {"marker": "o", "ms": 4, "capsize": 2, "color": colour_of[label]}
-            style["label"] = NAME_OF.get(label, label)
+            style["label"] = name_of(label)
             axis.errorbar(found.index, found["mean"], (low, high), **style)
         axis.set_xscale("log", base=base)
         ticks = sorted({x for outcomes in outcomes_of.values() for x in outcomes})
@@ -306,6 +310,6 @@ def _curve(axis, runs, key, label, colour, **style):
     values = pd.DataFrame(lines, dtype=float).dropna(axis=1, how="all")
     if values.empty:
         return
-    x, name = np.arange(1, values.shape[1] + 1), NAME_OF.get(label, label)
+    x, name = np.arange(1, values.shape[1] + 1), name_of(label)
     axis.plot(x, values.mean(), color=colour, label=name, **style)
     axis.fill_between(x, values.min(), values.max(), color=colour, alpha=0.2, lw=0)

@@ -54,9 +54,7 @@ def medians(outcomes, layer, keys):
 def table(rows, columns, note):
     """Rows as Markdown, and a note; the columns are a dict from a key to a title."""
     keys = [key for key in columns if any(row.get(key) for row in rows)]
-    rows = [
-        row | {"norm": figures.NAME_OF.get(row["norm"], row["norm"])} for row in rows
-    ]
+    rows = [row | {"norm": figures.name_of(row["norm"])} for row in rows]
     cells = [[_cell(row.get(key)) for key in keys] for row in rows]
     return results.markdown([columns[key] for key in keys], cells) + f"\n{note}\n"
 
@@ -173,7 +171,7 @@ def histograms(path, runs, layers, title, shown=8):
             _ridges(axis, some.to_numpy(), figures.shades(range(shown)))
             axis.set_yticks([])
             axis.grid(False)
-        column[0].set_title(figures.NAME_OF.get(norm, norm))
+        column[0].set_title(figures.name_of(norm))
         column[-1].set_xlabel("activation")
     for axis, layer in zip(axes[:, 0], layers):
         axis.set_ylabel(f"{layer}\nlater steps below")
@@ -192,4 +190,4 @@ def _ridges(axis, rows, colour_of):
 
 def _style(norm):
     colour = figures.COLOUR_OF.get(norm, "#000000")
-    return {"color": colour, "label": figures.NAME_OF.get(norm, norm)}
+    return {"color": colour, "label": figures.name_of(norm)}

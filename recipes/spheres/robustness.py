@@ -45,7 +45,7 @@ from keras import ops
 from keras_norms import diagnostics
 from recipes.engine import classifier, command, figures, results
 from recipes.engine.settings import setting
-from recipes.spheres.weight_growth import Decays, label_of, name_of
+from recipes.spheres.weight_growth import Decays, label_of
 
 FACTORS = (0.5, 1, 2)  # of epsilon, for the figure
 SHOWN = ("clean", "noise", "noise_difference", "attacked", "attack_difference")
@@ -186,7 +186,7 @@ def table(rows, settings):
     lines = []
     for row in rows:
         lost = f" ({row['diverged']} diverged)" if row["diverged"] else ""
-        start = [name_of(row["norm"]) + lost, f"{row['weight_decay']:g}"]
+        start = [figures.name_of(row["norm"]) + lost, f"{row['weight_decay']:g}"]
         inf = row["inf"] or {}
         own = [results.spread(inf.get(key), 3) for key in SHOWN]
         paper = PAPER["CIFAR-10"].get(row["norm"], (("–",) * 3,) * 2)
@@ -226,7 +226,7 @@ def changes(rows):
             without, decayed = np.array(of.get(norm, [[np.nan] * 3] * 2))
             published = (decayed[0] - decayed[1:]) - (without[0] - without[1:])
             cells += [f"{100 * d:+.1f}".replace("+nan", "–") for d in published]
-        lines.append([name_of(norm), *cells])
+        lines.append([figures.name_of(norm), *cells])
     if not lines:
         return ""
     return (

@@ -217,7 +217,7 @@ def run(settings):
         case = {"norm": norm, "weight_decay": decay or 0.0, "sphere": decay is None}
         rows.append(case | summary(found, layer))
         curves = [outcome.metrics for outcome in found]
-        panel = panels.setdefault(name_of(norm), {})
+        panel = panels.setdefault(figures.name_of(norm), {})
         for curve in curves:
             for label, lines in drawn(curve, layer, decay).items():
                 panel.setdefault(label, []).append(lines)
@@ -347,11 +347,6 @@ def label_of(decay):
     return f"decay {decay:g}" if decay else "no decay"
 
 
-def name_of(norm):
-    """A norm as tables call it."""
-    return figures.NAME_OF.get(norm, norm)
-
-
 def table(found, seeds):
     """What is in results.json, as Markdown."""
     header = ["norm", "weight decay", "test accuracy, %", "lowest of the last half"]
@@ -369,7 +364,8 @@ def table(found, seeds):
         lowest = results.spread(row["lowest_accuracy"], 2, 100)
         norms = [results.spread(row[key], 3) for key in ("start", "end")]
         decay = f"0, {SPHERE}" if row["sphere"] else f"{row['weight_decay']:g}"
-        lines.append([name_of(row["norm"]), decay, accuracy, lowest, *norms, *ratios])
+        norm = figures.name_of(row["norm"])
+        lines.append([norm, decay, accuracy, lowest, *norms, *ratios])
     text = (
         f"The kernel of {found['layer']}\n\n{results.markdown(header, lines)}\n"
         f"{results.note(seeds)} The last two columns are the growth of |W|² over all "
