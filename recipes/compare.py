@@ -26,6 +26,7 @@ Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.33190
 import dataclasses
 import itertools
 
+from recipes import train
 from recipes.engine import (
     classifier,
     command,
@@ -64,7 +65,7 @@ def run(settings):
         The path of the directory with table.md, details.md, results.json, curves.png.
     """
     runs = settings.runs()
-    outcomes = joint_training.train_all(settings, runs, classifier.train_and_save)
+    outcomes = joint_training.train_all(settings, runs, train.train)
     rows, panels = [], {}
     for model, activation, norm in itertools.product(
         settings.models, settings.activations, settings.norms

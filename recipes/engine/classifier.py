@@ -179,15 +179,15 @@ def problem(settings, strategy=None, optimizer=None):
             make = optimizer or optimizers.OF_NAME[settings.optimizer]
             return _network(settings, source, layers, make)
 
-    streamed = settings.dataset in data.STREAMED
-    make = imagenet.schedule if streamed else optimizers.piecewise_schedule
+    steps, rate = source.steps * settings.epochs, settings.learning_rate
+    drops = imagenet.DROPS if settings.dataset in data.STREAMED else optimizers.DROPS
     return training.Problem(
         compiled,
         source.batches,
         source.steps,
         settings.epochs,
         source.test,
-        make(settings.learning_rate, source.steps * settings.epochs),
+        optimizers.piecewise_schedule(rate, steps, drops),
         norm.amat,
         images,
         strategy,
@@ -228,11 +228,6 @@ def _network(settings, source, norm, optimizer):
 def train(settings, kind="", **hooks):
     """Trains a classifier; see `recipes.engine.training.train` for the hooks."""
     return training.train(settings, kind, problem, **hooks)
-
-
-def train_and_save(settings, **options):
-    """Trains a `Saved`, and saves the network with the highest test accuracy."""
-    return train(settings, keep_best=True, at_end=save, **options)
 
 
 def save(model, problem, settings, run):

@@ -24,22 +24,11 @@ from recipes.engine.errors import UserError
 NAME = "imagenet2012"
 # The paper's settings (Section 6.1), where they differ from those for CIFAR.
 SETTINGS = {"batch_size": 256, "weight_decay": 1e-4, "image_size": 224}
+DROPS = (1 / 4, 1 / 2, 3 / 4)  # of the rate: epochs 30, 60 and 90 of its 120
 MEAN = 255 * np.array([0.485, 0.456, 0.406], "float32")
 DEVIATION = 255 * np.array([0.229, 0.224, 0.225], "float32")
 AUTOTUNE = -1  # of tf.data
 SHUFFLED = 10_000  # encoded images, of about 0.1 MB, among which the next is chosen
-
-
-def schedule(learning_rate, total_steps):
-    """The rate, a tenth of it after each quarter of all steps, as a Keras schedule.
-
-    These are epochs 30, 60 and 90 of the paper's 120.
-    """
-    # Keras holds a value up to and including its boundary.
-    return keras.optimizers.schedules.PiecewiseConstantDecay(
-        boundaries=[total_steps * quarter // 4 - 1 for quarter in (1, 2, 3)],
-        values=[learning_rate / 10**i for i in range(4)],
-    )
 
 
 class Stream:

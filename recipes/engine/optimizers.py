@@ -74,24 +74,24 @@ def adam(learning_rate, momentum, weight_decay, **kwargs):
 
 
 OF_NAME = {None: SGD, "adam": adam}  # of the setting
+DROPS = (1 / 2, 5 / 6)  # of the rate: epochs 60 and 100 of the papers' 120
 
 
-def piecewise_schedule(learning_rate, total_steps):
-    """The rate, a tenth of it from 1/2 of all steps on, a hundredth from 5/6 on.
-
-    These are epochs 60 and 100 of the papers' 120.
+def piecewise_schedule(learning_rate, total_steps, drops=DROPS):
+    """The rate, which falls to a tenth of itself a few times.
 
     Args:
         learning_rate: Float, the rate of the first step.
         total_steps: Integer, the number of steps of the whole training.
+        drops: Where it falls, shares of these steps.
 
     Returns:
         A `keras.optimizers.schedules.PiecewiseConstantDecay`.
     """
     # Keras holds a value up to and including its boundary.
     return keras.optimizers.schedules.PiecewiseConstantDecay(
-        boundaries=[total_steps // 2 - 1, total_steps * 5 // 6 - 1],
-        values=[learning_rate, learning_rate / 10, learning_rate / 100],
+        boundaries=[int(total_steps * share) - 1 for share in drops],
+        values=[learning_rate / 10**i for i in range(len(drops) + 1)],
     )
 
 

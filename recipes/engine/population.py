@@ -19,7 +19,6 @@ takes the same steps, but its batches come from JAX's random numbers.
 This is for accelerators, which a small network leaves idle. On a CPU nothing is gained.
 """
 
-import functools
 import json
 import time
 
@@ -55,8 +54,6 @@ class Population:
         augment: Whether training images are cropped at random and mirrored.
         replacement: Whether each image of a batch is drawn anew from all.
         amat: Whether CBN layers are told the learning rate of each step.
-        schedule: Callable, `schedule(learning_rate, total_steps)` returns a
-            `keras.optimizers.schedules.LearningRateSchedule`.
         devices: List of JAX devices, of which each gets as many trials. `None`: one.
 
     Attributes:
@@ -85,7 +82,6 @@ class Population:
         augment=False,
         replacement=False,
         amat=True,
-        schedule=optimizers.piecewise_schedule,
         devices=None,
     ):
         check_backend()
@@ -109,7 +105,7 @@ class Population:
                 gradient_accumulation_steps=gradient_accumulation_steps,
             ),
             *(batch_size, self.steps, augment, bool(replacement), amat),
-            functools.partial(schedule, total_steps=epochs * self.steps),
+            lambda rate: optimizers.piecewise_schedule(rate, epochs * self.steps),
         )
         rows = [self._trial.start(self._seeded(each), each) for each in self.trials]
         self._place(jax.tree.map(lambda *rows: np.stack(rows), *rows))

@@ -205,11 +205,11 @@ def test_jobs_of_one_program_meet_in_one_process(monkeypatch):
 
 
 def test_schedules():
-    for make, total, expected in (
-        (optimizers.piecewise_schedule, 7, np.repeat([0.1, 0.01, 0.001], [3, 2, 2])),
-        (optimizers.piecewise_schedule, 24, np.repeat([0.1, 0.01, 0.001], [12, 8, 4])),
-        (imagenet.schedule, 24, np.repeat([0.1, 0.01, 0.001, 0.0001], 6)),
+    for drops, total, expected in (
+        (optimizers.DROPS, 7, np.repeat([0.1, 0.01, 0.001], [3, 2, 2])),
+        (optimizers.DROPS, 24, np.repeat([0.1, 0.01, 0.001], [12, 8, 4])),
+        (imagenet.DROPS, 24, np.repeat([0.1, 0.01, 0.001, 0.0001], 6)),
     ):
-        schedule = make(0.1, total)
+        schedule = optimizers.piecewise_schedule(0.1, total, drops)
         rates = [float(schedule(step)) for step in range(total)]
         np.testing.assert_allclose(rates, expected, rtol=1e-6)
