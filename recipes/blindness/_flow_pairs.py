@@ -67,14 +67,13 @@ class Pair:
         u = np.random.default_rng(seed).random(x.shape)
         return ((x + u) / self.levels).astype("float32")
 
-    def interpolated(self, alphas, count=None):
+    def interpolated(self, alphas):
         """`alpha x1 + (1 - alpha) x2` of test images x1, x2 of the two classes.
 
-        An array `(alphas, pairs, height, width, channels)` of at most `count` pairs,
-        all there are where None. No image is in two.
+        An array `(alphas, pairs, height, width, channels)`. No image is in two pairs.
         """
         first, second = (self.x_test[self.y_test == label] for label in (0, 1))
-        count = min(len(first), len(second), count or len(first))
+        count = min(len(first), len(second))
         alphas = np.reshape(alphas, (-1, 1, 1, 1, 1)).astype("float32")
         return alphas * first[:count] + (1 - alphas) * second[:count]
 

@@ -57,7 +57,7 @@ class Training(Images):
     """The settings of one flow."""
 
     NAMED = ("dataset", "classes", "norm", "seed")
-    VARIABLE = ("classes", "seed", "epochs", "learning_rate", "train_size", "pairs")
+    VARIABLE = ("classes", "seed", "epochs", "learning_rate", "train_size")
 
     classes: str = setting("0+1", "Two labels, such as 0+1.")
     architecture: str = setting(
@@ -87,9 +87,6 @@ class Training(Images):
     learning_rate: float = setting(1e-3, "Learning rate of Adam at the start.", above=0)
     train_size: int | None = setting(
         None, "Training images of each pair; all if not given.", at_least=2
-    )
-    pairs: int | None = setting(
-        None, "Pairs of images to interpolate; all if not given.", at_least=1
     )
 
     def usual(self):
@@ -187,7 +184,7 @@ def measure(model, problem, settings, run):
     def bits(nats):
         return float(-nats / model.dimensions / np.log(2))
 
-    interpolated = pair.interpolated(ALPHAS, settings.pairs)
+    interpolated = pair.interpolated(ALPHAS)
     of_alpha = [log_likelihood(x) for x in interpolated]
     real, between = _real_and_between(of_alpha)
     gap, auroc = apart(real, between)

@@ -35,7 +35,8 @@ def test_noise_and_interpolation(pair):
     np.testing.assert_array_equal(np.floor(x * 17 - 1e-5).clip(0), pair.x_test)
     first, second = (pair.x_test[pair.y_test == label][:5] for label in (0, 1))
     expected = [second, 0.25 * first + 0.75 * second, first]
-    np.testing.assert_allclose(pair.interpolated([0, 0.25, 1], count=5), expected)
+    found = pair.interpolated([0, 0.25, 1])
+    np.testing.assert_allclose(found[:, :5], expected)
     few = Pair("digits", "3+8", 8, train_size=64)
     batches, later = Batches(few, 32, seed=1), Batches(few, 32, seed=1, first_epoch=1)
     np.testing.assert_array_equal(batches[2][0], later[0][0])
@@ -54,9 +55,9 @@ def test_bits_of_a_uniform_density(pair):
         def inverse(self, z):
             return z
 
-    problem, settings = SimpleNamespace(images=pair), SimpleNamespace(pairs=None)
+    problem = SimpleNamespace(images=pair)
     run = SimpleNamespace(metrics=[{"train_log_likelihood": -64 * np.log(2)}])
-    found = flow.measure(Uniform(), problem, settings, run)
+    found = flow.measure(Uniform(), problem, None, run)
     assert found["train_bits_per_dim"] == pytest.approx(1)
     assert found["bits_per_dim"] == pytest.approx(np.log2(17))
     assert found["mean"] == pytest.approx([-64 * np.log(17)] * 11)
@@ -67,7 +68,7 @@ def test_bits_of_a_uniform_density(pair):
 @pytest.mark.thorough
 def test_run(tmp_path):
     own = {"norms": ("bn",), "classes": ("3+8",), "architectures": ("narrow",)}
-    own |= {"epochs": 3, "learning_rate": 1e-2, "seeds": 1, "pairs": 10, "workers": 1}
+    own |= {"epochs": 3, "learning_rate": 1e-2, "seeds": 1, "workers": 1}
     small.run(flow, tmp_path, "interpolation", "training", **TINY, **own)
     (asked,) = flow.Settings(**TINY, **own, runs_dir=str(tmp_path)).runs()
     _, found, lines = flow.train(asked)
