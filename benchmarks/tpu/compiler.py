@@ -35,7 +35,6 @@ def cost(program):
         "gigaflops": analysis["flops"] / 1e9,
         "gigabytes_moved": analysis["bytes accessed"] / 1e9,
         "temporary_gigabytes": memory.temp_size_in_bytes / 1e9,
-        "peak_gigabytes": memory.peak_memory_in_bytes / 1e9,
         "memory_gigabytes": (
             held
             - memory.alias_size_in_bytes

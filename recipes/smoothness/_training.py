@@ -8,7 +8,6 @@ weights are measured, with the batch of the step that they are about to take.
 
 import dataclasses
 import functools
-import time
 from typing import ClassVar
 
 import keras
@@ -211,9 +210,7 @@ def train(settings, kind, measure, **hooks):
     """
 
     def before(model, problem, settings, interval):
-        start = time.perf_counter()
         measured = measure(model, problem.batches(interval), settings)
-        measured["seconds_of_measurement"] = time.perf_counter() - start
         return {"step": interval * settings.every} | measured
 
     return training.train(settings, kind, problem, before=before, **hooks)

@@ -158,12 +158,7 @@ def without_smallest(model, share, images):
 
 def copy(model):
     """A model that shares no weights with the one that it is a copy of."""
-
-    def call(layer, *args, mask=None, **kwargs):
-        # Of images there are no masks, which most layers would not take.
-        return layer(*args, **kwargs)
-
-    twin = keras.models.clone_model(model, call_function=call)
+    twin = keras.models.clone_model(model)
     twin.set_weights(model.get_weights())
     return compiled(twin)
 
