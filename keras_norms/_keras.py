@@ -144,19 +144,48 @@ def compile_settings(model):
     return model._compile_config.config
 
 
+def unquantized(policy):
+    """The dtype policy that a quantized one was made from."""
+    if policy.quantization_mode is None:
+        return policy
+    compute, stored = policy.compute_dtype, policy.variable_dtype
+    name = compute if compute == stored else f"mixed_{compute}"
+    return keras.DTypePolicy(name)
+
+
 def is_state_current(model):
     """Whether variables have their values, which JAX's trainer holds in an epoch."""
     return getattr(model, "_jax_state_synced", True)
 
 
+def inner_optimizer(optimizer):
+    """The optimizer that steps: `LossScaleOptimizer` wraps it."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def exclude_from_weight_decay_as(old, new):
+    """Exclude in a model what another excludes: variables of the same path, and names.
+
+    The configuration of an optimizer does not have it.
+    """
+    theirs, ours = (inner_optimizer(model.optimizer) for model in (old, new))
+    pattern = getattr(theirs, "_exclude_from_weight_decay_pattern", None)
+    keys = getattr(theirs, "_exclude_from_weight_decay", ())
+    paths = {v.path for v in old.variables if theirs._var_key(v) in keys}
+    if pattern or paths:
+        variables = [v for v in new.variables if v.path in paths]
+        names = [pattern.pattern] if pattern else None
+        ours.exclude_from_weight_decay(variables, names)
+
+
 def step_counter(optimizer):
     """The variable that counts the steps of an optimizer."""
-    return optimizer._iterations
+    return inner_optimizer(optimizer)._iterations
 
 
 def learning_rate_of(optimizer):
     """The learning rate of an optimizer: a variable or a schedule."""
-    return optimizer._learning_rate
+    return inner_optimizer(optimizer)._learning_rate
 
 
 def batches_of(data, batch_size):

@@ -95,7 +95,7 @@ class AMAT(keras.callbacks.Callback):
         self._rate = None  # new layers were not told
         iterations = None
         if self._schedule is not None and keras.backend.backend() == "tensorflow":
-            iterations = _keras.step_counter(_inner(model.optimizer))
+            iterations = _keras.step_counter(model.optimizer)
         follow = self._schedule, iterations, self._accumulation_steps()
         changed = [layer.follow(*follow) for layer in self._layers]
         if any(changed):
@@ -110,7 +110,7 @@ class AMAT(keras.callbacks.Callback):
                 layer.step.assign(done)
 
     def _steps_done(self):
-        return int(_number(_keras.step_counter(_inner(self.model.optimizer))))
+        return int(_number(_keras.step_counter(self.model.optimizer)))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         # Here, and not when training begins: a backup may have been restored since.
@@ -121,7 +121,8 @@ class AMAT(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         # Loss scaling may skip all steps of an epoch while it looks for the scale.
-        is_scaled = _inner(self.model.optimizer) is not self.model.optimizer
+        optimizer = self.model.optimizer
+        is_scaled = _keras.inner_optimizer(optimizer) is not optimizer
         is_told = not is_scaled and not all(map(is_frozen, self._layers))
         if is_told and self._steps_before == self._steps_done():
             warnings.warn(
@@ -149,7 +150,8 @@ class AMAT(keras.callbacks.Callback):
             self._rate = rate
 
     def _accumulation_steps(self):
-        return _inner(self.model.optimizer).gradient_accumulation_steps or 1
+        optimizer = _keras.inner_optimizer(self.model.optimizer)
+        return optimizer.gradient_accumulation_steps or 1
 
     def on_train_end(self, logs: Logs = None) -> None:
         for layer in self._layers:
@@ -172,18 +174,13 @@ def _number(scalar):
     return float(ops.convert_to_numpy(ops.convert_to_tensor(scalar)))
 
 
-def _inner(optimizer):
-    """The optimizer that steps: `LossScaleOptimizer` wraps it."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
 def _schedule(optimizer):
     """The optimizer's schedule where the training step can hold it, else `None`.
 
     PyTorch runs a step operation by operation: there, one evaluation on the host is
     cheaper than one in every layer.
     """
-    rate = _keras.learning_rate_of(_inner(optimizer))
+    rate = _keras.learning_rate_of(optimizer)
     if keras.backend.backend() == "torch":
         return None
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):

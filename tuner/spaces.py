@@ -12,6 +12,7 @@ With KerasTuner and any model that has CBN layers, one line tunes them:
     tuner.search(x, y, validation_data=..., epochs=10, callbacks=[keras_norms.AMAT()])
 """
 
+import collections
 import sys
 from numbers import Real
 
@@ -34,8 +35,9 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
         rho: Two positive floats, bounds on a logarithmic scale. `None` leaves rho as it
             is.
         omega: Two floats >= 0, the bounds of omega. `None` leaves it as it is.
-        per: Which layers share a rho: `"network"`, all; `"layer"`, none; or a function
-            from a layer to the name of its group. There is one omega.
+        per: Which layers share a rho: `"network"`, all; `"layer"`, none (the second
+            layer of one name has "rho_<name>_2"); or a function from a layer to the
+            name of its group. There is one omega.
 
     Returns:
         The model.
@@ -55,7 +57,14 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
         check_bounds("rho", rho, positive=True)
     if omega is not None:
         check_bounds("omega", omega, positive=False)
-    group_of = {"network": lambda layer: None, "layer": lambda layer: layer.name}
+    seen = collections.Counter()
+
+    def unique_name(layer):
+        seen[layer.name] += 1
+        count = seen[layer.name]
+        return layer.name if count == 1 else f"{layer.name}_{count}"
+
+    group_of = {"network": lambda layer: None, "layer": unique_name}
     if not callable(per) and not (isinstance(per, str) and per in group_of):
         raise _wrong("per", "'network', 'layer' or a function of a layer", per)
     group_of = per if callable(per) else group_of[per]

@@ -22,7 +22,12 @@ from keras_norms.diagnostics._engine.reading import (
 )
 from keras_norms.layers.frozen import is_frozen, plain_class
 from keras_norms.layers.kernel_normalization import KernelNormalization
-from keras_norms.layers.kernels import check_layer, kernels_of, overrides_call
+from keras_norms.layers.kernels import (
+    check_layer,
+    kernels_of,
+    overrides_call,
+    unit_axes,
+)
 
 
 class Decomposition(NamedTuple):
@@ -166,8 +171,7 @@ def effective_weights(
 def _is_by_unit(call, layer):
     """Whether a norm that reads a linear layer is on the axis of its units."""
     ndim = len(call.input.shape)
-    first = getattr(layer, "data_format", None) == "channels_first"
-    return call.layer.axis % ndim == (1 if first else ndim - 1)
+    return unit_axes(layer, ndim) == (call.layer.axis % ndim,)
 
 
 def _effective(call, layer, wrapper, training):

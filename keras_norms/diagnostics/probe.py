@@ -57,7 +57,6 @@ class Probe(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         optimizer = self.model.optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         # Not `iterations`, which counts updates where gradients are accumulated.
         done = 0 if optimizer is None else _keras.step_counter(optimizer)
         self._step = int(ops.convert_to_numpy(done))

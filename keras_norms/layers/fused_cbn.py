@@ -1,19 +1,25 @@
 """FusedCBN: CBN and the linear layers that read it, computed together."""
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Shape, Tensor
 from keras_norms.layers.cbn import CBN
-from keras_norms.layers.kernels import CONVOLUTIONS, DEPTHWISE, overrides_call
+from keras_norms.layers.kernels import (
+    CONVOLUTIONS,
+    DEPTHWISE,
+    is_channels_first,
+    overrides_call,
+    taps_inside,
+)
 from keras_norms.layers.recomputation import Recomputable
 from keras_norms.ops.linear_of_affine import linear_of_affine
 
@@ -85,15 +91,15 @@ class FusedCBN(Recomputable, keras.layers.Layer):
             raise arguments.wrong("layer", "a layer or a list of layers", layer)
         for each in layers:
             _check(each)
-        axis = 1 if _channels_first(layers[0]) else -1
-        policy = _unquantized(layers[0].dtype_policy)
+        axis = 1 if is_channels_first(layers[0]) else -1
+        policy = _keras.unquantized(layers[0].dtype_policy)
         if not isinstance(norm, (CBN, type(None))):
             raise arguments.wrong("norm", "a CBN layer", norm)
         super().__init__(**{"dtype": policy, **kwargs})
         self.norm = CBN(axis=axis, dtype=policy) if norm is None else norm
         self.layers = layers
         for each in (self.norm, *layers):
-            if _unquantized(each.dtype_policy) != policy:
+            if _keras.unquantized(each.dtype_policy) != policy:
                 raise ValueError(
                     "Argument `layer` must have the dtype of all other layers, "
                     f"{policy.name!r}. Received: {each.dtype_policy.name!r}"
@@ -103,7 +109,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
     def build(self, input_shape: Shape) -> None:
         rank = len(input_shape)
         for each in self.layers:
-            axis = 1 if _channels_first(each) else rank - 1
+            axis = 1 if is_channels_first(each) else rank - 1
             if self.norm.axis % rank != axis:
                 raise ValueError(
                     f"Argument `norm` must normalise axis {axis}, the channel axis of "
@@ -180,19 +186,6 @@ def _check(layer):
     raise arguments.wrong("layer", advice, layer)
 
 
-def _unquantized(policy):
-    """The dtype policy that a quantized one was made from."""
-    if policy.quantization_mode is None:
-        return policy
-    compute, stored = policy.compute_dtype, policy.variable_dtype
-    name = compute if compute == stored else f"mixed_{compute}"
-    return keras.DTypePolicy(name)
-
-
-def _channels_first(layer):
-    return getattr(layer, "data_format", None) == "channels_first"
-
-
 def _call(layer, inputs, scale, shift):
     """`layer(scale * inputs + shift)`."""
     with _keras.without_autocast():  # in mixed precision, a call would cast them
@@ -223,7 +216,7 @@ def _call(layer, inputs, scale, shift):
         groups=1 if depthwise else layer.groups,
         depthwise=depthwise,
         inside=_inside(layer, inputs),
-        channels_first=_channels_first(layer),
+        channels_first=is_channels_first(layer),
     )
     return layer.activation(outputs)
 
@@ -233,17 +226,6 @@ def _inside(layer, inputs):
     if layer.padding == "valid" or max(layer.kernel_size) == 1:
         return None
     shape = ops.shape(inputs)
-    sizes = shape[2:] if _channels_first(layer) else shape[1:-1]
-    result = []
-    for size, taps, stride, dilation in zip(
-        sizes, layer.kernel_size, layer.strides, layer.dilation_rate
-    ):
-        # Of sizes that are known no operation is started.
-        np_or_ops = np if isinstance(size, int) else ops
-        outputs = (size + stride - 1) // stride
-        reach = (taps - 1) * dilation + 1
-        padding = np_or_ops.maximum((outputs - 1) * stride + reach - size, 0)
-        first = np_or_ops.arange(outputs)[:, None] * stride - padding // 2
-        place = first + np_or_ops.arange(taps) * dilation
-        result.append(np_or_ops.logical_and(place >= 0, place < size))
-    return result
+    sizes = shape[2:] if is_channels_first(layer) else shape[1:-1]
+    steps = layer.kernel_size, layer.strides, layer.dilation_rate
+    return list(itertools.starmap(taps_inside, zip(sizes, *steps)))

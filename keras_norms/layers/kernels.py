@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
-from keras import layers
+import numpy as np
+from keras import layers, ops
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
@@ -14,15 +15,12 @@ from keras_norms._checks.models import matching_layers
 from keras_norms._types import Shape
 
 CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
-_TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
+TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
 DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
-_SEPARABLE = (layers.SeparableConv1D, layers.SeparableConv2D)
+SEPARABLE = (layers.SeparableConv1D, layers.SeparableConv2D)
 _WITH_A_KERNEL = (
-    (layers.Dense, layers.EinsumDense)
-    + CONVOLUTIONS
-    + _TRANSPOSED
-    + DEPTHWISE
-    + _SEPARABLE
+    *(layers.Dense, layers.EinsumDense),
+    *(*CONVOLUTIONS, *TRANSPOSED, *DEPTHWISE, *SEPARABLE),
 )
 
 
@@ -94,7 +92,7 @@ def obstacle(layer: keras.layers.Layer) -> str | None:
 
 def kernels_of(layer: keras.layers.Layer) -> tuple[Kernel, ...]:
     """The kernels of a built layer, in the order they apply."""
-    if isinstance(layer, _SEPARABLE):
+    if isinstance(layer, SEPARABLE):
         rank = len(layer.depthwise_kernel.shape)
         return (
             Kernel("depthwise_kernel", tuple(range(rank - 2))),
@@ -102,11 +100,11 @@ def kernels_of(layer: keras.layers.Layer) -> tuple[Kernel, ...]:
         )
     rank = len(layer.kernel.shape)
     if isinstance(layer, layers.EinsumDense):
-        weight, output = _einsum_axes(layer)
+        _, weight, output = einsum_letters(layer.equation)
         fan_in = tuple(i for i, axis in enumerate(weight) if axis not in output)
     elif isinstance(layer, DEPTHWISE):
         fan_in = tuple(range(rank - 2))
-    elif isinstance(layer, _TRANSPOSED):
+    elif isinstance(layer, TRANSPOSED):
         fan_in = (*range(rank - 2), rank - 1)
     else:
         fan_in = tuple(range(rank - 1))
@@ -116,11 +114,15 @@ def kernels_of(layer: keras.layers.Layer) -> tuple[Kernel, ...]:
 def unit_axes(layer: keras.layers.Layer, rank: int) -> tuple[int, ...]:
     """The axes of an output of that rank that count units, in the kernel's order."""
     if isinstance(layer, layers.EinsumDense):
-        weight, output = _einsum_axes(layer)
+        _, weight, output = einsum_letters(layer.equation)
         output = output.replace("...", "." * (rank - len(output.replace(".", ""))))
         return tuple(output.index(axis) for axis in weight if axis in output)
-    first = getattr(layer, "data_format", None) == "channels_first"
-    return (1 if first else rank - 1,)
+    return (1 if is_channels_first(layer) else rank - 1,)
+
+
+def is_channels_first(layer: keras.layers.Layer) -> bool:
+    """Whether axis 1 of what a layer reads counts channels, and not the last one."""
+    return getattr(layer, "data_format", None) == "channels_first"
 
 
 def kernels_owned_by(layer: keras.layers.Layer) -> list[keras.Variable]:
@@ -169,7 +171,24 @@ def unique_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
     return found
 
 
-def _einsum_axes(layer):
-    """The letters of the kernel and of the output."""
-    operands, output = layer.equation.replace(" ", "").split("->")
-    return operands.split(",")[1], output
+def einsum_letters(equation: str) -> tuple[str, str, str]:
+    """The letters of input, kernel and output of an EinsumDense layer."""
+    operands, output = equation.replace(" ", "").split("->")
+    read, kernel = operands.split(",")
+    return read, kernel, output
+
+
+def taps_inside(
+    size: Any, taps: int, stride: int, dilation: int, padding: str = "same"
+) -> Any:
+    """Which taps of a convolution read no padding along an axis: (outputs, taps)."""
+    # Of a size that is known no operation is started.
+    np_or_ops: Any = np if isinstance(size, int) else ops
+    outputs, reach = (size + stride - 1) // stride, (taps - 1) * dilation
+    before = reach
+    if padding != "causal":
+        padded = (outputs - 1) * stride + reach + 1
+        before = np_or_ops.maximum(padded - size, 0) // 2
+    first = np_or_ops.arange(outputs)[:, None] * stride - before
+    place = first + np_or_ops.arange(taps) * dilation
+    return np_or_ops.logical_and(place >= 0, place < size)

@@ -24,7 +24,7 @@ from keras_norms.surgery._graph.blocks import graph_of, warn_of_layers
 from keras_norms.surgery._graph.fused_cbn import fuse_cbn, split_fused_cbn
 from keras_norms.surgery._graph.measure import inputs_of, measure
 from keras_norms.surgery._graph.relu import take_own_relu, take_relu_of_keras
-from keras_norms.surgery.recalibrate import recalibrate
+from keras_norms.surgery.recalibrate import measure_anew
 
 
 def convert(
@@ -105,6 +105,10 @@ def convert(
     itself, adds losses, or does other things in training than at inference but by
     passing `training` on. Layers that Keras itself has made of others, such as
     `MultiHeadAttention` or `Bidirectional`, are not entered.
+
+    Where a layer has `trainable=False`, or is frozen by `freeze`, the one in its place
+    is so too. A CBN has `trainable=False` where none of the layers that read it trains,
+    and no `BatchNormalization` did that normalised what it does.
 
     With `preserve=False`, which is for models that are not trained yet, the new layers
     start as they are made, and `data`, if there is any, sets their moving statistics as
@@ -197,9 +201,9 @@ def convert(
     empty = _calibrate(result, report, new, data)
     changed = report.changed if preserve else []
     if data is not None and (report.unknown or (report.new and not preserve)):
-        recalibrate(result, data)
+        measure_anew(result, [u.made for u in (*report.new, *report.unknown)], data)
     elif preserve:
-        empty += [name for name in report.unknown if name not in empty]
+        empty += [u.name for u in report.unknown if u.name not in empty]
     parts = {
         "these have seen no batch and are nearly the identity at inference; CBN layers "
         "that begin so too leave activations as small or large as they are, and the "

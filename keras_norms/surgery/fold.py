@@ -74,7 +74,7 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     given_masks = [
         unit
         for unit in units
-        if _is_norm(unit) and unit not in maps | rests and unit.nodes
+        if affine_lib.has_statistics(unit) and unit not in maps | rests and unit.nodes
     ]
     left = [unit.name for unit in (*maps, *given_masks)]
     others = [unit for unit in given_masks if not affine_lib.is_batch_norm(unit)]
@@ -83,8 +83,8 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     for unit, affine in (maps | rests).items():
         _become_layer_of_keras(unit, affine, is_shift=unit in shifts)
     parts = {
-        "no linear layer can take the maps of these, which stay as BatchNormalization "
-        "layers": left,
+        "no linear layer can take the maps of these (or they have an explicit mask, or "
+        "training=True), which stay as BatchNormalization layers": left,
         "these are inside of other layers, or of classes that override `call`, and "
         "stay as they are": sorted(affine_lib.hidden_norms(units)),
     }
@@ -93,12 +93,8 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     return graph.make()
 
 
-def _is_norm(unit):
-    return affine_lib.is_norm(unit) or affine_lib.is_batch_norm(unit)
-
-
 def _is_map(graph, unit, masked):
-    if not _is_norm(unit):
+    if not affine_lib.has_statistics(unit):
         # An EinsumDense may as well scale steps, and drops masks, as no norm does.
         drops = masked and unit.cls is not ChannelAffine
         if drops or linear.diagonal_axis(unit, 2) is None:

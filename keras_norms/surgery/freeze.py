@@ -23,8 +23,8 @@ def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
     and `model.trainable = True` undoes it. `BatchNormalization()(x, training=False)`
     has no effect in a Functional model, which passes its own `training` on. What
     `freeze` does stays until `unfreeze`, in saved files too, which need `import
-    keras_norms` to load. Norms that `convert` puts in the place of frozen ones are not
-    frozen.
+    keras_norms` to load. `convert` freezes what it puts in the place of frozen norms;
+    not CBN, which has places of its own.
 
     Args:
         model: A built Keras model of any kind. It is changed in place. A larger model

@@ -35,7 +35,9 @@ class ProjectWeights(keras.callbacks.Callback):
     after each step the function is the same, and the rate is what its schedule says.
     The projection is a constraint of the variable, so that the optimizer does it in the
     compiled step, with `steps_per_execution` too. It is there while `fit` runs, and not
-    in saved files. Weight decay of these kernels has next to no effect then.
+    in saved files; a `fit` that an exception ends leaves it there until the next one
+    that has this callback ends. Weight decay of these kernels has next to no effect
+    then.
 
     By default it takes the kernels that are scale-invariant by the layers around them:
     those of linear layers with a `BatchNormalization` or `NoisyBN` alone

@@ -77,7 +77,7 @@ def recalibrate(
     check_model(model)
     _check(steps, batch_size)
     arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
-    _measure_anew(model, data, steps, batch_size, verbose)
+    measure_anew(model, _layers_to_measure(model), data, steps, batch_size, verbose)
     return model
 
 
@@ -99,7 +99,7 @@ def _layers_to_measure(model):
         warnings.warn(
             "recalibrate: these layers are of classes that override `call`, and keep "
             f"their statistics: {others}.",
-            stacklevel=4,
+            stacklevel=3,
         )
     if not found:
         raise ValueError(
@@ -110,18 +110,17 @@ def _layers_to_measure(model):
     return found
 
 
-def _measure_anew(model, data, steps, batch_size, verbose):
-    """Measure and assign statistics. Returns how many batches it took."""
-    found = _layers_to_measure(model)
+def measure_anew(model, layers, data, steps=None, batch_size=None, verbose="auto"):
+    """Measure and assign statistics of layers. Returns how many batches it took."""
     measured = measure(
-        model, found, data, steps, batch_size, verbose, with_batch_statistics=True
+        model, layers, data, steps, batch_size, verbose, with_batch_statistics=True
     )
-    unread = [layer.name for layer, s in zip(found, measured) if s is None]
-    if len(unread) == len(found):
+    unread = [layer.name for layer, s in zip(layers, measured) if s is None]
+    if len(unread) == len(layers):
         raise ValueError(
             f"Layers {unread} of model '{model.name}' were not called by the model."
         )
-    for layer, statistics in zip(found, measured):
+    for layer, statistics in zip(layers, measured):
         if statistics is None:
             continue
         values = stored(layer, statistics, to_float64)
@@ -277,7 +276,10 @@ class Recalibrate(keras.callbacks.Callback):
             ]
         start = time.perf_counter()
         try:
-            batches = _measure_anew(model, self.data, self.steps, self.batch_size, 0)
+            layers = _layers_to_measure(model)
+            batches = measure_anew(
+                model, layers, self.data, self.steps, self.batch_size, verbose=0
+            )
         except NotFinite as error:  # Whether a diverged training ends is not for this.
             warnings.warn(f"Recalibrate measured nothing. {error}", stacklevel=2)
             batches = 0

@@ -147,6 +147,8 @@ def test_outputs_keep_their_names():
         assert new.output_names == names
         found = new.evaluate(x, y, verbose=0, return_dict=True)
         assert found == pytest.approx(expected, rel=1e-4)
+    named = keras.Model(model.inputs, dict(zip(names, model.outputs)))
+    assert set(fold(named).output_names) == {*names}
     # Of one output only where the name is used.
     model = model_of((4,), layers.Dense(2), norm)
     for loss, count in ("mse", 2), ({"norm": "mse"}, 3):

@@ -6,9 +6,18 @@ import pytest
 from keras import layers
 
 import keras_norms
-from keras_norms import CBN, FusedCBN, LpNorm, NoisyBN, freeze, prune, unfreeze
+from keras_norms import (
+    CBN,
+    FusedCBN,
+    LpNorm,
+    NoisyBN,
+    convert,
+    freeze,
+    prune,
+    unfreeze,
+)
 from tests.support import surgery_models as m
-from tests.support.backend import later_on_jax, numpy
+from tests.support.backend import later, later_on_jax, numpy
 
 STATISTICS = "moving_mean", "moving_variance", "moving_square", "moving_norm"
 
@@ -95,6 +104,49 @@ def test_surgery_knows_them():
     assert all(map(np.array_equal, before, weights(smaller, STATISTICS)))
     with pytest.raises(ValueError, match="not frozen"):
         keras_norms.recalibrate(model, x, verbose=0)
+
+
+@later_on_jax
+@pytest.mark.parametrize(
+    "norm", ["cbn", *later("noisy_bn", "group_norm", "none", lambda _: LpNorm())]
+)
+def test_what_convert_puts_in_the_place_of_layers_that_do_not_train(norm):
+    names = [f"{kind}{i}" for i in (1, 2) for kind in ("dense", "bn")]
+    cls = layers.BatchNormalization
+    model = m.model_of(
+        *((4,), m.dense(6, name="dense1"), m.apply(cls, name="bn1"), m.relu),
+        *(m.dense(6, name="dense2"), m.apply(cls, name="bn2")),
+        *(m.apply(layers.Activation, "tanh", name="base"), m.dense(2, name="head")),
+    )
+    for name in names:
+        model.get_layer(name).trainable = False
+    new = m.quiet(convert, model, norm)
+    base = keras.Model(new.input, new.get_layer("base").output)
+    assert not base.trainable_weights
+    assert new.get_layer("head").trainable
+    if norm == "cbn":
+        assert new.get_layer("head_cbn").trainable  # It normalises for what trains.
+        model.get_layer("bn1").trainable = True
+        new = m.quiet(convert, model, norm)
+        # It does what trained before, or there were nothing left to train.
+        assert new.get_layer("dense2_cbn").trainable
+
+
+@later_on_jax
+def test_what_convert_puts_in_the_place_of_frozen_norms():
+    x, groups = m.images(9, 4), m.apply(layers.GroupNormalization, 2, name="groups")
+    model = freeze(m.model_of((4,), m.dense(4), m.bn, m.relu, groups, m.dense(2)))
+    new = m.quiet(convert, model, NoisyBN)
+    before = weights(new, STATISTICS)
+    new(x, training=True)
+    assert all(map(np.array_equal, before, weights(new, STATISTICS)))
+    assert len(new.trainable_weights) == len(model.trainable_weights)
+    model.get_layer("groups").trainable = False
+    new = convert(model, "batch_norm", data=x)
+    norm = new.get_layer("groups")
+    seen = keras.Model(new.input, norm.input)(x, training=False)
+    np.testing.assert_allclose(numpy(norm.moving_mean), numpy(seen).mean(0), rtol=1e-5)
+    assert not norm.trainable_weights
 
 
 def test_a_derived_class_is_fixed_as_keras_fixes_it():

@@ -227,3 +227,25 @@ def test_compile_settings():
     with pytest.warns(UserWarning, match="is not compiled"):
         folded = fold(model)
     assert not folded.compiled
+
+
+def test_weight_decay_spares_what_it_did():
+    model = model_of(
+        (6,),
+        dense(name="a"),
+        apply(layers.BatchNormalization, name="bn"),
+        dense(name="b"),
+        relu,
+        dense(name="c"),
+    )
+    optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(
+        [model.get_layer("b").kernel], ["bias", "gamma"]
+    )
+    model.compile(optimizer, lambda y, z: 0.0 * ops.mean(z))
+    new = m.quiet(convert, model, "noisy_bn")
+    before = {v.path: numpy(v) for v in new.trainable_variables}
+    new.train_on_batch(m.batch_for(new), np.zeros((6, 4)))
+    after = {v.path: numpy(v) for v in new.trainable_variables}
+    shrunk = [k for k, v in after.items() if not np.array_equal(v, before[k])]
+    assert sorted(shrunk) == ["a/kernel", "bn/beta", "c/kernel"]

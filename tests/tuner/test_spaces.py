@@ -50,6 +50,15 @@ def test_a_rho_for_each_layer_or_group():
         assert {name: float(e.rho.value) for name, e in layers.items()} == expected
 
 
+def test_each_layer_has_a_rho_where_names_are_shared():
+    norms = [CBN(name="norm") for _ in range(2)]
+    model = keras.Sequential(
+        [keras.Input((4,)), *(keras.Sequential([norm]) for norm in norms)]
+    )
+    tune({"rho_norm": 0.5, "rho_norm_2": 2.0}, model, per="layer")
+    assert [norm.initial_rho for norm in norms] == [0.5, 2.0]
+
+
 def test_what_is_not_tuned_stays():
     space, layers = tune({}, rho=(2.0, 4.0), omega=None)
     assert {(e.initial_rho, e.omega) for e in layers.values()} == {(2.0, 10.0)}

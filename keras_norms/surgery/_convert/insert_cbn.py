@@ -42,7 +42,7 @@ def insert_cbn(report, graph, graphs, units, template, preserve):
     raw, eligible = {}, set(filter(linear.is_linear, units))
     _mark_raw(graph, [True] * len(tree.flatten(graph.inputs)), raw)
     places = [place for one in graphs for place in _places(one, eligible, raw)]
-    maps, statistics = {}, {}
+    maps, statistics, of_frozen = {}, {}, set()
     for place in places:
         reader, shape = place.units[0], place.calls[0][0].shape
         config = template.config(
@@ -55,7 +55,13 @@ def insert_cbn(report, graph, graphs, units, template, preserve):
             place.graph.insert(unit, value, readers)
         maps[unit] = affine_lib.identity(shape[place.axis])
         statistics[unit] = affine_lib.unknown(shape[place.axis])
-    report.lost += [unit.name for unit in norms if not _is_replaced(unit, set(maps))]
+        if not any(each.layer.trainable for each in place.units):
+            of_frozen.add(unit)
+    heirs = {unit: _normalising_instead(unit, maps.keys()) for unit in norms}
+    report.lost += [unit.name for unit in norms if not heirs[unit]]
+    of_frozen -= {u for norm in norms if norm.layer.trainable for u in heirs[norm]}
+    for unit in of_frozen:
+        unit.configure(trainable=False)
     if preserve:
         if all(map(_is_fresh, norms)):
             report.fresh += [unit.name for unit in norms]
@@ -65,25 +71,27 @@ def insert_cbn(report, graph, graphs, units, template, preserve):
     report.new |= {unit: (maps[unit], statistics[unit]) for unit in statistics}
 
 
-def _is_replaced(norm, cbns):
-    """Whether a CBN normalises what a norm does, or whether that cannot be told.
+def _normalising_instead(norm, cbns):
+    """The CBN layers that normalise what a norm does.
 
-    That is where it leaves the model, or enters another one.
+    And `None`, where that leaves the model or enters another one: it cannot be told.
     """
     values = [value for node in norm.nodes for value in node.outputs]
-    met = set()
+    found, met = set(), set()
     while values:
         value = values.pop()
         for node in value.readers:
             unit = node.unit
-            if unit in cbns or unit.graph is not None:
-                return True
-            if node not in met and _is_elementwise(unit, value.shape):
+            if unit in cbns:
+                found.add(unit)
+            elif unit.graph is not None:
+                found.add(None)
+            elif node not in met and _is_elementwise(unit, value.shape):
                 met.add(node)
                 values += node.outputs
         if value.is_output:
-            return True
-    return False
+            found.add(None)
+    return found
 
 
 def _is_elementwise(unit, shape):

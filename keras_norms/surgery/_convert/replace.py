@@ -30,17 +30,20 @@ def replace_norms(report, units, template):
                     f"Received: {layer!r} for layer '{unit.name}'"
                 )
             cls, config = type(layer), {**config_of(layer), "name": unit.name}
+            if not unit.layer.trainable:
+                config["trainable"] = False
         else:
             cls, own = template.cls, {}
             if cls in affine_lib.NORM_CLASSES:
                 own = {**_own_settings(unit, template), "axis": unit.config["axis"]}
-            config = template.config(unit.name, unit.config["dtype"], **own)
+            dtype, trainable = unit.config["dtype"], unit.layer.trainable
+            config = template.config(unit.name, dtype, trainable, **own)
         if cls in affine_lib.NORM_CLASSES:
             known = affine_lib.affine_of(unit), affine_lib.statistics_of(unit)
             report.new[unit] = known
         else:
             report.changed.append(unit.name)
-        unit.become(cls, config, {})
+        unit.become(cls, config, {}, unit.is_frozen)
 
 
 def place_keras_norms(report, units, template, preserve):
@@ -61,12 +64,13 @@ def place_keras_norms(report, units, template, preserve):
             report.changed.append(unit.name)
         arrays = _carried(unit, affine, statistics, template.cls) if preserve else {}
         own = {**_own_settings(unit, template), **settings, "axis": axis}
-        config = template.config(unit.name, linear.plain_dtype(unit), **own)
+        dtype, trainable = linear.plain_dtype(unit), unit.layer.trainable
+        config = template.config(unit.name, dtype, trainable, **own)
         for node in unit.nodes:
             node.kwargs.pop("training", None)  # Some take none.
-        unit.become(template.cls, config, arrays)
+        unit.become(template.cls, config, arrays, unit.is_frozen)
         if of_samples:
-            report.unknown.append(unit.name)
+            report.unknown.append(unit)
         elif not to_samples:
             report.new[unit] = affine, statistics
 
@@ -88,7 +92,7 @@ def remove_norms(report, units, preserve):
             report.changed.append(unit.name)
             # As the map of channels that it is after normalising.
             config = {"name": unit.name, "dtype": unit.config["dtype"], "axis": axis}
-            config["trainable"] = True
+            config["trainable"] = unit.layer.trainable
             unit.become(keras.layers.BatchNormalization, config, {})
     if not preserve:
         take_out(maps)
@@ -111,8 +115,7 @@ def take_out(units):
 
 
 def _is_norm(unit):
-    is_known = affine_lib.is_norm(unit) or affine_lib.is_batch_norm(unit)
-    return is_known or unit.cls in OF_SAMPLES
+    return affine_lib.has_statistics(unit) or unit.cls in OF_SAMPLES
 
 
 def _axis_of(unit):

@@ -41,7 +41,7 @@ class Report:
         self.kept, self.unwrapped = [], []
         self.fresh = []  # BatchNormalization in whose place CBN starts as the identity
         self.lost = []  # BatchNormalization in whose place nothing normalises
-        self.unknown = []  # New BatchNormalization, of whose input nothing is known.
+        self.unknown = []  # BatchNormalization of whose input nothing is known: units
 
 
 class Template:
@@ -76,8 +76,10 @@ class Template:
             wanted += "from a BatchNormalization layer to a layer"
             raise arguments.wrong("norm", wanted, norm)
 
-    def config(self, name, dtype, **changes):
+    def config(self, name, dtype, trainable=True, **changes):
         """A whole configuration of a new layer."""
         given = {**self.keywords, **changes, "name": name, "dtype": dtype}
+        if not trainable:
+            given["trainable"] = False
         # A layer's own view of its arguments, defaults included.
         return config_of(from_config(self.cls, given))

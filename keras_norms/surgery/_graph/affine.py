@@ -54,6 +54,11 @@ def is_batch_norm(unit):
     return is_derived and not overrides_call(unit.cls)
 
 
+def has_statistics(unit):
+    """Whether it is a norm with moving statistics, and does what its class does."""
+    return is_norm(unit) or is_batch_norm(unit)
+
+
 def is_called_plainly(unit):
     """Whether no call has more than its input, or is always in training mode."""
     return all(

@@ -214,7 +214,7 @@ class Graph:
         # Subclassed models have none.
         names = getattr(self.model, "output_names", [])
         is_one = len(names) == 1 and not remake.is_compiled_by_names(self.model)
-        if not names or is_one or isinstance(self.outputs, dict):
+        if not names or is_one:
             return
         outputs = tree.flatten(self.outputs)
         for i, (name, old) in enumerate(zip(names, self.model.outputs)):

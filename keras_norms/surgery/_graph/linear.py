@@ -8,18 +8,22 @@ import keras
 import numpy as np
 from keras import layers
 
+from keras_norms import _keras
 from keras_norms.layers.channel_affine import ChannelAffine
 from keras_norms.layers.cwn import CWN
+from keras_norms.layers.kernels import (
+    CONVOLUTIONS,
+    DEPTHWISE,
+    SEPARABLE,
+    TRANSPOSED,
+    einsum_letters,
+)
 from keras_norms.layers.wn import WN
 from keras_norms.layers.ws import WS
 
-CONV = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
-TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
-DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
-SEPARABLE = (layers.SeparableConv1D, layers.SeparableConv2D)
 DENSE = (layers.Dense,)
 EINSUM = (layers.EinsumDense, ChannelAffine)
-PLAIN = CONV + TRANSPOSED + DEPTHWISE + SEPARABLE + DENSE + EINSUM
+PLAIN = CONVOLUTIONS + TRANSPOSED + DEPTHWISE + SEPARABLE + DENSE + EINSUM
 WRAPPERS = (WS, CWN, WN)
 
 
@@ -88,18 +92,14 @@ def is_unconstrained(unit):
 
 def plain_dtype(unit):
     """Its dtype policy as a norm can have it: without quantization."""
-    policy = keras.dtype_policies.get(unit.config["dtype"])
-    if policy.quantization_mode is None:
-        return unit.config["dtype"]
-    compute, variable = policy.compute_dtype, policy.variable_dtype
-    return compute if compute == variable else f"mixed_{compute}"
+    return _keras.unquantized(keras.dtype_policies.get(unit.config["dtype"]))
 
 
 def absorb_input(unit, a, b):
     """Make `layer(x)` what `layer(a * x + b)` was. Needs b = 0 if it sees a border."""
     name, axis = kernel_names(unit)[0], kernel_axes(unit)[0]
     kernel = unit.weight(name)
-    if unit.cls in CONV:
+    if unit.cls in CONVOLUTIONS:
         # With groups, each output channel reads a part of the input channels.
         groups, (fan_in, filters) = unit.config["groups"], kernel.shape[-2:]
         a, b = (
@@ -200,10 +200,7 @@ def _add_bias(unit, bias):
 
 
 def _einsum_letters(unit):
-    """The letters of input, kernel and output."""
-    read, made = unit.config["equation"].replace(" ", "").split("->")
-    read, kernel = read.split(",")
-    return read, kernel, made
+    return einsum_letters(unit.config["equation"])
 
 
 def diagonal_axis(unit, rank):

@@ -218,6 +218,7 @@ def compile_as(old, new):
             **{k: tree.map_structure(_made_again, v) for k, v in settings.items()}
         )
         if new.optimizer is not None:
+            _keras.exclude_from_weight_decay_as(old, new)
             new.optimizer.build(new.trainable_variables)
     except Exception as e:
         warnings.warn(

@@ -72,10 +72,10 @@ class Unit:
                 self.arrays[name] = to_float64(found)
         return self.arrays.get(name)
 
-    def become(self, cls, config, arrays):
+    def become(self, cls, config, arrays, is_frozen=False):
         """Turn into another layer at the same place."""
         self.source, self.cls, self._config, self.arrays = None, cls, config, arrays
-        self.is_frozen = False
+        self.is_frozen = is_frozen
 
     def rename(self, name):
         if self.graph is not None:

@@ -45,7 +45,7 @@ _IN_PLACE = (
     *(*moves.MAX, *moves.AVERAGE),
 )
 _GLOBAL = moves.GLOBAL_MAX + moves.GLOBAL_AVERAGE
-_READERS = linear.CONV + linear.TRANSPOSED + linear.SEPARABLE + linear.DENSE
+_READERS = linear.CONVOLUTIONS + linear.TRANSPOSED + linear.SEPARABLE + linear.DENSE
 
 
 class Labels(NamedTuple):

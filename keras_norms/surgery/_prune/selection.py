@@ -16,6 +16,7 @@ import math
 import numpy as np
 
 from keras_norms import _keras
+from keras_norms.layers.kernels import taps_inside
 from keras_norms.surgery._graph import linear
 from keras_norms.surgery._graph.arrays import to_numpy
 
@@ -151,20 +152,13 @@ def _padding(unit, shape):
         return np.inf
     config = unit.config
     positions = shape[2:] if config["data_format"] == "channels_first" else shape[1:-1]
-    inside, everything = 1, 1
-    for n, size, stride, dilation in zip(
+    share = 1.0
+    for size, *geometry in zip(
         positions,
         *(np.ravel(config[k]) for k in ("kernel_size", "strides", "dilation_rate")),
     ):
-        span = dilation * (size - 1)
-        made = -(-n // stride)
-        before = span
-        if config["padding"] != "causal":
-            before = max((made - 1) * stride + span + 1 - n, 0) // 2
-        taps = np.arange(made)[:, None] * stride + np.arange(size) * dilation - before
-        inside *= np.sum((taps >= 0) & (taps < n))
-        everything *= taps.size
-    return everything / inside - 1
+        share *= np.mean(taps_inside(size, *geometry, config["padding"]))
+    return 1 / share - 1
 
 
 def select(sites, makers, is_fixed, gamma, similarity, ratio, round_to):
