@@ -116,6 +116,20 @@ def replaced(layer, **methods):
                 object.__delattr__(layer, name)
 
 
+@contextlib.contextmanager
+def running_once(layers):
+    """A scope in which what was made in a `keras.RematScope` is not run again.
+
+    That run, in the backward pass, would not see the `StatelessScope` around the first.
+    """
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            if layer._remat_mode is not None:
+                own = {"rematerialized_call": lambda call, *args, **kwargs: call}
+                stack.enter_context(replaced(layer, **own))
+        yield
+
+
 def takes_training(model):
     """Whether the `call` of a model has the argument `training`."""
     return model._call_has_training_arg

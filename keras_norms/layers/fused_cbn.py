@@ -40,7 +40,9 @@ class FusedCBN(Recomputable, keras.layers.Layer):
 
     Weights, statistics and results are those of the two layers, in training and at
     inference. With a mean much larger than the standard deviation it loses digits that
-    CBN keeps, for it subtracts the mean last.
+    CBN keeps, for it subtracts the mean last. In float16, where inputs deviate by 1000
+    or more, the gradient of a kernel overflows before it is scaled, so that a
+    `LossScaleOptimizer` goes to smaller scales; bfloat16 has the range.
 
     With a `norm` that has a `group_size`, layers are called on the tensor that CBN
     writes in training, as without fusion: no one kernel has the scales of all groups in

@@ -112,6 +112,10 @@ class KernelNormalization(keras.layers.Wrapper):
             lambda each: ops.cast(each, self.compute_dtype), outputs
         )
 
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        # In a `keras.RematScope` it is run once, as the norms are.
+        return layer_call
+
     def _call_layer(self, values, inputs, **optional):
         """Call the layer with `values`, by attribute, in place of its weights."""
         layer, outer = self.layer, _keras.get_stateless_scope()
@@ -124,7 +128,7 @@ class KernelNormalization(keras.layers.Wrapper):
         for name, value in values.items():
             scope.add_update((getattr(layer, name), value))
         before = dict(scope.state_mapping)
-        with scope:
+        with _keras.running_once([layer]), scope:
             outputs = layer(inputs, **optional)
         for variable in [*layer.variables, *layer.metrics_variables]:
             value = scope.get_current_value(variable)

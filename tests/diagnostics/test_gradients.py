@@ -201,6 +201,20 @@ def test_what_compile_and_trainable_change_is_seen():
         diagnostics.value_and_grad(model, x, y)
 
 
+def test_layers_made_in_a_scope_that_recomputes():
+    """At other weights than those of the model, which a second run would read."""
+    x, y = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
+    found = []
+    for mode in (None, "full"):
+        keras.utils.set_random_seed(1)
+        with keras.RematScope(mode):
+            steps = layers.Dense(5, "tanh"), layers.Dense(4)
+        model = keras.Sequential([keras.Input((4,)), *steps])
+        objective = diagnostics.Objective(model, x, y, "mse")
+        found.append(objective.value_and_grad(2 * objective.start)[1])
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-7)
+
+
 def test_what_has_no_gradient():
     inputs = keras.Input((5,))
     twice = layers.Dense(5, name="twice")

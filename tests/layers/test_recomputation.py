@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from keras_norms import AMAT, CBN, FusedCBN, LpNorm, NoisyBN
+from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from keras_norms.layers import recomputation
 from tests.support.autodiff import MODES, compiled
 from tests.support.backend import BACKEND, jax_only, later, numpy, torch_only
@@ -164,6 +164,24 @@ def test_layers_in_a_scope_of_keras_in_fit():
             return plain()
 
     assert_same_training(scoped, plain)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_normalised_kernels_in_a_scope_of_keras(both):
+    """The second run of the layer inside would have the kernel that is stored."""
+
+    def make(is_scoped):
+        inside, outside = (
+            keras.RematScope("full" if each else None) for each in is_scoped
+        )
+        with inside:
+            kernels = [layers.Dense(5, "tanh") for _ in range(3)]
+        with outside:
+            return [cls(k, gain=True) for cls, k in zip((WS, CWN), kernels)] + [
+                WN(kernels[2])
+            ]
+
+    assert_same_training(partial(make, (True, both)), partial(make, (False, False)))
 
 
 def test_the_wrapper_of_the_documentation_in_fit():

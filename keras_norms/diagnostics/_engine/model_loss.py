@@ -131,7 +131,8 @@ class ModelLoss:
         model, (weights, others) = self._model(), self._variables
         mapping = [*zip(weights, values), *zip(others, state)]
         scope = keras.StatelessScope(mapping, collect_losses=True)
-        with _keras.keeping_losses(model), scope:
+        once = _keras.running_once(_keras.layers_of(model))
+        with _keras.keeping_losses(model), once, scope:
             _keras.clear_losses(model)
             yield
 
