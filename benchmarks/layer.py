@@ -119,7 +119,7 @@ def measure(shape, dtype, rounds, copy_bandwidth, cache):
         layer.build(shape)
         tensors = (keras.ops.cast(v, layer.compute_dtype) for v in (x, g))
         run = steps.training_step(layer, *tensors, _JIT.value)
-        timers[name] = compare.timer(run)
+        timers[name] = compare.timer(run, at_least=2e-3)
     times = compare.take_turns(timers, rounds)
     size = x.size * (4 if dtype == "float32" else 2)
     # A convolution is bound by arithmetic; its floor is not given.
