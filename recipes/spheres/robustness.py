@@ -23,9 +23,9 @@ AMD EPYC that other work shares. All lose accuracy. With the noise and the steps
 Galloway et al. (--noise=0.25 --steps=40 --step_size=0.0333), under BIM (l_inf) BN loses
 40.8 points without decay and 39.4 with it (the paper, on CIFAR-10: 43.1 and 33.8), GN
 38.3 and 38.1 (38.9 and 35.6); without decay WS+GN loses least, 33.3, CBN and WN most,
-47.2. On 20,000 images of CIFAR-10, BN, GN and LN (three seeds) lose 53.0, 43.9 and
-36.8, with decay 50.9, 29.4 and 20.7; WN and CBN (one seed) lose 43.7 and 53.8, with
-decay 13.6 and 51.5. Decay takes 4 to 23 points of the clean accuracy.
+47.2. On 20,000 images of CIFAR-10 (three seeds), BN, GN, LN, WN and CBN lose 53.0,
+43.9, 36.8, 43.7 and 56.7, with decay 50.9, 29.4, 20.7, 14.1 and 49.6. Decay takes 6 to
+23 points of the clean accuracy.
 
 On digits one run each, 360 test images: the standard error is 2.6 points. Decay helps
 five of seven norms there, in the paper BN and GN on CIFAR-10, all four on CIFAR-100;
