@@ -23,7 +23,7 @@ from keras_norms.diagnostics._engine.reading import (
 from keras_norms.layers.frozen import is_frozen, plain_class
 from keras_norms.layers.kernel_normalization import KernelNormalization
 from keras_norms.layers.kernels import (
-    check_layer,
+    has_kernels,
     kernels_of,
     overrides_call,
     unit_axes,
@@ -193,19 +193,10 @@ def _effective(call, layer, wrapper, training):
     return EffectiveWeight(layer.name, weight, beta - scale * (mean - bias))
 
 
-def _has_kernels(layer):
-    """Whether a layer is built and has kernels whose units are known."""
-    try:
-        check_layer(layer)
-    except ValueError:
-        return False
-    return layer.built
-
-
 def _is_linear(layer):
     """Whether the output is a linear map, by one kernel, of the input to each unit."""
     return (
-        _has_kernels(layer)
+        has_kernels(layer)
         and not overrides_call(layer)
         and not isinstance(layer, keras.layers.EinsumDense)
         and len(kernels_of(layer)) == 1
@@ -297,7 +288,8 @@ def weight_geometry(
     # The axes that a unit of each kernel sums over.
     fan_in = {
         id(getattr(layer, kernel.name)): kernel.fan_in
-        for layer in filter(_has_kernels, _keras.layers_of(model))
+        for layer in filter(has_kernels, _keras.layers_of(model))
+        if layer.built
         for kernel in kernels_of(layer)
     }
     rng = np.random.default_rng(seed)

@@ -55,6 +55,11 @@ def overrides_call(layer: keras.layers.Layer | type) -> bool:
     return overrides(layer, "__call__", "call", "convolution_op", "_moments")
 
 
+def has_kernels(layer: keras.layers.Layer) -> bool:
+    """Whether a layer has kernels that may be normalised."""
+    return isinstance(layer, _WITH_A_KERNEL) and obstacle(layer) is None
+
+
 def check_layer(layer: Any) -> None:
     """Raise `ValueError` unless `layer` has kernels that may be normalised."""
     if not isinstance(layer, _WITH_A_KERNEL):
