@@ -185,7 +185,7 @@ def exclude_from_weight_decay_as(old, new):
     theirs, ours = (inner_optimizer(model.optimizer) for model in (old, new))
     pattern = getattr(theirs, "_exclude_from_weight_decay_pattern", None)
     keys = getattr(theirs, "_exclude_from_weight_decay", ())
-    paths = {v.path for v in old.variables if theirs._var_key(v) in keys}
+    paths = {v.path for v in old.variables if keys and theirs._var_key(v) in keys}
     if pattern or paths:
         variables = [v for v in new.variables if v.path in paths]
         names = [pattern.pattern] if pattern else None
