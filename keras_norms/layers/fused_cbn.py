@@ -18,10 +18,9 @@ from keras_norms.layers.kernels import (
     DEPTHWISE,
     is_channels_first,
     overrides_call,
-    taps_inside,
 )
 from keras_norms.layers.recomputation import Recomputable
-from keras_norms.ops.linear_of_affine import linear_of_affine
+from keras_norms.ops.linear_of_affine import linear_of_affine, taps_inside
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")

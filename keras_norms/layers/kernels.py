@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
-from keras import layers, ops
+from keras import layers
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
@@ -181,19 +180,3 @@ def einsum_letters(equation: str) -> tuple[str, str, str]:
     operands, output = equation.replace(" ", "").split("->")
     read, kernel = operands.split(",")
     return read, kernel, output
-
-
-def taps_inside(
-    size: Any, taps: int, stride: int, dilation: int, padding: str = "same"
-) -> Any:
-    """Which taps of a convolution read no padding along an axis: (outputs, taps)."""
-    # Of a size that is known no operation is started.
-    np_or_ops: Any = np if isinstance(size, int) else ops
-    outputs, reach = (size + stride - 1) // stride, (taps - 1) * dilation
-    before = reach
-    if padding != "causal":
-        padded = (outputs - 1) * stride + reach + 1
-        before = np_or_ops.maximum(padded - size, 0) // 2
-    first = np_or_ops.arange(outputs)[:, None] * stride - before
-    place = first + np_or_ops.arange(taps) * dilation
-    return np_or_ops.logical_and(place >= 0, place < size)

@@ -2,8 +2,10 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
+import numpy as np
 
 from keras_norms._types import Tensor
 from keras_norms.ops.functions import ops
@@ -164,3 +166,19 @@ def _in_half_precision(linear, x, kernel, constant, is_image):
     with_gradient = jax.custom_vjp(forward)
     with_gradient.defvjp(lambda *tensors: (forward(*tensors), tensors), backward)
     return with_gradient(x, kernel, constant)
+
+
+def taps_inside(
+    size: Any, taps: int, stride: int, dilation: int, padding: str = "same"
+) -> Any:
+    """Which taps of a convolution read no padding along an axis: (outputs, taps)."""
+    # Of a size that is known no operation is started.
+    np_or_ops: Any = np if isinstance(size, int) else keras.ops
+    outputs, reach = (size + stride - 1) // stride, (taps - 1) * dilation
+    before = reach
+    if padding != "causal":
+        padded = (outputs - 1) * stride + reach + 1
+        before = np_or_ops.maximum(padded - size, 0) // 2
+    first = np_or_ops.arange(outputs)[:, None] * stride - before
+    place = first + np_or_ops.arange(taps) * dilation
+    return np_or_ops.logical_and(place >= 0, place < size)

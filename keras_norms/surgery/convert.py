@@ -106,9 +106,9 @@ def convert(
     passing `training` on. Layers that Keras itself has made of others, such as
     `MultiHeadAttention` or `Bidirectional`, are not entered.
 
-    Where a layer has `trainable=False`, or is frozen by `freeze`, the one in its place
-    is so too. A CBN has `trainable=False` where none of the layers that read it trains,
-    and no `BatchNormalization` did that normalised what it does.
+    A layer in the place of one that has `trainable=False`, or is frozen by `freeze`, is
+    so too. CBN, which has other places, has `trainable=False` where no layer that reads
+    it trains, unless it takes over from a `BatchNormalization` that trained.
 
     With `preserve=False`, which is for models that are not trained yet, the new layers
     start as they are made, and `data`, if there is any, sets their moving statistics as

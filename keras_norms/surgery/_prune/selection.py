@@ -16,7 +16,7 @@ import math
 import numpy as np
 
 from keras_norms import _keras
-from keras_norms.layers.kernels import taps_inside
+from keras_norms.ops.linear_of_affine import taps_inside
 from keras_norms.surgery._graph import linear
 from keras_norms.surgery._graph.arrays import to_numpy
 
