@@ -69,8 +69,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             `data_format="channels_first"`.
         rho: Positive float, the magnitude of the normalisation. The layer's output has
             root mean square `gamma / rho`. The paper tries 1/4 to 8; 1 and 2 are good
-            first choices. It is a scalar weight: `layer.rho.assign(2.0)` takes effect
-            at once.
+            first choices. It is a scalar weight: `layer.rho = 2.0` assigns to it, and
+            takes effect at once.
         omega: Non-negative float, how fast the averages follow: a batch enters with
             weight `omega * learning_rate`, at most 1. With Adam at 0.001, 100 was
             better than 10 (docs/results/adam.md).
@@ -204,12 +204,12 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             "mean_gradient", mean_gradient, ("shift", "ratio")
         )
         self.average_weight: Any = None
-        self.rho: Any = None
+        self._rho: Any = None
 
     def build(self, input_shape: Shape) -> None:
         super().build(input_shape)
         self.average_weight = self.add_statistic("average_weight", (), "zeros")
-        self.rho = self.add_weight(
+        self._rho = self.add_weight(
             name="rho",
             shape=(),
             # Not `Constant`, which rounds to float32.
@@ -219,6 +219,19 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             autocast=False,
         )
         self.build_learning_rate()
+
+    @property
+    def rho(self) -> Any:
+        """The weight, which can be assigned to; `None` before the layer is built."""
+        return self._rho
+
+    @rho.setter
+    def rho(self, value: float) -> None:
+        value = arguments.number("rho", value, above=0)
+        if self._rho is None:
+            self.initial_rho = value
+        else:
+            self._rho.assign(value)
 
     @moves_state
     def call(

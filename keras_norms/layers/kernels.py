@@ -17,7 +17,7 @@ CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
 TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
 DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
 SEPARABLE = (layers.SeparableConv1D, layers.SeparableConv2D)
-_WITH_A_KERNEL = (
+WITH_A_KERNEL = (
     *(layers.Dense, layers.EinsumDense),
     *(*CONVOLUTIONS, *TRANSPOSED, *DEPTHWISE, *SEPARABLE),
 )
@@ -56,12 +56,12 @@ def overrides_call(layer: keras.layers.Layer | type) -> bool:
 
 def has_kernels(layer: keras.layers.Layer) -> bool:
     """Whether a layer has kernels that may be normalised."""
-    return isinstance(layer, _WITH_A_KERNEL) and obstacle(layer) is None
+    return isinstance(layer, WITH_A_KERNEL) and obstacle(layer) is None
 
 
 def check_layer(layer: Any) -> None:
     """Raise `ValueError` unless `layer` has kernels that may be normalised."""
-    if not isinstance(layer, _WITH_A_KERNEL):
+    if not isinstance(layer, WITH_A_KERNEL):
         advice = (
             "a Dense, EinsumDense, Conv, DepthwiseConv or SeparableConv layer of Keras "
             "or of a class derived from one, not a wrapper or a model around it"

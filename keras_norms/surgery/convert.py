@@ -8,6 +8,7 @@ import keras
 from keras_norms._checks import arguments
 from keras_norms._types import Tensor
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.surgery._convert.insert_cbn import insert_cbn
 from keras_norms.surgery._convert.replace import (
     KERAS_NORMS,
@@ -40,11 +41,13 @@ def convert(
 
     **CBN moves.** Every `BatchNormalization` goes, and a `CBN` stands before every
     layer with a kernel (`Dense`, `EinsumDense`, convolutions of all kinds), one where
-    several of them read the same tensor, shared where they are. The layers that read
-    the raw input get none, also where it was only padded, rescaled, resized,
-    standardised, reshaped, augmented or concatenated. Nor do recurrent layers and
-    `MultiHeadAttention`: a warning names each `BatchNormalization` that goes although
-    nothing but these reads what it normalises. CBN stands before zero padding
+    several of them read the same tensor, shared where they are. A CBN that is there
+    stays, with the settings that it has, and layers that read what it normalises, also
+    pooled or reshaped, get no other one. The layers that read the raw input get none,
+    also where it was only padded, rescaled, resized, standardised, reshaped, augmented
+    or concatenated. Nor do recurrent layers and `MultiHeadAttention`: a warning names
+    each `BatchNormalization` that goes although nothing but these reads what it
+    normalises. Norms of other kinds stay. CBN stands before zero padding
     and Dropout: its statistics are those of the activations alone, and padding is zero
     after the normalisation, as it is with `padding="same"`. Layers that lost the
     `BatchNormalization` after them get a bias. A new CBN is called after the first
@@ -195,6 +198,10 @@ def convert(
     for unit, (affine, statistics) in new.items():
         unit.arrays, met = affine_lib.weights_for(unit, affine, statistics)
         report.changed += [] if met else [unit.name]
+    is_there = template.cls is None or any(
+        issubclass(unit.cls, (template.cls, FusedCBN, *linear.WRAPPERS)) or unit.wrapper
+        for unit in graph.all_units()
+    )
     result = graph.make()
     if preserve:
         keep_function(report, units)
@@ -204,12 +211,14 @@ def convert(
         measure_anew(result, [u.made for u in (*report.new, *report.unknown)], data)
     elif preserve:
         empty += [u.name for u in report.unknown if u.name not in empty]
+    wanted = getattr(template.cls, "__name__", None)
     parts = {
-        "these have seen no batch and are nearly the identity at inference; CBN layers "
-        "that begin so too leave activations as small or large as they are, and the "
-        "model may not learn: pass preserve=False for one that is not trained": (
-            report.fresh
-        ),
+        f"there is no place for {wanted} in": [] if is_there else [model.name],
+        "these were there and keep the settings that they have": report.there,
+        "these normalise too, beside the new CBN layers": report.beside,
+        "these have seen no batch: the model is not trained, a CBN that keeps its "
+        "function hardly normalises at first, and it may not learn; pass "
+        "preserve=False": report.fresh,
         "no layer with a kernel reads what these normalise, so that no CBN takes their "
         "place; name them in `skip` to keep them": report.lost,
         "the function could not be preserved, these layers change it": changed,

@@ -88,6 +88,8 @@ def train(runs):
     population.check_backend()
     listed = [describe(settings) for settings in runs]
     runs = {settings: settings.run() for settings in listed}
+    if any(run.results is None for run in runs.values()):
+        data.images(listed[0])  # that they can be read
     with contextlib.ExitStack() as stack:
         missing = {}
         for settings, run in runs.items():

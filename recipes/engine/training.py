@@ -85,10 +85,11 @@ def train(settings, kind, problem_of, *, name=None, until=None, verbose=0, **hoo
     recorded = run.Run(settings.directory(kind, name), settings.config())
     results = recorded.results
     if results is None:
+        # Before anything is recorded: the data may not be there.
+        problem, found = problem_of(settings), Hooks(**hooks)
         with recorded:
             results = recorded.results  # of another process that completed it now
             if results is None:
-                problem, found = problem_of(settings), Hooks(**hooks)
                 results = _train(recorded, settings, problem, found, until, verbose)
     return Outcome(settings, results, recorded.metrics)
 

@@ -186,10 +186,40 @@ def test_norms_in_the_place_of_which_nothing_normalises_are_named():
         convert(model, "cbn", data=m.images(8, 5, 3), skip="lost")
 
 
+def test_a_cbn_that_is_there_is_enough():
+    conv, pool, flatten = layers.Conv2D, layers.MaxPooling2D, layers.Flatten
+    steps = (
+        apply(conv, 4, 3),
+        relu,
+        apply(CBN, name="a"),
+        apply(pool),
+        apply(conv, 4, 1),
+    )
+    steps += relu, apply(CBN, name="b"), apply(flatten), dense(3)
+    model = m.model_of((6, 6, 2), *steps)
+    with m.saying(""):
+        new = convert(model, CBN())
+    assert m.norms_in(new, CBN) == ["a", "b"]
+    m.assert_same_outputs(new, model, m.images(8, 6, 6, 2))
+    with pytest.warns(UserWarning, match=r"keep the settings.*: \['a', 'b'\]"):
+        convert(model, CBN(rho=2))
+
+
+def test_norms_that_find_no_place_and_norms_beside_are_said():
+    model = m.model_of((4,), dense(3), layers.LayerNormalization(name="ln"), dense(2))
+    for norm, name in (("noisy_bn", "NoisyBN"), ("group_norm", "GroupNormalization")):
+        with pytest.warns(UserWarning, match=f"no place for {name} in: "):
+            convert(model, norm)
+    with pytest.warns(UserWarning, match=r"beside the new CBN layers: \['ln'\]"):
+        convert(model, "cbn", data=m.images(8, 4))
+    with m.saying(""):
+        convert(model, "none", preserve=False)
+
+
 def test_models_that_are_not_trained():
     steps = layers.Dense(4), layers.BatchNormalization(name="fresh"), layers.Dense(2)
     model = keras.Sequential([keras.Input((6,)), *steps])
-    with pytest.warns(UserWarning, match=r"preserve=False .*\['fresh'\].$"):
+    with pytest.warns(UserWarning, match=r"preserve=False: \['fresh'\].$"):
         convert(model, "cbn", data=m.images(8, 6))
     with m.saying(""):
         convert(model, "cbn", preserve=False)

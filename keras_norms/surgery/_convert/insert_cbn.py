@@ -8,6 +8,8 @@ from typing import NamedTuple
 from keras import layers, tree
 
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.lp_norm import LpNorm
+from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery._convert.replace import take_out
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
@@ -20,6 +22,12 @@ _PREPROCESSING = (
     *(*_PADDING_OR_NOISE, *moves.CROPPING, *moves.UPSAMPLING, layers.InputLayer),
     *(layers.Reshape, layers.Flatten, layers.Permute, layers.RepeatVector),
     *(layers.Concatenate, layers.Masking),
+)
+# What may stand between a CBN and a linear layer that is to get no other one.
+_PASSING_ON = (
+    *(*_PADDING_OR_NOISE, *moves.CROPPING, *moves.UPSAMPLING, *moves.MAX),
+    *(*moves.AVERAGE, *moves.GLOBAL_MAX, *moves.GLOBAL_AVERAGE),
+    *(layers.Reshape, layers.Flatten, layers.Permute, layers.RepeatVector),
 )
 _PREPROCESSING_OPERATIONS = {
     *("Absolute", "Add", "Divide", "Multiply", "Negative", "Subtract", "TrueDivide"),
@@ -39,6 +47,8 @@ def insert_cbn(report, graph, graphs, units, template, preserve):
     ]
     report.kept += [unit.name for unit in kept]
     norms = [unit for unit in norms if unit not in kept]
+    there = [unit for unit in units if unit.cls is CBN]
+    report.there += [unit.name for unit in there if not template.fits(unit)]
     raw, eligible = {}, set(filter(linear.is_linear, units))
     _mark_raw(graph, [True] * len(tree.flatten(graph.inputs)), raw)
     places = [place for one in graphs for place in _places(one, eligible, raw)]
@@ -57,6 +67,9 @@ def insert_cbn(report, graph, graphs, units, template, preserve):
         statistics[unit] = affine_lib.unknown(shape[place.axis])
         if not any(each.layer.trainable for each in place.units):
             of_frozen.add(unit)
+    if places:
+        others = (NoisyBN, LpNorm, *affine_lib.OF_SAMPLES)
+        report.beside += [unit.name for unit in units if unit.cls in others]
     heirs = {unit: _normalising_instead(unit, maps.keys()) for unit in norms}
     report.lost += [unit.name for unit in norms if not heirs[unit]]
     of_frozen -= {u for norm in norms if norm.layer.trainable for u in heirs[norm]}
@@ -184,7 +197,7 @@ def _places(graph, eligible, raw):
         if node.unit not in eligible or node.input is None or raw[id(node.input)]:
             continue
         value, reader = _before_padding(node.input, eligible, node)
-        if value.node.unit.cls is CBN:
+        if _is_normalised(value):
             continue
         axis = linear.channel_axis(node.unit, node.input.rank)
         new = _Insertion(graph, axis, [], [(value, [])])
@@ -203,6 +216,13 @@ def _places(graph, eligible, raw):
                 place = _Insertion(graph, place.axis, units, calls)
         merged.append(place)
     return merged
+
+
+def _is_normalised(value):
+    """Whether a CBN made a tensor, or what it is reshaped or pooled from."""
+    while issubclass(value.node.unit.cls, _PASSING_ON) and value.node.input is not None:
+        value = value.node.input
+    return value.node.unit.cls is CBN
 
 
 def _before_padding(value, eligible, reader):

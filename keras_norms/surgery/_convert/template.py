@@ -5,14 +5,17 @@ import functools
 import keras
 
 from keras_norms._checks import arguments
+from keras_norms.layers import kernels
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.cwn import CWN
+from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.layers.wn import WN
 from keras_norms.layers.ws import WS
 from keras_norms.surgery._graph.remake import config_of, from_config
 
+_NO_NORMS = (keras.Model, FusedCBN, *kernels.WITH_A_KERNEL)
 NAMES = {
     "cbn": CBN,
     "noisy_bn": NoisyBN,
@@ -42,6 +45,8 @@ class Report:
         self.fresh = []  # BatchNormalization in whose place CBN starts as the identity
         self.lost = []  # BatchNormalization in whose place nothing normalises
         self.unknown = []  # BatchNormalization of whose input nothing is known: units
+        self.there = []  # CBN of other settings than the new ones
+        self.beside = []  # other norms than BatchNormalization in a model with new CBN
 
 
 class Template:
@@ -69,12 +74,18 @@ class Template:
                 self.cls, self.keywords = cls, getattr(norm, "keywords", {})
         elif callable(norm) and not isinstance(cls, type):
             self.function = norm
-        is_model = self.cls is not None and issubclass(self.cls, keras.Model)
-        if is_model or (self.cls is self.function and not self.is_none):
+        is_no_norm = self.cls is not None and issubclass(self.cls, _NO_NORMS)
+        if is_no_norm or (self.cls is self.function and not self.is_none):
             names = ", ".join(repr(name) for name in [*NAMES, "none"])
-            wanted = f"one of {names}, a layer or a class of layers, or a function "
-            wanted += "from a BatchNormalization layer to a layer"
+            wanted = f"one of {names}, a layer or a class of layers that normalise, or "
+            wanted += "a function from a BatchNormalization layer to a layer (FusedCBN "
+            wanted += "comes of CBN and `fused=True`)"
             raise arguments.wrong("norm", wanted, norm)
+
+    def fits(self, unit):
+        """Whether a norm of the class has the settings that were given."""
+        given = self.keywords.keys() - {"axis", "trainable"}
+        return all(unit.config[name] == self.keywords[name] for name in given)
 
     def config(self, name, dtype, trainable=True, **changes):
         """A whole configuration of a new layer."""

@@ -32,6 +32,8 @@ _BASES = (
     *(keras.Model, keras.Sequential, _keras.Functional),
 )
 
+_SHOWN = 10  # names of layers in a warning
+
 
 def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=None):
     """The graph of a model, with the calls inside of its blocks.
@@ -94,9 +96,14 @@ def is_block(layer):
 
 def warn_of_layers(caller, parts):
     """Warn of layers, in the name of what the user called: what of them, and which."""
-    said = [f"{text}: {names}" for text, names in parts.items() if names]
+    said = [f"{text}: {_listed(names)}" for text, names in parts.items() if names]
     if said:
         warnings.warn(f"{caller}: {'; '.join(said)}.", stacklevel=3)
+
+
+def _listed(names):
+    more = len(names) - _SHOWN
+    return f"{names[:_SHOWN]} and {more} more" if more > 0 else f"{names}"
 
 
 def _is_skipped(skip, layer):
