@@ -4,6 +4,7 @@ import importlib
 import json
 import pathlib
 import re
+import runpy
 
 import absl.flags
 import pytest
@@ -47,6 +48,15 @@ def test_every_documented_command_parses():
         except Exception as error:
             wrong[path, module, *flags] = error
     assert not wrong
+
+
+def test_the_package_lists_its_recipes(capsys):
+    runpy.run_module("recipes")
+    first, *lines = capsys.readouterr().out.splitlines()
+    listed = {line.split()[0]: line for line in lines}
+    assert "recipes.train" in listed and len(listed) > 20
+    assert all(len(line.split()) > 4 for line in lines)
+    assert not [name for name in listed if name.startswith("recipes.engine")]
 
 
 def test_every_recipe_is_documented():

@@ -7,6 +7,7 @@ import pytest
 
 from recipes import train
 from recipes.engine import data, devices, optimizers, recorder, training
+from recipes.engine.errors import UserError
 from tests.support import small
 from tests.support import synthetic_search as synthetic
 from tests.support.backend import BACKEND, numpy, thorough_on
@@ -112,3 +113,10 @@ def test_a_saved_model_has_its_own_rho_omega_and_rate(tmp_path):
         assert layer.omega == omega
         found = [float(numpy(v)) for v in (layer.rho, layer.learning_rate)]
         np.testing.assert_allclose(found, [rho, 0.002], rtol=1e-6)  # of the last steps
+
+
+def test_data_that_are_not_there_leave_no_run(tmp_path):
+    missing = str(tmp_path / "missing.npz")
+    with pytest.raises(UserError, match="missing.npz"):
+        run_tiny(tmp_path, dataset=missing)
+    assert not list(tmp_path.rglob("config.json"))
