@@ -5,9 +5,7 @@ import pathlib
 
 HERE = pathlib.Path(__file__).parent
 
-print(
-    "Run one with `python -m` and its name; --help shows its flags."
-)
+print("Run one with `python -m` and its name; --help shows its flags.")
 for path in sorted([*HERE.glob("[!_]*.py"), *HERE.glob("*/[!_]*.py")]):
     source = path.read_text()
     if '__name__ == "__main__"' in source:

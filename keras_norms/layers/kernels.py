@@ -12,6 +12,7 @@ from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import matching_layers
 from keras_norms._types import Shape
+from keras_norms.ops.shapes import is_one_of
 
 CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
 TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
@@ -31,7 +32,8 @@ class Kernel(NamedTuple):
 
     def unit_shape(self, shape: Shape) -> Shape:
         """The sizes of the other axes, one element a unit."""
-        return tuple(n for i, n in enumerate(shape) if i not in self.fan_in)
+        kept = (i for i in range(len(shape)) if not is_one_of(i, self.fan_in))
+        return tuple(shape[i] for i in kept)
 
 
 def overrides(layer: keras.layers.Layer | type, *names: str) -> bool:

@@ -6,6 +6,7 @@ and a vector is `(groups, channels)`, or `(channels,)` where groups share it.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -22,7 +23,12 @@ Axis = int | tuple[int, int]
 def reduction_axes(ndim: int, axis: Axis) -> tuple[int, ...]:
     """Return every axis of a tensor of rank `ndim` but those of its statistics."""
     kept = [i % ndim for i in (axis if isinstance(axis, tuple) else (axis,))]
-    return tuple(i for i in range(ndim) if i not in kept)
+    return tuple(i for i in range(ndim) if not is_one_of(i, kept))
+
+
+def is_one_of(i: int, axes: Iterable[int]) -> bool:
+    """`i in axes`, which compiled by PyTorch is false where an axis is symbolic."""
+    return any(i == axis for axis in axes)
 
 
 def channel_axis(axis: Axis) -> int:

@@ -23,6 +23,7 @@ import keras
 from keras import ops
 
 from keras_norms._types import Tensor
+from keras_norms.ops.shapes import is_one_of
 
 Axes = int | tuple[int, ...]
 
@@ -202,7 +203,7 @@ def _mean_and_centered(v, axes):
     # Less its first element, a constant vector is exactly zero, and nothing cancels
     # where the mean is much larger than the standard deviation.
     first = tuple(
-        slice(0, 1) if i in axes else slice(None) for i in range(len(v.shape))
+        slice(0, 1) if is_one_of(i, axes) else slice(None) for i in range(len(v.shape))
     )
     first = ops.stop_gradient(v[first])
     v = v - first
@@ -253,5 +254,5 @@ def _times(gain, v, axes):
     if gain is None:
         return v
     axes = _normal(axes, v)
-    shape = [1 if i in axes else size for i, size in enumerate(v.shape)]
+    shape = [1 if is_one_of(i, axes) else n for i, n in enumerate(v.shape)]
     return ops.reshape(ops.cast(gain, v.dtype), shape) * v

@@ -8,8 +8,15 @@ import pytest
 from keras import layers
 
 from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
-from tests.support.any_layer import QUIET
-from tests.support.backend import later, later_on_jax, not_torch, numpy, precision
+from tests.support.any_layer import FORMS, ONE_EACH, QUIET
+from tests.support.backend import (
+    later,
+    later_on_jax,
+    not_torch,
+    numpy,
+    precision,
+    torch_only,
+)
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(1, 2, (8, 6, 6, 2)).astype("float32")
@@ -143,3 +150,19 @@ def test_a_compiled_step_is_the_step(steps):
         model.fit(x, y, shuffle=False, verbose=0)
         found.append(model.layers[0].get_weights()[0] - start[0])
     np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-4 * np.abs(found[1]).max())
+
+
+@torch_only
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_pytorch_compiles_what_it_computes(name):
+    """An axis may be symbolic, as where layers of a model differ in it."""
+    import torch
+
+    layer = FORMS[name].make()
+    layer.build(FORMS[name].shape)
+    copied = copy.deepcopy(layer)
+    compiled = torch.compile(copied, backend="eager", dynamic=True)
+    x = torch.tensor(RNG.normal(1, 2, FORMS[name].shape).astype("float32"))
+    y, wanted = (numpy(call(x, training=True)) for call in (compiled, layer))
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+    assert_same(copied, layer)

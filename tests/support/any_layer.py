@@ -116,8 +116,8 @@ WRAPPED = {
 FORMS = CHANNELS | FUSED | GROUPS | WRAPPED
 # One form of each layer.
 ONE_EACH = ["CBN", "NoisyBN", "LpNorm(2.5, centered)", "FusedCBN(conv2d_same)"]
-ONE_EACH += ["CBN(groups)", "WS(dense)", "CWN(conv1d_transpose)"]
-ONE_EACH += ["WN(separable_conv1d)"]
+ONE_EACH += ["CBN(groups)", "WS(dense)", "CWN(depthwise_conv1d)"]
+ONE_EACH += ["WN(conv1d_transpose)"]
 
 
 @dataclasses.dataclass(eq=False)
