@@ -73,7 +73,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             takes effect at once.
         omega: Non-negative float, how fast the averages follow: a batch enters with
             weight `omega * learning_rate`, at most 1. With Adam at 0.001, 100 was
-            better than 10 (docs/results/adam.md).
+            better than 10 (docs/results/adam.md). A compiled step keeps the one that it
+            was compiled with.
         momentum: Float in [0, 1), decay of the averages while no learning rate is
             known.
         epsilon: Positive float, added to the mean square inside the root.
