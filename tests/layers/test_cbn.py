@@ -124,3 +124,17 @@ def test_zero_learning_rate_averages_all_batches():
     for x in batches:
         layer(x, training=True)
     assert_close(layer.moving_mean, np.mean(batches, (0, 1)))
+
+
+def test_rho_can_be_assigned(tmp_path):
+    layer = CBN(rho=1)
+    layer.rho = 4
+    model = keras.Sequential([keras.Input((3,)), layer])
+    quarter = numpy(model(X))
+    layer.rho = 2.0
+    np.testing.assert_allclose(numpy(model(X)), 2 * quarter, rtol=1e-6)
+    model.save(tmp_path / "rho.keras")
+    loaded = keras.models.load_model(tmp_path / "rho.keras")
+    assert float(numpy(loaded.layers[0].rho)) == 2
+    with pytest.raises(ValueError, match="Argument `rho` must be .* Received: rho=-1"):
+        layer.rho = -1
