@@ -100,7 +100,8 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         self.norm = CBN(axis=axis, dtype=policy) if norm is None else norm
         self.layers = layers
         for each in (self.norm, *layers):
-            if _keras.unquantized(each.dtype_policy) != policy:
+            mine = each.compute_dtype, each.variable_dtype
+            if mine != (policy.compute_dtype, policy.variable_dtype):
                 raise ValueError(
                     "Argument `layer` must have the dtype of all other layers, "
                     f"{policy.name!r}. Received: {each.dtype_policy.name!r}"

@@ -219,13 +219,14 @@ class FollowsLearningRate(keras.layers.Layer):
         if not self.built:  # nothing to load; Keras' own error if there is
             super().load_own_variables(store)
             return
-        for variable in self.weights:
-            if variable.name not in store:
-                raise ValueError(
-                    f"Layer '{self.name}' expected a weight named '{variable.name}'. "
-                    f"Received: {sorted(store.keys())}"
-                )
-            variable.assign(store[variable.name])
+        weights = {variable.name: variable for variable in self.weights}
+        if set(weights) != set(store.keys()):
+            raise ValueError(
+                f"Layer '{self.name}' expected the weights {sorted(weights)}. "
+                f"Received: {sorted(store.keys())}"
+            )
+        for name, variable in weights.items():
+            variable.assign(store[name])
         if float(np.asarray(store["learning_rate"])) >= 0:
             self._hint = self._hint and _SAVED_RATE
 

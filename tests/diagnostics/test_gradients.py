@@ -149,6 +149,11 @@ def test_several_inputs_and_outputs_with_their_losses_and_weights():
     assert loss == pytest.approx(expected, rel=1e-5)
     two = diagnostics.value_and_grad(model, x, list(y.values()), ["mse", "mse"]).loss
     assert two == pytest.approx(np.mean(above**2) + np.mean(below**2), rel=1e-5)
+    # By name, also where the outputs are a list.
+    listed = keras.Model(inputs, list(outputs.values()))
+    losses = {"below": "mae", "above": "mse"}
+    one = diagnostics.value_and_grad(listed, x, list(y.values()), losses).loss
+    assert one == pytest.approx(np.mean(above**2) + np.mean(np.abs(below)), rel=1e-5)
 
     short = {"left": left, "right": left[:, :3]}
     for wrong in (short, [left], [left, left[:5]], {"left": left[0]}):

@@ -138,3 +138,17 @@ def test_rho_can_be_assigned(tmp_path):
     assert float(numpy(loaded.layers[0].rho)) == 2
     with pytest.raises(ValueError, match="Argument `rho` must be .* Received: rho=-1"):
         layer.rho = -1
+
+
+@pytest.mark.parametrize("missing", [{"center": False}, {"scale": False}])
+def test_weights_of_more_or_fewer_parts_do_not_load(missing, tmp_path):
+    """They are refused before any is assigned, and not dropped."""
+    whole, part = (
+        keras.Sequential([keras.Input((3,)), CBN(**each)]) for each in ({}, missing)
+    )
+    for model, other in (whole, part), (part, whole):
+        other.layers[0].moving_mean.assign([7.0] * 3)
+        model.save_weights(tmp_path / "of.weights.h5")
+        with pytest.raises(ValueError, match="expected the weights .* Received: "):
+            other.load_weights(tmp_path / "of.weights.h5")
+        assert np.all(numpy(other.layers[0].moving_mean) == 7)

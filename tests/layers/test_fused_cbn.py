@@ -111,6 +111,9 @@ def test_a_derived_layer_that_computes_the_same():
 def test_disagreements_are_refused():
     with pytest.raises(ValueError, match="dtype.*mixed_bfloat16.*float32"):
         FusedCBN(layers.Dense(3, dtype="mixed_bfloat16"), CBN())
+    # Which says the same in another way.
+    by_path = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
+    FusedCBN(layers.Dense(3, dtype=by_path), CBN()).build((2, 4))
     with pytest.raises(ValueError, match="axis 2, the channel axis.*norm.axis=1"):
         FusedCBN(layers.Dense(3), CBN(axis=1)).build((2, 3, 4))
 

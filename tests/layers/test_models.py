@@ -166,3 +166,16 @@ def test_pytorch_compiles_what_it_computes(name):
     y, wanted = (numpy(call(x, training=True)) for call in (compiled, layer))
     np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
     assert_same(copied, layer)
+
+
+@torch_only
+@pytest.mark.parametrize("layer", [CBN(), NoisyBN(), LpNorm(np.inf)], ids=repr)
+def test_pytorch_exports_for_batches_of_any_size(layer):
+    import torch
+
+    model = keras.Sequential([keras.Input((6, 6, 2)), layer])
+    sizes = (({0: torch.export.Dim("batch", min=2)},),)
+    x = (torch.tensor(IMAGES),)
+    exported = torch.export.export(model.eval(), x, dynamic_shapes=sizes)
+    many = torch.tensor(np.tile(IMAGES, (200, 1, 1, 1)))  # large for a CPU
+    np.testing.assert_array_equal(numpy(exported.module()(many)), numpy(model(many)))

@@ -29,7 +29,10 @@ class ModelLoss:
         self._model, self._layer = weak_reference(model), weak_reference(layer)
         self._side = side
         self._training = training
-        self._loss = None if loss is None else _keras.CompileLoss(loss)
+        self._loss = None
+        if loss is not None:
+            names = getattr(model, "output_names", None)  # of a Functional model
+            self._loss = _keras.CompileLoss(loss, output_names=names)
         compiled = compiler(model)
         self.activation = compiled(self._activation)
         self.value_and_grad = compiled(self._value_and_grad)

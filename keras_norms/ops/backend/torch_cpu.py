@@ -18,11 +18,11 @@ _LARGE = 2**16  # elements; below, what is saved is less than a custom function 
 def is_small(x, *others, axis):
     """Whether starting operations takes longest, and no gradient is kept."""
     return (
-        x.is_cpu
+        is_eager_torch()  # first: sizes of an exported program are symbols
+        and x.is_cpu
         and x.dtype == others[0].dtype
         and isinstance(axis, int)
         and 0 < x.numel() < _LARGE
-        and is_eager_torch()
         and not torch.is_grad_enabled()
     )
 
@@ -41,13 +41,13 @@ def mean_and_variance_in_few_operations(x, prior, count, *, axis):
 def applies_to(x, *others, axis):
     """Whether the functions below can compute for these arguments."""
     return (
-        x.device.type == "cpu"
+        not torch.compiler.is_compiling()  # first: sizes may be symbols
+        and x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.float64)
         and all(tensor.dtype == x.dtype for tensor in others)
         and isinstance(axis, int)
         and axis % x.ndim == x.ndim - 1
         and x.numel() >= _LARGE
-        and not torch.compiler.is_compiling()
     )
 
 

@@ -17,7 +17,8 @@ def applies_to(x, *others, axis):
     half = x.dtype in (torch.float16, torch.bfloat16)
     wide = torch.float32 if half else x.dtype
     return (
-        x.is_cuda
+        not torch.compiler.is_compiling()  # first: sizes may be symbols
+        and x.is_cuda
         and x.dtype.is_floating_point
         and x.numel() >= _LARGE
         and isinstance(axis, int)
@@ -26,7 +27,6 @@ def applies_to(x, *others, axis):
             tensor.dtype == (x.dtype if tensor.ndim == x.ndim else wide)
             for tensor in others
         )
-        and not torch.compiler.is_compiling()
     )
 
 
