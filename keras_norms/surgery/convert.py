@@ -198,10 +198,7 @@ def convert(
     for unit, (affine, statistics) in new.items():
         unit.arrays, met = affine_lib.weights_for(unit, affine, statistics)
         report.changed += [] if met else [unit.name]
-    is_there = template.cls is None or any(
-        issubclass(unit.cls, (template.cls, FusedCBN, *linear.WRAPPERS)) or unit.wrapper
-        for unit in graph.all_units()
-    )
+    is_there = template.cls is None or _has(graph, template.cls)
     result = graph.make()
     if preserve:
         keep_function(report, units)
@@ -234,6 +231,14 @@ def convert(
     }
     warn_of_layers("convert", parts)
     return fuse_cbn(result) if fused else result
+
+
+def _has(graph, cls):
+    """Whether a layer of a class, or of one that does the same, is there."""
+    alike = linear.WRAPPERS, (CBN, FusedCBN)
+    alike = next((classes for classes in alike if cls in classes), cls)
+    units = graph.all_units()
+    return any(unit.wrapper or issubclass(unit.cls, alike) for unit in units)
 
 
 def _skipped(graph, skip):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_norms import CBN, convert, fold
+from keras_norms import CBN, WN, convert, fold
 from keras_norms.layers.channel_affine import ChannelAffine
 from tests.support import surgery_models as m
 from tests.support.backend import numpy, thorough_on
@@ -206,7 +206,8 @@ def test_a_cbn_that_is_there_is_enough():
 
 
 def test_norms_that_find_no_place_and_norms_beside_are_said():
-    model = m.model_of((4,), dense(3), layers.LayerNormalization(name="ln"), dense(2))
+    wrapped = apply(lambda: WN(layers.Dense(3)))  # of which no other norm is the same
+    model = m.model_of((4,), wrapped, layers.LayerNormalization(name="ln"), dense(2))
     for norm, name in (("noisy_bn", "NoisyBN"), ("group_norm", "GroupNormalization")):
         with pytest.warns(UserWarning, match=f"no place for {name} in: "):
             convert(model, norm)
