@@ -121,6 +121,7 @@ def define_flags():
     flags.DEFINE_string(
         "network", "resnet20:32:128", "Network as name:image size:batch size."
     )
+    networks.check_flag("network")
     flags.DEFINE_integer("steps", 4, "Steps of a turn.", lower_bound=1)
     flags.DEFINE_integer("rounds", 20, "Rounds to time.", lower_bound=3)
     flags.DEFINE_string("output", None, "JSON file to write.")

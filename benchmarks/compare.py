@@ -75,9 +75,9 @@ def ratio(times, yardstick):
 def report(output, benchmark, rows, **settings):
     """Print the table of rows; write them to a JSON file where `output` names one."""
     found = described(benchmark, rows, **settings)
+    print(tables.of(found))
     if output:
         files.write_json(output, found)
-    print(tables.of(found))
 
 
 def described(benchmark, rows, **settings):

@@ -98,6 +98,7 @@ def define_flags():
         ["resnet20:32:32", "ResNet50:96:4", "MobileNetV2:96:8"],
         "Networks as name:image size:batch size.",
     )
+    networks.check_flag("networks", any_name=True)
     flags.DEFINE_integer("rounds", 30, "Rounds to time.", lower_bound=4)
     flags.DEFINE_bool(
         "jit_compile",

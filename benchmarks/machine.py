@@ -2,13 +2,14 @@
 
 import concurrent.futures
 import importlib.metadata
-import os
 import pathlib
 import platform
 import time
 
 import keras
 import numpy as np
+
+from recipes.engine import workers
 
 
 def describe():
@@ -23,14 +24,17 @@ def describe():
         "backend": keras.backend.backend(),
         "device": _device(),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": workers.cores(),
         "versions": versions,
     }
 
 
 def _processor():
-    with open("/proc/cpuinfo") as f:
-        names = [line.split(":")[1].strip() for line in f if "model name" in line]
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
     return names[0] if names else platform.processor()
 
 
@@ -65,7 +69,7 @@ def copy_bandwidth(rounds=10):
 
     By NumPy, so that a machine has one figure, whatever framework is measured on it.
     """
-    threads = len(os.sched_getaffinity(0))
+    threads = workers.cores()
     source, target = (
         np.array_split(np.ones(2**26, "float32"), threads) for _ in range(2)
     )

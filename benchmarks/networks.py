@@ -98,6 +98,20 @@ def parse(text, any_name=False):
     return found[1], int(found[2]), int(found[3])
 
 
+def check_flag(flag, any_name=False):
+    """Make what `parse` refuses in a flag, of one network or of several, an error."""
+
+    def check(given):
+        try:
+            for text in given if isinstance(given, list) else [given]:
+                parse(text, any_name)
+        except ValueError as error:
+            raise flags.ValidationError(str(error)) from None
+        return True
+
+    flags.register_validator(flag, check)
+
+
 def define_flags():
     """The flags of benchmarks that compare the norms of whole networks."""
     flags.DEFINE_list(
@@ -105,6 +119,7 @@ def define_flags():
         ["resnet20:32:128", "resnet50:64:16"],
         f"Networks as name:image size:batch size, of {', '.join(NETWORKS)}.",
     )
+    check_flag("networks")
     flags.DEFINE_list(
         "norms", [*NORMS], f"Normalisations, with {YARDSTICK}, the yardstick."
     )

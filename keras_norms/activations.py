@@ -8,7 +8,6 @@ from keras import ops
 from keras_norms._types import Tensor
 
 
-@keras.saving.register_keras_serializable("keras_norms")
 def relu(x: Tensor) -> Tensor:
     """Compute `max(x, 0)`: the activation "relu", with less memory in training on JAX.
 
@@ -33,7 +32,6 @@ def relu(x: Tensor) -> Tensor:
     return ops.relu(x) if _is_left_to_keras(x) else _on_jax(x, None)
 
 
-@keras.saving.register_keras_serializable("keras_norms")
 def relu6(x: Tensor) -> Tensor:
     """Compute `min(max(x, 0), 6)`, as `relu` of this package does `max(x, 0)`.
 
@@ -47,6 +45,11 @@ def relu6(x: Tensor) -> Tensor:
         Tensor of the same shape and dtype.
     """
     return ops.relu6(x) if _is_left_to_keras(x) else _on_jax(x, 6)
+
+
+# Not as decorators, which have no types: what they return would have none either.
+keras.saving.register_keras_serializable("keras_norms")(relu)
+keras.saving.register_keras_serializable("keras_norms")(relu6)
 
 
 def _is_left_to_keras(x):

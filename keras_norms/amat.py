@@ -46,7 +46,8 @@ class AMAT(keras.callbacks.Callback):
 
     Raises:
         ValueError: At the start of training, if the model has no optimizer, or one
-            without a learning rate of its own, as `keras.optimizers.MultiOptimizer`.
+            without a learning rate of its own, as `keras.optimizers.MultiOptimizer`,
+            or, on TensorFlow and JAX, with a function that is not a schedule.
 
     Reference:
 
@@ -185,4 +186,10 @@ def _schedule(optimizer):
         return None
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return rate
+    if callable(rate):
+        raise ValueError(
+            "AMAT needs a learning rate that is a number or a LearningRateSchedule. "
+            "Other functions are called in the compiled step, where it does not see "
+            f"what they return. Received: learning_rate={rate}"
+        )
     return None

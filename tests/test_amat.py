@@ -244,6 +244,10 @@ def test_models_that_amat_cannot_serve():
     amat.set_model(r.compiled(r.branches(layers.BatchNormalization()), 0.1))
     with pytest.warns(UserWarning, match="no CBN layer"):
         amat.on_train_begin()
+    if BACKEND != "torch":  # which takes each step on the host
+        amat.set_model(r.compiled(r.branches(CBN()), lambda: 0.1))
+        with pytest.raises(ValueError, match="a LearningRateSchedule.*Received: le"):
+            amat.on_train_begin()
     amat.set_model(r.branches(CBN()))
     with pytest.raises(ValueError, match="compiled with an optimizer.*Received: mo"):
         amat.on_train_begin()

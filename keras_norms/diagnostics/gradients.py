@@ -8,6 +8,7 @@ import numpy as np
 from keras_norms._checks import arguments
 from keras_norms._types import Data, LayerOrName, Loss
 from keras_norms.diagnostics._engine.objective import Objective
+from keras_norms.diagnostics._engine.optional import optional
 
 
 class LossAndGradient(NamedTuple):
@@ -130,19 +131,18 @@ def hessian_eigenvalues(
         ValueError: If a product is not finite.
         scipy.sparse.linalg.ArpackNoConvergence: If the method does not converge.
     """
-    from scipy.sparse.linalg import LinearOperator, eigsh
-
+    linalg = optional("scipy.sparse.linalg", "`hessian_eigenvalues`", "SciPy")
     objective = Objective(model, x, y, loss, training=training)
     size = objective.start.size
     arguments.choice("which", which, ("LA", "SA", "LM"))
     arguments.integer("count", count, at_least=1, below=size)
     arguments.number("tolerance", tolerance, at_least=0)
     arguments.integer("seed", seed, at_least=0)
-    product = LinearOperator(
+    product = linalg.LinearOperator(
         (size, size), lambda vector: _product(objective, vector), dtype="float64"
     )
     v0 = np.random.default_rng(seed).normal(size=size)
-    found = eigsh(
+    found = linalg.eigsh(
         product, count, which=which, v0=v0, tol=tolerance, return_eigenvectors=False
     )
     return np.sort(found)[::-1]

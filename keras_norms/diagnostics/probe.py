@@ -10,6 +10,7 @@ from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_pair
 from keras_norms._types import Directory
+from keras_norms.diagnostics._engine.optional import optional
 
 
 class Probe(keras.callbacks.Callback):
@@ -47,9 +48,8 @@ class Probe(keras.callbacks.Callback):
         self._latest: dict[str, float] = {}
         if log_dir is not None:
             # Here, so that it is not missing only when training begins.
-            from tensorboard.summary import Writer
-
-            self._open_writer = Writer
+            summary = optional("tensorboard.summary", "`log_dir`", "TensorBoard")
+            self._open_writer = summary.Writer
 
     def measure(self) -> dict[str, float]:
         """Measure `self.model`."""

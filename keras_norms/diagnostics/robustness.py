@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_compiled_or_loss, check_inputs
+from keras_norms._keras import layers_of
 from keras_norms._types import Data, Loss
 from keras_norms.diagnostics._engine.differentiation import (
     compiler,
@@ -154,6 +155,11 @@ def robustness(
     return Robustness(clean, noisy, attacked, *differences, still / n, n)
 
 
+# Of the loss. The gradients of confident samples vanish at small ones, those of others
+# are infinite at large ones: each sample has the largest at which its own are finite.
+_SCALES_OF_FLOAT16 = (2.0**-12, 1.0, 2.0**12, 2.0**24, 2.0**36)
+
+
 class _Attack:
     """The attack on a model, and the accuracy of what it makes."""
 
@@ -180,6 +186,8 @@ class _Attack:
         self._values = self._pure.values()
         self._randomness = randomness()
         self._has_gradient = False  # at any sample so far
+        is_narrow = any(v.compute_dtype == "float16" for v in layers_of(model))
+        self._scales = _SCALES_OF_FLOAT16 if is_narrow else (1.0,)
         compiled = compiler(model)
         self._slope = compiled(self._slope_of)
         self._outputs = compiled(self._pure.outputs)
@@ -260,12 +268,22 @@ class _Attack:
         return slope / np.maximum(_length(slope), 1), without
 
     def _slope_of(self, weights, state, x, y):
-        def loss(values):
-            mean = self._pure(weights, state, values[0], y)
-            # The sum over samples: that of one is not smaller in larger batches.
-            return mean * ops.cast(ops.shape(x)[0], mean.dtype)
+        """The gradient at each sample, times a positive number of its own."""
 
-        return differentiate(loss, [x])[1][0]
+        def scaled(scale):
+            def loss(values):
+                mean = self._pure(weights, state, values[0], y)
+                # The sum over samples: that of one is not smaller in larger batches.
+                return mean * ops.cast(ops.shape(x)[0], mean.dtype) * scale
+
+            return differentiate(loss, [x])[1][0]
+
+        slope, axes = scaled(self._scales[0]), tuple(range(1, len(x.shape)))
+        for scale in self._scales[1:]:
+            larger = scaled(scale)
+            usable = ops.all(ops.isfinite(larger), axes, keepdims=True)
+            slope = ops.where(usable, larger, slope)
+        return slope
 
 
 def _length(v):

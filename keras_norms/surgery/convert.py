@@ -69,8 +69,9 @@ def convert(
     batches that are too small for statistics of their own. Groups are as many as divide
     the channels, but at most 32 and of 4 channels or more. `"batch_norm"` takes the
     place of all other norms. `"none"` takes all norms out. A norm stays where a single
-    number would be normalised alone, as by `"instance_norm"` after a `Dense` layer. A
-    warning names layers that stay.
+    number would be normalised alone, as by `"instance_norm"` after a `Dense` layer,
+    or where channels are not the last axis, along which alone Keras has `"rms_norm"`,
+    and on PyTorch `"layer_norm"`, right. A warning names layers that stay.
 
     With `preserve=True` the new model computes what the old one does, at inference, and
     a warning names layers of which that is not so:
@@ -95,6 +96,7 @@ def convert(
       into the layers next to them, or leaves `<name>_affine`, and is exact. Of norms of
       samples, gamma and beta stay alone.
     * NoisyBN takes all weights over. LpNorm gets a gamma that makes up for its norm.
+      An epsilon of 0 or a momentum of 1, which they refuse, become their defaults.
     * WN is exact. WS and CWN cannot hold a kernel whose units have a mean. That units
       have other lengths is made up for, by the gain with `gain=True`, or by the
       statistics of the BatchNormalization that follows.
@@ -220,7 +222,7 @@ def convert(
         "place; name them in `skip` to keep them": report.lost,
         "the function could not be preserved, these layers change it": changed,
         "these layers cannot be wrapped (units of one weight, LoRA, quantization, "
-        "a class that overrides the kernel) and stay": report.unwrapped,
+        "FusedCBN, a class that overrides the kernel) and stay": report.unwrapped,
         "the moving statistics of these layers are unknown, so that the first "
         "training step changes the function; pass `data` to measure them, or "
         "preserve=False to train from scratch": [] if report.fresh else empty,

@@ -12,6 +12,7 @@ import keras
 
 from recipes import models
 from recipes.engine import data, files, imagenet, optimizers, training
+from recipes.engine.errors import UserError
 from recipes.engine.settings import Images, Sweep, setting
 from recipes.models import norms
 
@@ -126,7 +127,7 @@ class Saved(Training):
     """A training whose best network is saved."""
 
     saved_models_dir: str | None = setting(
-        "saved_models", "Directory of saved models.", compare=False
+        "saved_models", "Directory of saved models.", compare=False, directory=True
     )
 
 
@@ -208,7 +209,10 @@ def network(settings, source, norm):
 
 def _network(settings, source, norm, optimizer):
     model = network(settings, source, norm)
-    norms.check_stages(settings.stage_rho, model)
+    try:
+        norms.check_stages(settings.stage_rho, model)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     model.compile(
         optimizer(
             settings.learning_rate,

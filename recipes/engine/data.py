@@ -204,6 +204,16 @@ def _npz(path):
             "height, width) or (n, height, width, channels), and a label for each, (n,)"
             f" or (n, 1). Received: dataset={path!r}, with {shapes}"
         )
+    are_numbers = all(
+        array.dtype.kind in "biuf" and np.isfinite(array).all()
+        for array in found.values()
+    )
+    if not are_numbers or any((labels % 1 != 0).any() for labels in (y, y_test)):
+        kinds = ", ".join(f"{name} {array.dtype}" for name, array in found.items())
+        raise UserError(
+            "Argument `dataset` must be an .npz file of finite numbers, with whole ones"
+            f" as labels. Received: dataset={path!r}, with {kinds}"
+        )
     if min(y.min(), y_test.min()) < 0 or y_test.max() > y.max():
         raise UserError(
             "Argument `dataset` must be an .npz file whose labels are numbers from 0 "

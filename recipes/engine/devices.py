@@ -119,7 +119,14 @@ class DataParallel:
 
     def __init__(self, *several):
         if any(value is not None for value in several):
-            keras.distribution.initialize(*several)
+            try:
+                keras.distribution.initialize(*several)
+            except ValueError as error:
+                raise UserError(
+                    "Arguments `job_addresses`, `num_processes` and `process_id` must "
+                    "all be given, but on TPUs. Received: job_addresses={!r}, "
+                    "num_processes={}, process_id={} ({})".format(*several, error)
+                ) from error
         import jax
 
         self._distribution = keras.distribution.DataParallel(auto_shard_dataset=False)

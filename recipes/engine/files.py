@@ -4,7 +4,6 @@ A process may be killed at any moment, the disk may be full, and a file may come
 damaged: then there is the old file, or an error that names it and says what to do.
 """
 
-import errno
 import json
 import os
 import pathlib
@@ -23,7 +22,7 @@ def write(path, save):
         save: Callable of one `pathlib.Path`, which has the suffix of `path`.
 
     Raises:
-        OSError: If it cannot be written. The error names the file and the reason.
+        UserError: If it cannot be written. The error names the file and the reason.
     """
     path = pathlib.Path(path)
     temporary = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
@@ -42,11 +41,10 @@ def write(path, save):
 
 
 def unwritable(path, error):
-    """An OSError that names the file that could not be written."""
-    return OSError(
-        error.errno or errno.EIO,
+    """A UserError that names the file that could not be written."""
+    return UserError(
         f"{path} cannot be written: {error.strerror or error}. What was recorded "
-        "before is whole, and once this is mended, the same command goes on",
+        "before is whole, and once this is mended, the same command goes on."
     )
 
 

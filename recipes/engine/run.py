@@ -39,8 +39,7 @@ class Run:
 
     Raises:
         UserError: If the directory has other settings, or is of another version; and,
-            in all methods, if a file is damaged.
-        OSError: If a file cannot be written.
+            in all methods, if a file is damaged or cannot be written.
         InUse: From `with`, if another process has the run.
     """
 

@@ -41,7 +41,8 @@ def setting(default, help, *, compare=True, **checks):
         help: Text of the flag.
         compare: Whether it decides the outcome.
         **checks: `choices`, the values that there are; `matches`, a pattern of what
-            `help` describes; or bounds of a number: `above`, `at_least` and `at_most`.
+            `help` describes; `directory`, whether it may not be a file; or bounds of a
+            number: `above`, `at_least` and `at_most`.
     """
     metadata = {"help": help, **checks}
     return dataclasses.field(default=default, metadata=metadata, compare=compare)
@@ -59,7 +60,10 @@ class Settings:
     VARIABLE: ClassVar = ()  # what does not change the compiled network
 
     runs_dir: str = setting(
-        "runs", "Directory of runs; one that was interrupted goes on.", compare=False
+        "runs",
+        "Directory of runs; one that was interrupted goes on.",
+        compare=False,
+        directory=True,
     )
     backend: str | None = None  # of Keras; no flag
 
@@ -307,6 +311,8 @@ def _must(about, value):
         return f"be of {', '.join(map(str, about['choices']))}"
     if "matches" in about and not re.match(about["matches"], value):
         return f"be {about['help'][0].lower()}{about['help'][1:].rstrip('.')}"
+    if about.get("directory") and pathlib.Path(value).is_file():
+        return "be a directory"
     if isinstance(value, float) and not math.isfinite(value):
         return "be finite"
     for key, bound in about.items():

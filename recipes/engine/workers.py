@@ -36,9 +36,14 @@ def default_count():
         devices = keras.distribution.list_devices()
     if any(not device.startswith("cpu") for device in devices):
         return 1
-    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
-        return min(len(os.sched_getaffinity(0)), MOST)
-    return min(os.cpu_count(), MOST)
+    return min(cores(), MOST)
+
+
+def cores():
+    """How many cores this process may use; all, where the system does not say which."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def each(function, jobs, program, count=None):

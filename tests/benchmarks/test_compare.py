@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import os
+import pathlib
 import time
 
 import pytest
 
 from benchmarks import compare
+from recipes.engine.errors import UserError
 from tests.support.backend import thorough_on
 
 pytestmark = thorough_on("jax")
@@ -34,6 +37,25 @@ def test_ratio_compares_within_a_round():
     assert found == {"ratio": 4, "ratio_quartiles": [2, 6]}
     with pytest.raises(ValueError):
         compare.ratio([1, 2], [1])
+
+
+def test_a_report_is_printed_where_nothing_can_be_read_or_written(
+    tmp_path, monkeypatch, capsys
+):
+    """Not on Linux; and a path that is none."""
+
+    def not_there(path, *args, _read_text=pathlib.Path.read_text, **kwargs):
+        if str(path) == "/proc/cpuinfo":
+            raise FileNotFoundError(path)
+        return _read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(pathlib.Path, "read_text", not_there)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(compare.tables, "of", lambda report: report["benchmark"])
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file/a.json cannot be written"):
+        compare.report(tmp_path / "file/a.json", "any", [])
+    assert capsys.readouterr().out == "any\n"
 
 
 def test_long_steps_go_on(tmp_path, monkeypatch):

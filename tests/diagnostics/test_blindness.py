@@ -99,6 +99,29 @@ def test_changes_and_shares_are_those_of_the_formulas(kind, dtype):
 
 
 @later_on_jax
+def test_float16_gradients_are_scaled_as_in_training():
+    def find(factor):
+        with precision("mixed_float16"):
+            model = build(layers.LayerNormalization())
+        model.set_weights([w + 0.5 for w in weights])
+
+        def loss(y, logits):
+            return factor * keras.losses.sparse_categorical_crossentropy(
+                y, logits, True
+            )
+
+        networks.compiled(model, loss)
+        found = probe.blindness(model, inputs(), LABELS)
+        return np.stack([found.changes * factor, found.shares])
+
+    rng = np.random.default_rng(0)
+    weights = [
+        rng.normal(size=w.shape) for w in build(layers.LayerNormalization()).weights
+    ]
+    np.testing.assert_allclose(find(1e-6), find(1), rtol=0.02)
+
+
+@later_on_jax
 def test_what_other_norms_pass():
     norms = [LpNorm(1), LpNorm("inf"), LpNorm(2, norm_of="centered")]
     norms += [layers.LayerNormalization(), layers.RMSNormalization()]

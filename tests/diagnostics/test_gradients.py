@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import sys
 import weakref
 
 import keras
@@ -42,6 +43,15 @@ def test_gradient_and_hessian_are_those_of_a_reference(nonlinear, layer, side):
     product = diagnostics.hessian_vector_product(model, x, y, parts, **at)
     expected = reference.hessian_vector_product(function, point, vector)
     assert relative_error(flat(product), expected) < max(10 * rounding, 1e-7)
+
+
+def test_a_package_that_is_not_installed_is_named(nonlinear, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    with pytest.raises(ModuleNotFoundError, match="needs SciPy: pip install scipy"):
+        diagnostics.hessian_eigenvalues(*nonlinear[:3])
+    with pytest.raises(ModuleNotFoundError, match="`log_dir` needs TensorBoard: pip"):
+        diagnostics.LandscapeProbe(nonlinear[1:3], log_dir="logs")
 
 
 def test_eigenvalues_and_trace_are_those_of_the_dense_hessian(nonlinear):

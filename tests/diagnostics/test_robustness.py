@@ -11,7 +11,7 @@ from keras_norms import diagnostics
 from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
 from tests.support.backend import later_on_jax, precision
-from tests.support.diagnostics_networks import sequential
+from tests.support.diagnostics_networks import float64, sequential
 
 rng = np.random.default_rng(0)
 W1, W2 = rng.normal(size=(5, 8)), rng.normal(size=(8, 3))
@@ -116,6 +116,29 @@ def test_samples_without_a_gradient_stay_and_are_counted(capsys):
     np.testing.assert_array_equal(attacked, x)
     found = diagnostics.robustness(model, x, labels, loss, verbose=0, **attack)
     assert (found.clean, found.noise, found.attacked) == (0, 0, 0)
+
+
+@later_on_jax
+def test_float16_gradients_of_confident_samples_are_kept():
+    """Of others too, whose gradients are infinite at the scale that these need."""
+    found = {}
+    for policy in ("float32", "mixed_float16"):
+        with precision(policy):
+            model = sequential(layers.Dense(8, "tanh"), layers.Dense(3))
+        model.set_weights([W1, np.zeros(8), 30 * W2, np.zeros(3)])
+        labels = np.argmax(float64(model(X)), 1)
+        wrong = np.arange(len(X)) % 4 == 0
+        labels = np.where(wrong, (labels + 1) % 3, labels)
+        attack = {"epsilon": 0.01, "steps": 1, "verbose": 0}
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        moved = diagnostics.bim(model, X, labels, loss, **attack) - X
+        found[policy] = np.sign(np.round(moved, 6))
+        logits = np.sort(float64(model(X)), 1)
+        margins = np.where(wrong, 0, logits[:, -1] - logits[:, -2])
+        # float16 has nothing between 0 and exp(-16.6).
+        assert np.sum((margins > 17) & (margins < 40)) > 2
+    wide, narrow = (signs[margins < 40] for signs in found.values())
+    assert np.mean(wide != 0) > 0.9 and np.mean(narrow == wide) > 0.97
 
 
 @later_on_jax

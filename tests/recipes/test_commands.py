@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import runpy
+import sys
 
 import absl.flags
 import pytest
@@ -50,13 +51,25 @@ def test_every_documented_command_parses():
     assert not wrong
 
 
-def test_the_package_lists_its_recipes(capsys):
-    runpy.run_module("recipes")
+@pytest.mark.parametrize(
+    "package, program, least",
+    [
+        ("recipes", "recipes.train", 20),
+        ("benchmarks", "benchmarks.tpu", 10),
+        ("tuner", "tuner.search", 1),
+    ],
+)
+def test_packages_list_their_programs(package, program, least, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [package])
+    runpy.run_module(package)
     first, *lines = capsys.readouterr().out.splitlines()
     listed = {line.split()[0]: line for line in lines}
-    assert "recipes.train" in listed and len(listed) > 20
+    assert program in listed and len(listed) >= least
     assert all(len(line.split()) > 4 for line in lines)
     assert not [name for name in listed if name.startswith("recipes.engine")]
+    monkeypatch.setattr(sys, "argv", [package, "compare"])
+    with pytest.raises(SystemExit, match="no arguments.*'compare'"):
+        runpy.run_module(package)
 
 
 def test_every_recipe_is_documented():

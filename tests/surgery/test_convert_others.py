@@ -10,7 +10,7 @@ from keras import layers
 from keras_norms import CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from keras_norms.surgery import convert, fold, recalibrate
 from tests.support import surgery_models as m
-from tests.support.backend import later, later_on_jax, numpy, precision
+from tests.support.backend import BACKEND, later, later_on_jax, numpy, precision
 from tests.support.surgery_models import apply, bn, dense, quiet, relu
 from tests.support.wrapped import Damped, Doubled, Halved
 
@@ -55,6 +55,36 @@ def test_lp_norm_measures_its_norm_on_data():
     expected = np.abs(numpy(model.get_layer("one")(x))).mean((0, 1, 2))
     norm = numpy(new.get_layer("one_bn").moving_norm)
     np.testing.assert_allclose(norm, expected, rtol=1e-4)
+
+
+@later_on_jax
+@pytest.mark.parametrize("norm", ["noisy_bn", "lp_norm"])
+def test_settings_that_only_batch_normalization_takes(norm):
+    kept = apply(layers.BatchNormalization, momentum=1.0, epsilon=0.0)
+    model = m.model_of((5,), dense(4, "relu"), kept, dense(2))
+    new = m.check_convert(model, norm, data=m.images(20, 5))
+    assert new.layers[-2].momentum < 1 and new.layers[-2].epsilon > 0
+
+
+@later_on_jax
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_norms_that_keras_has_for_the_last_axis_only(norm):
+    model = m.model_of((5, 4, 4), apply(layers.BatchNormalization, axis=1, name="bn"))
+    if norm == "rms_norm" or BACKEND == "torch":
+        with pytest.warns(UserWarning, match="another axis.*'bn'"):
+            new = convert(model, norm)
+        assert type(new.get_layer("bn")) is layers.BatchNormalization
+    else:
+        new = quiet(convert, model, norm)
+        x = m.images(3, 5, 4, 4)
+        expected = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
+        # Deviation and mean of what the old norm gave each channel.
+        gamma, beta = (
+            numpy(w)[:, None, None]
+            for w in (new.get_layer("bn").gamma, new.get_layer("bn").beta)
+        )
+        found = numpy(new(x))
+        np.testing.assert_allclose(found, gamma * expected + beta, atol=0.05)
 
 
 # Class, and over which axes of (samples, positions, groups, channels of a group).
@@ -212,6 +242,19 @@ def test_kernels_without_a_mean_keep_the_function(norm, gain, scale):
     m.check_convert(model, norm, tolerance=tolerance, says="", skip=skip)
 
 
+def test_statistics_that_no_norm_can_have_change_the_function():
+    """The kernel of CWN is so much shorter that the variance would be negative."""
+    model = m.model_of((8,), dense(6), apply(layers.BatchNormalization, scale=False))
+    first, norm = model.layers[-2:]
+    kernel = np.random.default_rng(1).normal(size=(8, 6))
+    first.kernel.assign(5 * (kernel - kernel.mean(0)))
+    norm.moving_variance.assign([2e-2, 6e-3, 1e-3, 8e-3, 4e-3, 2e-3])
+    with pytest.warns(UserWarning, match=f"could not be preserved.*{first.name}"):
+        new = convert(model, "cwn")
+    found = new.layers[-1].moving_variance
+    np.testing.assert_array_equal(numpy(found), numpy(norm.moving_variance))
+
+
 @later_on_jax
 def test_fused_ones_are_fused_and_recalibrate_and_fold_like_the_unfused():
     """A residual block with a projected shortcut, padding, and a head."""
@@ -232,6 +275,8 @@ def test_fused_ones_are_fused_and_recalibrate_and_fold_like_the_unfused():
     assert [len(layer.layers) for layer in made] == [2, 1, 1]
     assert fused.compiled and fused.count_params() == plain.count_params()
     assert m.names(m.check_fold(plain)) == m.names(m.check_fold(fused))
+    with pytest.warns(UserWarning, match="cannot be wrapped.*FusedCBN.*first_cbn"):
+        convert(fused, "wn")
     for new in plain, fused:
         recalibrate(new, other, verbose=0)
     m.assert_same_outputs(fused, plain, x)
@@ -260,6 +305,13 @@ def test_frozen_models_in_a_model_stay_frozen(norm):
     new = convert(model, norm, preserve=False)
     assert not any("inner" in weight.path for weight in new.trainable_weights)
     assert not any(layer.trainable for layer in new.get_layer("inner").layers)
+    # But for layers in them that were told to train after that.
+    steps[-1].trainable = True
+    new = convert(model, norm, preserve=False).get_layer("inner")
+    train = {layer.name for layer in new.layers if layer.trainable}
+    last = steps[-1].name
+    assert train == {last, *([f"{last}_cbn"] if norm == "cbn" else [])}
+    assert new.get_layer(last).kernel.trainable
 
 
 @later_on_jax

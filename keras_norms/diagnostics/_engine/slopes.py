@@ -41,10 +41,8 @@ class Slopes(Objective):
         disturbance = np.broadcast_to(disturbance, self.outputs.shape).astype(dtype)
         weights = np.asarray(loss, dtype), disturbance
         loss, disturbance = map(ops.convert_to_tensor, weights)
-        with differentiation.drawing_from(self._randomness):
-            start = self._tensors("point", self.start)
-            gradient = self._slope(start, loss, disturbance, self._state, *self._batch)
-        return float64(gradient)
+        start = self._tensors("point", self.start)
+        return float64(self._scaled(self._slope, start, loss, disturbance)[0])
 
     def at_output(self):
         """Compute `dL/dY`, float64."""
@@ -61,13 +59,15 @@ class Slopes(Objective):
             columns.append(after.unflatten(product).sum(0))
         return np.array(columns, "float64").T
 
-    def _slope_of_sum(self, values, weight, disturbance, *context):
+    def _slope_of_sum(self, values, weight, disturbance, state, x, y, scale):
         def weighted(values):
             seen = []
             with replacing_call(self._layer, lambda x, f: seen.append(f(x)) or seen[0]):
-                loss = self._loss(values, *context)
+                loss = self._loss(values, state, x, y)
             term = ops.sum(disturbance * ops.cast(seen[0], disturbance.dtype))
-            return weight * ops.cast(loss, weight.dtype) + term
+            total = weight * ops.cast(loss, weight.dtype) + term
+            return total * ops.cast(scale, total.dtype)
 
         _, (gradient,) = differentiation.differentiate(weighted, values)
-        return ops.cast(gradient, self.start.dtype.name)
+        dtype = self.start.dtype.name
+        return ops.cast(gradient, dtype) / ops.cast(scale, dtype)

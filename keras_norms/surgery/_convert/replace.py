@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_norms.layers.cbn import CBN
 from keras_norms.layers.lp_norm import LpNorm
+from keras_norms.layers.noisy_bn import NoisyBN
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear, moves
 from keras_norms.surgery._graph.affine import OF_SAMPLES, Affine
@@ -114,6 +115,14 @@ def take_out(units):
         moves.take_out(unit)
 
 
+def _of_last_axis():
+    """Norms of Keras (3.12 to 3.15) that fail or are wrong along other axes."""
+    norms = [keras.layers.RMSNormalization]
+    if keras.backend.backend() == "torch":
+        norms.append(keras.layers.LayerNormalization)
+    return norms
+
+
 def _is_norm(unit):
     return affine_lib.has_statistics(unit) or unit.cls in OF_SAMPLES
 
@@ -166,15 +175,25 @@ def _own_settings(unit, template):
         names |= {"momentum"} if cls in affine_lib.NORM_CLASSES else set()
     if cls is LpNorm:
         names -= {"epsilon", "scale"}  # Its scale makes up for its norm.
-    return {name: unit.config[name] for name in names if name in unit.config}
+    own = {name: unit.config[name] for name in names if name in unit.config}
+    if cls in (NoisyBN, LpNorm):  # which do not take all that BatchNormalization does
+        if not 0 <= own.get("momentum", 0) < 1:
+            del own["momentum"]
+        if own.get("epsilon", 1) <= 0:
+            del own["epsilon"]
+    return own
 
 
 def _settings_for(unit, template, axis):
-    """Groups, where the template has none; `None` where the output would be constant.
+    """Groups, where the template has none; `None` where the norm cannot stand.
 
-    One number that is normalised alone is 0.
+    One number that is normalised alone is 0. Of Keras' norms some are right along the
+    last axis only.
     """
     if axis is None:
+        return None
+    rank = unit.nodes[0].input.rank
+    if template.cls in _of_last_axis() and axis % rank != rank - 1:
         return None
     size, settings = _channels_of(unit), {}
     if template.cls is keras.layers.GroupNormalization:

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from keras_norms.layers import kernels
+from keras_norms.layers.fused_cbn import FusedCBN
 from keras_norms.layers.wn import WN
 from keras_norms.surgery._graph import affine, linear
 from keras_norms.surgery._graph.arrays import assign, to_float64
@@ -13,6 +14,8 @@ from keras_norms.surgery._graph.arrays import assign, to_float64
 def wrap(report, units, wrapper):
     """Wrap every layer with a kernel, under its own name, by a partial of a class."""
     for unit in units:
+        if issubclass(unit.cls, FusedCBN):
+            report.unwrapped.append(unit.name)
         if not linear.is_linear(unit) or issubclass(unit.cls, linear.WRAPPERS):
             continue
         if _can_wrap(unit.layer, wrapper.func):
@@ -74,7 +77,8 @@ def _scale_statistics(unit, ratio):
     """Let the BatchNormalization after a layer see `ratio` times what it saw.
 
     With m' = ratio * m and v' = ratio^2 * v its output is the same, but for epsilon,
-    which gamma makes up for. Returns whether there is such a norm.
+    which gamma makes up for, or v' where there is none. Returns whether there is such a
+    norm.
     """
     norm = affine.norm_after(unit, affine.is_batch_norm)
     is_linear = not kernels.overrides_call(unit.cls)
@@ -88,7 +92,8 @@ def _scale_statistics(unit, ratio):
     variance = np.square(ratio) * old
     if layer.gamma is None:
         variance = np.square(ratio) * (old + layer.epsilon) - layer.epsilon
-        variance = np.maximum(variance, 0)
+        if variance.min() < 0:
+            return False
     else:
         roots = np.sqrt((variance + layer.epsilon) / (old + layer.epsilon))
         assign(layer.gamma, to_float64(layer.gamma) * roots / ratio)

@@ -197,8 +197,15 @@ class Graph:
         return self._frozen_as_before(model)
 
     def _frozen_as_before(self, model):
-        if not self.model.trainable:
-            model.trainable = False  # and all layers in it, new ones too
+        if self.model.trainable:
+            return model
+        layers = _keras.layers_of(model, include_self=False)
+        flags = [layer.trainable for layer in layers]
+        model.trainable = False  # and all layers in it, new ones too
+        if any(variable.trainable for variable in self.model.variables):
+            # Some were told to train after the model was told not to.
+            for layer, trains in zip(layers, flags):
+                layer.trainable = trains
         return model
 
     def _is_chain(self):

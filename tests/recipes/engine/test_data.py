@@ -102,6 +102,9 @@ def test_an_npz_that_is_no_set_of_images(made, tmp_path):
         ({"x_train": x[:0], "y_train": y[:0]}, r"a label for each.*\(0, 6, 5, 3\)"),
         ({"x_train": x.reshape(50, -1)}, r"\(n, height, width\).*x_train \(50, 90\)"),
         ({"x_test": arrays["x_test"][:, 1:]}, r"of one size.*x_test \(10, 5, 5, 3\)"),
+        ({"y_train": y.astype(str)}, "whole ones as labels.*y_train <U"),
+        ({"y_train": y + 0.5}, "whole ones as labels.*y_train float64"),
+        ({"x_train": x * np.nan}, "of finite numbers"),
         ({"y_train": y - 1}, "labels are numbers from 0.*labels from -1 to 2"),
         ({"y_test": arrays["y_test"] + 1}, "that training images have.*images 1 to 4"),
     ):

@@ -1,3 +1,4 @@
+import keras
 import numpy as np
 import pytest
 
@@ -8,7 +9,7 @@ from tests.support.backend import BACKEND, tensorflow_only
 SETTINGS = classifier.Training(train_size=40, batch_size=12, augment=True)
 
 
-def test_what_a_backend_does_not_have_is_refused():
+def test_what_a_backend_does_not_have_is_refused(monkeypatch):
     assert devices.get(None) is None and devices.get("none") is None
     for name in ("mirrored", "tpu", "data_parallel", "of my own"):
         if devices.BACKENDS.get(name) != BACKEND:
@@ -16,7 +17,15 @@ def test_what_a_backend_does_not_have_is_refused():
                 devices.get(name)
     with pytest.raises(ValueError, match="many machines there only. Received: job"):
         devices.get("mirrored", "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
-    if BACKEND != "jax":
+    if BACKEND == "jax":
+
+        def refuse(*several):
+            raise ValueError("coordinator_address should be defined.")
+
+        monkeypatch.setattr(keras.distribution, "initialize", refuse)
+        with pytest.raises(ValueError, match="must all be given.*process_id=1"):
+            devices.get("data_parallel", process_id=1)
+    else:
         with pytest.raises(ValueError, match="KERAS_BACKEND=jax.*Received: backend"):
             joint_training.train([classifier.Saved()])
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from recipes.engine import run
+from recipes.engine.errors import UserError
 from tests.programs import damaged
 from tests.programs.damaged import CONFIG, record
 from tests.support.backend import later
@@ -116,7 +117,7 @@ def test_a_write_that_ends_at_any_byte_and_again(step, killed, tmp_path):
                 patch.setattr(os, "unlink", lambda path: None)
             resource.setrlimit(limit, (size, bounds[1]))
             try:
-                with pytest.raises(OSError, match="cannot be written: File too large"):
+                with pytest.raises(UserError, match="cannot be written: File too larg"):
                     record(directory)
             finally:
                 resource.setrlimit(limit, bounds)
@@ -174,5 +175,5 @@ def test_one_process_at_a_time(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
     (tmp_path / "runs").write_text("")
     for path in (tmp_path / "runs", pathlib.Path("/proc/runs")):  # for root, too
-        with pytest.raises(OSError, match="cannot be written: .*the same command goes"):
+        with pytest.raises(UserError, match="cannot be written.*same command goes on"):
             run.Run(path / "a", CONFIG).__enter__()

@@ -105,6 +105,7 @@ def test_bad_values(monkeypatch):
         ("herbs", "ab", "be several values"),
         ("places", ["x"], "be values of type float"),
         ("herbs", [], "have a value"),
+        ("runs_dir", __file__, "be a directory"),
     ):
         with pytest.raises(ValueError, match=rf"`{name}` must {must}\. Received: "):
             Cooking(**{name: value})
