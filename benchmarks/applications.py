@@ -115,8 +115,7 @@ def scaled(name):
 
 def folded(model, x, expected):
     """The difference after fold, and how many layers stay in place of norms."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         result = fold(model)
     norms = count(result, keras.layers.BatchNormalization)
     shifts = count(result, keras.layers.Rescaling) - count(
@@ -130,8 +129,7 @@ def folded(model, x, expected):
 
 def converted(model, norm, x, labels, expected):
     """One norm: outputs preserved, one step, saved and loaded, folded."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         new = convert(model, norm, data=[x] if norm in ("cbn", "lp_norm") else None)
         result = {"preserve": difference(outputs(new, x), expected)}
         result["CBN"] = count(new, CBN)

@@ -125,8 +125,8 @@ def saved_model(path):
 def litert(path):
     import tensorflow as tf
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It has moved to a package of its own.
+    # It has moved to a package of its own.
+    with warnings.catch_warnings(action="ignore"):
         interpreter = tf.lite.Interpreter(str(path), num_threads=1)
     (given,), (made,) = (
         interpreter.get_input_details(),
@@ -214,8 +214,8 @@ def measure(network, norm):
             return []  # the same network
         model = pruned.model
     rows, runs = [], {}
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fold's shifts, layers without kernels
+    quiet = warnings.catch_warnings(action="ignore")  # Shifts, layers without kernels.
+    with tempfile.TemporaryDirectory() as folder, quiet:
         formats = deployed(model, images.x_train, pathlib.Path(folder))
         for name, path, run in formats:
             logits = np.concatenate([run(image[None]) for image in x])

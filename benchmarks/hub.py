@@ -256,8 +256,7 @@ def check(name, batch=8):
 
 def _folded(model, x, expected):
     """The difference after fold, and how many norms are left."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         result = fold(model)
     for layer in layers_of(result):
         package = type(layer).__module__.partition(".")[0]

@@ -36,8 +36,7 @@ YARDSTICK = "no normalisation"
 def forms(name, size):
     """The five networks by name, the yardstick first."""
     shape = (size, size, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         if name.startswith("resnet"):
             depth = int(name.removeprefix("resnet"))
             plain, bn, cbn = (

@@ -64,8 +64,7 @@ def build(network, norm, image_size=None, learning_rate=0.1, skip=None):
     model = make(image_size or usual_size)
     if norm == "bn":
         return model
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Nothing is to be preserved here.
+    with warnings.catch_warnings(action="ignore"):  # Nothing is to be preserved here.
         if norm == "none":
             return convert(model, _nothing, preserve=False)
         if norm in LP_NORMS:

@@ -59,8 +59,8 @@ def change(norm, mode, seed):
         verbose=0,
     )
     before = model.predict(images.x_test, verbose=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Layers without kernels are not quantized.
+    # Layers without kernels are not quantized.
+    with warnings.catch_warnings(action="ignore"):
         model.quantize(mode)
     after = model.predict(images.x_test, verbose=0)
     moved = (after - before) / before.std()

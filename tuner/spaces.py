@@ -74,9 +74,7 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
             name = "rho" if group is None else f"rho_{group}"
             default = min(max(1.0, rho[0]), rho[1])
             value = hp.Float(name, *rho, sampling="log", default=default)
-            layer.initial_rho = float(value)
-            if layer.built:
-                layer.rho.assign(layer.initial_rho)
+            layer.rho = float(value)
         if omega is not None:
             default = min(max(10.0, omega[0]), omega[1])
             layer.omega = float(hp.Float("omega", *omega, default=default))

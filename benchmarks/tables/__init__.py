@@ -1,7 +1,7 @@
 """The tables of benchmarks, of the reports that they write with --output.
 
 The terminal and the pages of docs/results have them from here: `python docs/tables.py`
-prints those of the JSON files there. Nothing but the standard library is imported.
+writes those of the JSON files there. Nothing but the standard library is imported.
 """
 
 from benchmarks.tables import costs, results

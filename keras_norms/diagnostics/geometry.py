@@ -28,20 +28,7 @@ from keras_norms.layers.kernels import (
     overrides_call,
     unit_axes,
 )
-
-
-class Decomposition(NamedTuple):
-    """What `decompose` returns, float64.
-
-    Attributes:
-        gamma: Array of the shape of `v` without `axes`, the standard deviation.
-        beta: Array of that shape, the mean.
-        direction: Array of the shape of `v`, `N(v)`; zero where a vector is constant.
-    """
-
-    gamma: np.ndarray
-    beta: np.ndarray
-    direction: np.ndarray
+from keras_norms.ops.weight_norms import Decomposition
 
 
 def decompose(v: Tensor, axes: int | Sequence[int] = -1) -> Decomposition:

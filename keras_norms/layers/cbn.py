@@ -228,11 +228,9 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 
     @rho.setter
     def rho(self, value: float) -> None:
-        value = arguments.number("rho", value, above=0)
-        if self._rho is None:
-            self.initial_rho = value
-        else:
-            self._rho.assign(value)
+        self.initial_rho = arguments.number("rho", value, above=0)
+        if self._rho is not None:
+            self._rho.assign(self.initial_rho)
 
     @moves_state
     def call(

@@ -40,13 +40,6 @@ class Decomposition(NamedTuple):
     direction: Tensor
 
 
-class LinearMap(NamedTuple):
-    """`x W' + b'`: `weight` is `(inputs, units)`, `bias` is `(units,)`."""
-
-    weight: Tensor
-    bias: Tensor
-
-
 def center(v: Tensor, axes: Axes = -1) -> Tensor:
     """`v - mean(v)`, the projection onto the hyperplane orthogonal to `(1, ..., 1)`.
 
@@ -112,59 +105,6 @@ def wn(
     With `gain = norm(weight, axes, epsilon)` it returns `weight`.
     """
     return _times(gain, unit_norm(weight, axes, epsilon), axes)
-
-
-def effective_weight(
-    kernel: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    mean: Tensor,
-    covariance: Tensor,
-    epsilon: float = 0.0,
-) -> LinearMap:
-    """The linear map that a linear layer and batch normalization after it make.
-
-    ```
-    W' = gamma W / sqrt(W Sigma W^T + epsilon)      b' = beta - W' mean
-    ```
-
-    so that `BN(x W) = x W' + b'` over a batch with these statistics (Sun et al.,
-    Eq. 12). A bias of the linear layer has no effect. A convolution is the same with
-    its kernel reshaped to `(fan_in, units)` and the statistics of its patches.
-
-    Args:
-        kernel: `(inputs, units)`, a unit in each column, as in `keras.layers.Dense`.
-        gamma, beta: `(units,)`, those of the batch normalization, as is `epsilon`.
-        mean: `(inputs,)`, the mean of the inputs.
-        covariance: `(inputs, inputs)`, their covariance, divided by the batch size.
-
-    Returns:
-        `W'`, `(inputs, units)`, and `b'`, `(units,)`. Where the output of a unit does
-        not vary and there is no `epsilon`, its `W'` is zero.
-    """
-    tensors = [_wide(x) for x in (kernel, gamma, beta, mean, covariance)]
-    widest = max(keras.backend.standardize_dtype(x.dtype) for x in tensors)
-    kernel, gamma, beta, mean, covariance = (ops.cast(x, widest) for x in tensors)
-    kernel_size = _size(kernel, (0,), 0.0)
-    # The root of the largest covariance is a magnitude of inputs.
-    input_size = ops.sqrt(_size(covariance, (0, 1), 0.0))
-    direction = kernel / kernel_size
-    shape = covariance / input_size / input_size
-    # Not `ops.matmul`: it has the precision of float32 on PyTorch.
-    variance = ops.sum(direction * (shape @ direction), 0, keepdims=True)
-    # The variance of outputs is that of directions times (kernel_size input_size)^2, a
-    # number that may be too large or too small: epsilon is divided by it instead.
-    relative = _root_of(epsilon, kernel) / kernel_size / input_size
-    decides = relative > 1
-    one = ops.ones_like(relative)
-    square = ops.square(ops.where(decides, 1 / relative, one)) * ops.relu(variance)
-    square = square + ops.square(ops.where(decides, one, relative))
-    size = ops.where(decides, kernel_size / math.sqrt(epsilon or 1), 1 / input_size)
-    constant = ops.equal(square, 0)
-    root = ops.sqrt(ops.where(constant, ops.ones_like(square), square))
-    scale = ops.where(constant, ops.zeros_like(root), gamma / root)
-    effective = direction * (scale * size)
-    return LinearMap(effective, beta - (mean[None] @ effective)[0])
 
 
 def _wide(x):

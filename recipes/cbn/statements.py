@@ -115,17 +115,17 @@ def rho_of_relu(y):
     return float(np.sqrt(np.mean(y**2) / np.mean(np.maximum(y, 0) ** 2)))
 
 
-def depth_and_rho(activation, depth=DEPTH, width=64, batch=128):
+def depth_and_rho(activation, width=64):
     """Squared gradients of each layer of a plain network, a row for each rho."""
     keras.utils.set_random_seed(0)
     x = inputs = layers.Input((width,))
-    for i in range(depth):
+    for i in range(DEPTH):
         x = layers.Dense(width, name=f"dense{i}")(
             CBN()(layers.Activation(activation)(x))
         )
     model, found = keras.Model(inputs, x), []
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(2, batch, width)).astype("float32")
+    x, y = rng.normal(size=(2, 128, width)).astype("float32")
     for square in SQUARES_OF_RHO:
         for layer in model.layers:
             if isinstance(layer, CBN):

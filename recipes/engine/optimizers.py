@@ -109,9 +109,9 @@ class Rate(keras.callbacks.Callback):
         omegas: Dict from the name of each layer that is told to its omega.
     """
 
-    def __init__(self, schedule, omegas=None):
+    def __init__(self, schedule, omegas):
         super().__init__()
-        self._schedule, self._omegas = schedule, omegas or {}
+        self._schedule, self._omegas = schedule, omegas
 
     def on_train_begin(self, logs=None):
         self._rate = None

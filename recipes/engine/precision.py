@@ -15,7 +15,7 @@ def available():
 def precision(dtype):
     """Networks and losses that are made here compute in `dtype`."""
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(dtype)
+    keras.config.set_floatx("float32" if dtype.startswith("mixed") else dtype)
     keras.config.set_dtype_policy(dtype)
     try:
         yield

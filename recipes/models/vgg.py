@@ -5,7 +5,7 @@ is larger than 1x1, then Dense layers. The two hidden Dense layers of the paper 
 7x7 map that small images do not have; they are left out by default, as is usual for
 CIFAR.
 
-Reference: https://arxiv.org/abs/1409.1556, Table 1, columns A, B, D and E.
+Reference: https://arxiv.org/abs/1409.1556, Table 1, columns A and D.
 """
 
 from functools import partial
@@ -15,12 +15,7 @@ from keras import Model, layers
 from recipes.models.head import conv2d, dense_head
 
 FILTERS = (64, 128, 256, 512, 512)
-CONVOLUTIONS = {
-    11: (1, 1, 2, 2, 2),
-    13: (2, 2, 2, 2, 2),
-    16: (2, 2, 3, 3, 3),
-    19: (2, 2, 4, 4, 4),
-}
+CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3)}
 
 
 def vgg(depth, input_shape, num_classes, norm, activation, hidden=(), head_norm=None):

@@ -157,18 +157,18 @@ def predictiveness(path, runs, title):
     figures.save(figure, path)
 
 
-def histograms(path, runs, layers, title, shown=8):
+def histograms(path, runs, layers, title):
     """Draws the histograms of activations through training, one above the other.
 
-    Of the first run of each norm, so many moments are `shown`. `<layer>_histogram` are
+    Of the first run of each norm, eight moments are shown. `<layer>_histogram` are
     counts in equal bins, and `<layer>_edges` the lowest and the highest edge of these.
     """
     figure, axes = figures.subplots(len(layers), len(runs), title, sharey=True)
     for column, (norm, (first, *_)) in zip(axes.T, runs.items()):
-        places = np.linspace(0, len(first) - 1, min(shown, len(first))).astype(int)
+        places = np.linspace(0, len(first) - 1, min(8, len(first))).astype(int)
         for axis, layer in zip(column, layers):
             some = first[[f"{layer}_histogram", f"{layer}_edges"]].iloc[places]
-            _ridges(axis, some.to_numpy(), figures.shades(range(shown)))
+            _ridges(axis, some.to_numpy(), figures.shades(range(8)))
             axis.set_yticks([])
             axis.grid(False)
         column[0].set_title(figures.name_of(norm))

@@ -132,6 +132,7 @@ def test_rho_can_be_assigned(tmp_path):
     model = keras.Sequential([keras.Input((3,)), layer])
     quarter = numpy(model(X))
     layer.rho = 2.0
+    assert layer.get_config()["rho"] == 2
     np.testing.assert_allclose(numpy(model(X)), 2 * quarter, rtol=1e-6)
     model.save(tmp_path / "rho.keras")
     loaded = keras.models.load_model(tmp_path / "rho.keras")

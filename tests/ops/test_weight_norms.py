@@ -1,4 +1,4 @@
-"""Norms of weights against float64 NumPy; BN and a linear layer as one (Eq. 12)."""
+"""Norms of weights against float64 NumPy."""
 
 import keras
 import numpy as np
@@ -9,7 +9,6 @@ from keras_norms.ops import weight_norms
 from tests.support.autodiff import MODES, second_derivative, training_step
 from tests.support.backend import BACKEND, numpy, some
 from tests.support.batch_reference import finite_differences, relative_error
-from tests.support.normalizations import assert_near
 from tests.support.weight_reference import AsLayer, WeightReference
 
 WIDEST = "float32" if BACKEND == "jax" else "float64"
@@ -160,105 +159,3 @@ def test_weight_maps(kind, axes, unit, gain):
     expected = reference.forward(w, ones if gain is None else gain, unit)
     tolerance = TOLERANCE[WIDEST]
     np.testing.assert_allclose(function(w, axes, gain), expected, tolerance, tolerance)
-
-
-# Equation 12
-
-
-def layer_and_statistics():
-    """Kernel, gamma, beta, mean and covariance of inputs, and these, in float64."""
-    x = normal(20, 5)
-    affine = normal(3, seed=2), normal(3, seed=3)
-    return [normal(5, 3, seed=1), *affine, x.mean(0), np.cov(x.T, bias=True)], x
-
-
-def of_equation_12(kernel, gamma, beta, mean, covariance, epsilon=0.0):
-    variance = np.einsum("iu,ij,ju->u", kernel, covariance, kernel)
-    weight = gamma * kernel / np.sqrt(variance + epsilon)
-    return weight, beta - mean @ weight
-
-
-def effective_weight(values, *epsilon, dtype="float32"):
-    return weight_norms.effective_weight(
-        *(np.asarray(v, dtype) for v in values), *epsilon
-    )
-
-
-@pytest.mark.parametrize("dtype", sorted({"float32", WIDEST}))
-@pytest.mark.parametrize("epsilon", [0.0, 0.1, 100.0])
-def test_effective_weight_of_batch_normalization(epsilon, dtype):
-    values, x = layer_and_statistics()
-    kernel, gamma, beta, _, covariance = values
-    actual = effective_weight(values, epsilon, dtype=dtype)
-    assert_near(actual, of_equation_12(*values, epsilon), TOLERANCE[dtype])
-    weight, bias = map(numpy, actual)
-    assert weight.dtype == bias.dtype == dtype
-    y = x @ kernel
-    expected = gamma * (y - y.mean(0)) / np.sqrt(y.var(0) + epsilon) + beta
-    assert relative_error(x @ weight + bias, expected) < TOLERANCE[dtype]
-    # The widest dtype decides.
-    mixed = [kernel.astype("float32"), *(np.asarray(v, dtype) for v in values[1:])]
-    found = weight_norms.effective_weight(*mixed, epsilon)
-    np.testing.assert_equal([*map(numpy, found)], [weight, bias])
-
-
-@pytest.mark.parametrize("inputs", [1e-18, 1.0, 1e18])
-@pytest.mark.parametrize("size", [1e-30, 1e-18, 1.0, 1e18, 1e30])
-def test_neither_the_length_of_a_kernel_matters_nor_that_of_inputs(size, inputs):
-    (kernel, gamma, beta, mean, covariance), _ = layer_and_statistics()
-    scaled = [size * kernel, gamma, beta, inputs * mean, inputs**2 * covariance]
-    # Where outputs vary less than epsilon, it is all that they are divided by.
-    for epsilon in (0.0, 0.1):
-        weight, bias = effective_weight(scaled, epsilon)
-        expected = of_equation_12(*scaled, epsilon)
-        np.testing.assert_allclose(numpy(weight), expected[0], rtol=1e-5)
-        assert relative_error(bias, expected[1]) < 1e-5
-
-
-def of_kernel(rest, *epsilon):
-    """Of a kernel, the effective weight and bias in one tensor, and its reference."""
-    rest32 = [np.asarray(v, "float32") for v in rest]
-
-    def effective(kernel):
-        weight, bias = weight_norms.effective_weight(kernel, *rest32, *epsilon)
-        return ops.concatenate([weight, bias[None]], axis=0)
-
-    def reference(kernel):
-        weight, bias = of_equation_12(kernel, *rest, *epsilon)
-        return np.concatenate([weight, bias[None]])
-
-    return effective, reference
-
-
-def test_units_that_do_not_vary():
-    """They are zero, with a bias of beta; and every derivative is a number."""
-    (kernel, *rest), _ = layer_and_statistics()
-    _, beta, mean, covariance = rest
-    mean[2], covariance[2], covariance[:, 2] = 0.5, 0, 0
-    kernel[:, 0] = [0, 0, 1, 0, 0]
-    kernel[:, 1] = 0
-    function, reference = of_kernel(rest)
-    step = training_step(AsLayer(function), ops.sum, MODES[-1])
-    found, gradient = step(kernel.astype("float32"))
-    assert np.all(found[:-1, :2] == 0)
-    np.testing.assert_allclose(found[-1, :2], beta[:2], rtol=1e-6)
-    with np.errstate(all="ignore"):
-        assert relative_error(found[:, 2], reference(kernel)[:, 2]) < 1e-5
-    assert np.all(np.isfinite(gradient)) and np.all(gradient[:, 2] != 0)
-
-
-def test_a_variance_that_rounds_to_less_than_zero():
-    """Inputs are copies of one another, and the weights of each unit add up to 0."""
-    x = np.repeat(normal(20, 1), 6, axis=1)
-    w = normal(6, 300, seed=1)
-    w -= w.mean(0)
-    values = w, np.ones(300), np.zeros(300), x.mean(0), np.cov(x.T, bias=True)
-    for epsilon in (0.0, 1e-12):
-        for value in effective_weight(values, epsilon):
-            assert np.all(np.isfinite(numpy(value)))
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.1])
-def test_derivatives_of_the_effective_weight(epsilon):
-    (kernel, *rest), _ = layer_and_statistics()
-    check_derivatives(*of_kernel(rest, epsilon), kernel)

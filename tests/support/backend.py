@@ -1,10 +1,10 @@
 """The backend that runs, what it does not have, and which tests can wait."""
 
-import contextlib
-
 import keras
 import numpy as np
 import pytest
+
+from recipes.engine.precision import precision as precision
 
 BACKEND = keras.backend.backend()
 
@@ -54,20 +54,3 @@ def later_on_jax(test):
 def numpy(x):
     """A tensor as an array."""
     return np.asarray(keras.ops.convert_to_numpy(x))
-
-
-@contextlib.contextmanager
-def precision(dtype):
-    """Models and losses are made in `dtype`, or with that policy, which they keep.
-
-    float64, from end to end, is for TensorFlow: on JAX it is a switch of the process;
-    on PyTorch BatchNormalization has none.
-    """
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float32" if dtype.startswith("mixed") else dtype)
-    keras.config.set_dtype_policy(dtype)
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(floatx)
-        keras.config.set_dtype_policy(policy)

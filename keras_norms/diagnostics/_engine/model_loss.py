@@ -25,7 +25,7 @@ class ModelLoss:
     it is a function of the `"input"` or `"output"` of the layer, which `side` says.
     """
 
-    def __init__(self, model, loss=None, layer=None, side="input", training=True):
+    def __init__(self, model, loss=None, layer=None, side="input", *, training):
         self._model, self._layer = weak_reference(model), weak_reference(layer)
         self._side = side
         self._training = training

@@ -192,7 +192,7 @@ def _loss_of(model, loss, layer, side, training):
     key = (id(loss), id(layer), side, training)
     found, then, _ = kept.pop(key, (None, None, None))
     if then != made_for:
-        found = ModelLoss(model, loss, layer, side, training)
+        found = ModelLoss(model, loss, layer, side, training=training)
         while len(kept) >= _LOSSES_OF_A_MODEL:
             del kept[next(iter(kept))]  # the one that was used least lately
     kept[key] = (found, made_for, loss)

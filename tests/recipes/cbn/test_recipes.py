@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_norms import CBN, diagnostics
+from keras_norms import CBN
 from recipes import models
 from recipes.cbn import assumptions, gradient_variance, max_lr, rho
 from recipes.engine import data, training
@@ -42,26 +42,6 @@ def test_gradient_norm_and_steps_of_a_linear_model():
     copy = max_lr.MeasuringSGD.from_config(model.optimizer.get_config())
     assert copy.get_config() == model.optimizer.get_config()
     assert copy.weight_decay is None  # which would be decoupled
-
-
-def test_gradient_variance_of_a_linear_model(monkeypatch):
-    """As diagnostics have it of the same batches."""
-    rng = np.random.default_rng(0)
-    x, y = (rng.normal(size=(40, n)).astype("float32") for n in (3, 2))
-    images = data.ImageData(x, y, None, None, None)
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
-    settings = gradient_variance.Measured(batch_size=8, seed=3, batches=6)
-    monkeypatch.setattr(data, "images", lambda settings: images)
-    values = gradient_variance.measure(model, None, settings)
-
-    batches = list(data.other_batches(settings, 6))
-    assert len({x.tobytes() for x, _ in batches}) == 6
-    noise = diagnostics.gradient_noise(model, batches)
-    assert values["gradient_variance"] == pytest.approx(noise.variance, rel=1e-4)
-    square = pytest.approx(noise.squared_norm, rel=1e-4)
-    assert values["gradient_squared_norm"] == square
-    assert values["gradient_squared_bias"] == 0
 
 
 def test_bias_of_old_statistics():

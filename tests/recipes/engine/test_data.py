@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from recipes.engine import data
+from recipes.engine import classifier, data
 from tests.support import images as files_of
 
 
@@ -140,6 +140,13 @@ def test_batches_are_a_function_of_seed_and_number(augment):
     drawn = made(3, replacement=True)
     found = np.concatenate([drawn[i][1] for i in range(4 * 250)])
     assert chisquare(np.bincount(found, minlength=23)).pvalue > 2e-5
+
+
+def test_other_batches_are_independent():
+    settings = classifier.Training(train_size=40, batch_size=8, seed=3)
+    others = [x.tobytes() for x, _ in data.other_batches(settings, 6)]
+    assert len(set(others)) == 6
+    assert others == [x.tobytes() for x, _ in data.other_batches(settings, 6)]
 
 
 def test_crop_and_flip():
