@@ -38,7 +38,14 @@ class _CannotTrace(Exception):
 class Tracer:
     """Traces `blocks` of a model that has `layers`: `traced` is what `Graph` takes.
 
-    `left` has the blocks that cannot be traced and why, by `id`. More are added.
+    `left` has the blocks that cannot be traced and why, by `id`. It only grows: a block
+    in it is a layer like any other, and what was found before it was there is void.
+    So whoever adds to it starts again: `_trace` the block that it is at, `graph_of` the
+    model, with a new tracer. When nothing is added, all that was found holds.
+
+    While a tracer is entered, the call of a block with symbolic tensors runs its `call`
+    and returns aliases of what that makes: Keras then records the block as their maker,
+    as it does without a tracer, and `_real_tensor` leads from them to what is inside.
     """
 
     def __init__(self, blocks, layers, left):
