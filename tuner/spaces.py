@@ -12,7 +12,7 @@ With KerasTuner and any model that has CBN layers, one line tunes them:
     tuner.search(x, y, validation_data=..., epochs=10, callbacks=[keras_norms.AMAT()])
 """
 
-import collections
+import re
 import sys
 from numbers import Real
 
@@ -36,8 +36,9 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
             is.
         omega: Two floats >= 0, the bounds of omega. `None` leaves it as it is.
         per: Which layers share a rho: `"network"`, all; `"layer"`, none (the second
-            layer of one name has "rho_<name>_2"); or a function from a layer to the
-            name of its group. There is one omega.
+            layer of one name has "rho_<name>_2"; names that Keras or `convert` made
+            are taken without the number in them, which differs from build to build);
+            or a function from a layer to the name of its group. There is one omega.
 
     Returns:
         The model.
@@ -57,14 +58,7 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
         check_bounds("rho", rho, positive=True)
     if omega is not None:
         check_bounds("omega", omega, positive=False)
-    seen = collections.Counter()
-
-    def unique_name(layer):
-        seen[layer.name] += 1
-        count = seen[layer.name]
-        return layer.name if count == 1 else f"{layer.name}_{count}"
-
-    group_of = {"network": lambda layer: None, "layer": unique_name}
+    group_of = {"network": lambda layer: None, "layer": _unique_names(model)}
     if not callable(per) and not (isinstance(per, str) and per in group_of):
         raise _wrong("per", "'network', 'layer' or a function of a layer", per)
     group_of = per if callable(per) else group_of[per]
@@ -81,6 +75,28 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
     if getattr(model, "train_function", None) is not None:
         model.make_train_function(force=True)  # omega is a constant in it
     return model
+
+
+def _unique_names(model):
+    """A function from each CBN layer to a name that is the same in every build."""
+    plain, taken = {}, set()
+    for layer in layers_of(model):
+        name = re.sub(r"_\d+$", "", layer.name)
+        is_automatic = name.replace("_", "") == type(layer).__name__.lower()
+        plain[layer.name] = name if is_automatic else layer.name
+
+    def unique(layer):
+        name = plain[layer.name]
+        reader = name.removesuffix("_cbn")  # which `convert` calls a CBN after
+        name = name.replace(reader, plain.get(reader, reader))
+        found, count = name, 1
+        while found in taken:
+            count += 1
+            found = f"{name}_{count}"
+        taken.add(found)
+        return found
+
+    return unique
 
 
 def check_bounds(name, bounds, positive):

@@ -111,8 +111,8 @@ def blindness(
         model, x, y, loss, training: See `Objective`.
         layers: Layers of the model or their names; every normalisation of Keras and
             of this package if `None`.
-        source: `None`, or a layer or its name: `X` is the input of this layer instead,
-            and what is between it and the output counts as one.
+        source: `None`, or a layer before it or its name: `X` is the input of this layer
+            instead, and what is between it and the output counts as one.
         labels: Integers of shape `(samples,)`, the classes; `y` if `None` and if it
             is such an array. They give a second batch, the samples of the most
             frequent label.
@@ -159,6 +159,8 @@ def blindness(
 
 def _disturb(slopes, deviation, axis, rng):
     """Measure the changes, shares, and the shared part of one layer and batch."""
+    ndim = min(slopes.inputs.ndim, slopes.outputs.ndim)
+    arguments.integer("axis", axis, at_least=-ndim, at_most=ndim - 1)
     varies = np.ptp(by_channel(slopes.inputs, axis), 0) > 0
     varies = varies if varies.any() else ~varies
 

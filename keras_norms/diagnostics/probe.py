@@ -1,5 +1,6 @@
 """The base of callbacks that measure a model in training, and leave it as it is."""
 
+import functools
 import os
 import warnings
 
@@ -32,7 +33,8 @@ class Probe(keras.callbacks.Callback):
             The package `tensorboard` must be installed; TensorFlow need not.
 
     Attributes:
-        history: Dict of lists of equal length: `"step"`, and one for each number.
+        history: Dict of lists: `"step"`, and one for each number. It goes on over
+            several `fit`s.
     """
 
     prefix: str | None = None
@@ -62,6 +64,7 @@ class Probe(keras.callbacks.Callback):
         self._step = int(ops.convert_to_numpy(done))
         self._next = -(-self._step // self.every) * self.every
         self._latest = {}
+        self._has_measured = False
         if self.log_dir is not None:
             self._writer = self._open_writer(str(self.log_dir))
 
@@ -88,7 +91,7 @@ class Probe(keras.callbacks.Callback):
             logs.update(self._latest)
 
     def on_train_end(self, logs=None):
-        if not self.history:
+        if not self._has_measured:
             warnings.warn(
                 f"{type(self).__name__} has measured nothing: the optimizer's steps in "
                 f"this training, up to {self._step - 1}, have no multiple of "
@@ -108,6 +111,7 @@ class Probe(keras.callbacks.Callback):
 
     def record(self, numbers: dict[str, float]) -> None:
         """Put a dict of numbers where they belong."""
+        self._has_measured = True
         numbers = {key: float(value) for key, value in numbers.items()}
         for key, value in {"step": self._step, **numbers}.items():
             self.history.setdefault(key, []).append(value)
@@ -120,8 +124,10 @@ class Probe(keras.callbacks.Callback):
 
 def batch_by_step(batch):
     """Return a function of the step that returns a batch."""
-    if callable(batch):
-        return batch
     must = "be a pair `(x, y)`, or a function of the step that returns one"
-    check_pair(None, batch, "batch", must)
+
+    checked = functools.partial(check_pair, None, name="batch", must=must)
+    if callable(batch):
+        return lambda step: checked(batch(step))
+    batch = checked(batch)
     return lambda step: batch

@@ -69,7 +69,8 @@ def bim(
 
     Raises:
         ValueError: If an argument is out of its range, if `x` is empty, is not of
-            floats or not within `bounds`, if labels or outputs have another shape, or
+            floats or not within `bounds`, if labels or outputs have another shape or
+            labels are of other classes, or
             if the loss has no gradient at any sample of the first batch, as with a
             model that begins with an `Embedding`.
 
@@ -207,6 +208,7 @@ class _Attack:
 
     def run(self, x, y):
         """Return the attacked inputs, and which samples had no gradient."""
+        self._predict(x, y)  # which checks both
         z = x
         slope, without_gradient = self._direction(z, y)
         self._has_gradient |= not np.all(without_gradient)
@@ -234,6 +236,13 @@ class _Attack:
 
     def hits(self, z, y, size):
         """Count which of the first samples are classified as they should be."""
+        outputs = self._predict(z, y)
+        labels = np.argmax(y, 1) if y.size > len(y) else np.ravel(y)
+        right = (np.argmax(outputs, 1) == labels) & np.all(np.isfinite(outputs), 1)
+        return np.count_nonzero(right[:size])
+
+    def _predict(self, z, y):
+        """Compute the outputs, float64, of classes that `y` has labels of."""
         x, _ = as_tensors(self._model, z, None)
         with drawing_from(self._randomness):
             outputs = float64(ops.convert_to_numpy(self._outputs(*self._values, x)))
@@ -242,14 +251,19 @@ class _Attack:
                 "Argument `model` must have an output of shape (samples, classes), of "
                 f"at least two classes. Received: outputs of shape {outputs.shape}"
             )
-        if y.size > len(y) and y.shape != outputs.shape:
+        classes = outputs.shape[1]
+        is_one_hot = y.size > len(y)
+        if (
+            y.shape != outputs.shape
+            if is_one_hot
+            else y.min() < 0 or y.max() >= classes
+        ):
+            found = f"y of shape {y.shape}"
+            found += "" if is_one_hot else f", from {y.min()} to {y.max()}"
             raise ValueError(
-                f"Argument `y` must have labels of {outputs.shape[1]} classes. "
-                f"Received: y of shape {y.shape}"
+                f"Argument `y` must have labels of {classes} classes. Received: {found}"
             )
-        labels = np.argmax(y, 1) if y.size > len(y) else np.ravel(y)
-        right = (np.argmax(outputs, 1) == labels) & np.all(np.isfinite(outputs), 1)
-        return np.count_nonzero(right[:size])
+        return outputs
 
     def _direction(self, z, y):
         """Find the direction of each sample's step, float64, and which have none."""

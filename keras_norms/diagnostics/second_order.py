@@ -13,7 +13,8 @@ from keras_norms.diagnostics._engine.slopes import Slopes
 class SecondOrder(NamedTuple):
     """What `second_order` returns, an element for each feature `d` of the output.
 
-    Features whose output does not vary in the batch have `nan`.
+    Features whose output does not vary in the batch have `nan`, and so have `linear`
+    and `non` where the feature's row of `H` is 0, as behind a ReLU that is off at `m`.
 
     Attributes:
         linear_at_input: Array, `|dL_linear_d/dX|` (Table 3).

@@ -22,16 +22,16 @@ Reference:
 import numpy as np
 
 from keras_norms._checks import arguments
+from keras_norms.diagnostics.geometry import decompose
 
 
 def normalize(y: np.ndarray) -> tuple[np.ndarray, float]:
     """Compute `y_hat` and `sigma`."""
     y = _array("y", y)
-    centred = y - np.mean(y)
-    sigma = np.sqrt(np.mean(centred**2))
-    if not sigma > 0:
+    found = decompose(y)
+    if not found.gamma > 0:
         raise arguments.wrong("y", "a vector that is not constant", y)
-    return centred / sigma, sigma
+    return found.direction, found.gamma
 
 
 def _array(name, value, ndim=1, m=None):
@@ -39,8 +39,8 @@ def _array(name, value, ndim=1, m=None):
     found = arguments.array(name, value).astype("float64")
     shape = found.shape[:1] * ndim if m is None else (m,) * ndim
     if found.shape != shape or not found.ndim or not np.all(np.isfinite(found)):
-        size = "of any length" if m is None else f"of shape {shape}"
-        raise arguments.wrong(name, f"finite numbers {size}", found)
+        what = "a vector" if m is None else f"an array of shape {shape}"
+        raise arguments.wrong(name, f"{what} of finite numbers", found)
     return found
 
 

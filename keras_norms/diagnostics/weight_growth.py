@@ -35,7 +35,9 @@ class WeightGrowth(Probe):
     For plain gradient descent `D` is `-learning_rate * gradient`. If the loss does not
     depend on the scale of `W`, the cosine is then 0 and the growth
     `learning_rate^2 |gradient|^2`, the square of the step, whatever the batch. Weight
-    decay and momentum make the cosine another.
+    decay and momentum make the cosine another. `<layer>` is the name of the layer with
+    the kernel, in WS, CWN and WN of the one inside, or the path of the kernel where
+    that name is not unique.
 
     It needs no batch. A step is one execution: with `steps_per_execution=N` it is that
     of N batches. Every weight of rank 2 or more counts as a kernel.

@@ -70,7 +70,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         rho: Positive float, the magnitude of the normalisation. The layer's output has
             root mean square `gamma / rho`. The paper tries 1/4 to 8; 1 and 2 are good
             first choices. It is a scalar weight: `layer.rho = 2.0` assigns to it, and
-            takes effect at once.
+            takes effect at once (on JAX, a callback reads `self.model` before: in an
+            epoch the trainer holds all state).
         omega: Non-negative float, how fast the averages follow: a batch enters with
             weight `omega * learning_rate`, at most 1. With Adam at 0.001, 100 was
             better than 10 (docs/results/adam.md). A compiled step keeps the one that it

@@ -23,13 +23,15 @@ class CWN(KernelNormalization):
     ```
 
     in place of `w`: a point on the sphere of radius `scale`. For `n` weights per unit,
-    this is WS divided by `sqrt(n)`. What a unit is, which layers may be wrapped, call
-    arguments, shapes, weights and errors are the same as for `WS`.
+    this is WS divided by `sqrt(n)`, with an `epsilon` of `n` times its own. What a
+    unit is, which layers may be wrapped, call arguments, shapes, weights and errors are
+    the same as for `WS`.
 
     Args:
         layer: A layer with a kernel, see `WS`.
-        scale: Positive. `sqrt(2)` keeps the variance of outputs where a ReLU
-            comes before the layer.
+        scale: Positive. `sqrt(2 / (1 - 1 / pi))`, 1.71, keeps the variance of outputs
+            where a ReLU comes before the layer. The paper's `sqrt(2)` makes 0.68 of it,
+            for these kernels do not pass the mean of their inputs.
         gain: Whether `w_hat` is also multiplied by a learned number per unit.
         gain_initializer: Initializer of that number.
         epsilon: Positive, added to the squared length inside the root.
@@ -40,7 +42,7 @@ class CWN(KernelNormalization):
     >>> model = keras.Sequential([
     ...     keras.Input((784,)),
     ...     CWN(keras.layers.Dense(128, activation="relu")),
-    ...     CWN(keras.layers.Dense(10), scale=2**0.5, gain=True),
+    ...     CWN(keras.layers.Dense(10), scale=1.71, gain=True),
     ... ])
 
     Reference:

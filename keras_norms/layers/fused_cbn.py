@@ -102,8 +102,9 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         for each in (self.norm, *layers):
             mine = each.compute_dtype, each.variable_dtype
             if mine != (policy.compute_dtype, policy.variable_dtype):
+                argument = "norm" if each is self.norm else "layer"
                 raise ValueError(
-                    "Argument `layer` must have the dtype of all other layers, "
+                    f"Argument `{argument}` must have the dtype of all other layers, "
                     f"{policy.name!r}. Received: {each.dtype_policy.name!r}"
                 )
         self.supports_masking = True

@@ -47,7 +47,8 @@ class FollowsLearningRate(keras.layers.Layer):
         In a compiled step, such as a `train_step` of one's own, it assigns the rate
         each time that the step runs: `layer.set_learning_rate(optimizer.learning_rate)`
         before the model is called. On JAX, whose steps hold all state, it does so in a
-        `keras.StatelessScope` of that state (docs/guides/loop_jax.md).
+        `keras.StatelessScope` of that state (docs/guides/loop_jax.md), and a callback
+        reads `self.model` before, or what it sets within an epoch is lost.
 
         Args:
             rate: Float, or such a scalar tensor or `keras.Variable`; negative for

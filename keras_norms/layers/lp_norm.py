@@ -30,7 +30,8 @@ class LpNorm(Recomputable, ChannelNormalization):
     averages. `layer.trainable = False` means inference mode.
 
     It stands where `keras.layers.BatchNormalization` would. With `p=2` and
-    `norm_of="centered"` it is BatchNormalization, but for where `epsilon` is added.
+    `norm_of="centered"` it is BatchNormalization in training, but for where `epsilon`
+    is added; its moving average is that of deviations, not of variances.
 
     Of second derivatives, forward mode and `keras.remat`, all is true that is of `CBN`.
 
@@ -58,7 +59,8 @@ class LpNorm(Recomputable, ChannelNormalization):
         inputs: Tensor of rank 2 or more.
         training: Boolean, see above.
         mask: Optional boolean tensor, see `CBN`. Where it hides a whole channel, the
-            mean and norm of the batch are 0 and the moving ones stay.
+            mean and norm of the batch are 0, so that what it hides is divided by
+            `epsilon`, and the moving ones stay.
 
     Input and output shape:
         Any of rank 2 or more, with a known size of `axis`.

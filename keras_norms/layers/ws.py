@@ -29,8 +29,9 @@ class WS(KernelNormalization):
     input channel and multiplier in a depthwise convolution. Both kernels of a separable
     convolution are normalised.
 
-    Without a gain, `w_hat` has unit variance, so that outputs grow with the root of the
-    fan-in: use it before a normalisation of activations.
+    Without a gain, `w_hat` has a variance of `var(w) / (var(w) + epsilon)`, near 1
+    (0.96 for 4,096 inputs as Keras starts them), so that outputs grow with the root of
+    the fan-in: use it before a normalisation of activations.
 
     Args:
         layer: `Dense`, `EinsumDense`, `Conv1D` to `3D`, `Conv1DTranspose` to `3D`,

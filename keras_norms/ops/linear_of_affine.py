@@ -179,6 +179,6 @@ def taps_inside(
     if padding != "causal":
         padded = (outputs - 1) * stride + reach + 1
         before = np_or_ops.maximum(padded - size, 0) // 2
-    first = np_or_ops.arange(outputs)[:, None] * stride - before
-    place = first + np_or_ops.arange(taps) * dilation
+    first = np_or_ops.arange(outputs, dtype="int32")[:, None] * stride - before
+    place = first + np_or_ops.arange(taps, dtype="int32") * dilation
     return np_or_ops.logical_and(place >= 0, place < size)

@@ -116,7 +116,7 @@ def _positions(x):
     ndim, stride = len(x.shape), ops.cast(1, "uint32")
     positions = ops.zeros((1,) * ndim, "uint32")
     for axis, size in reversed(list(enumerate(ops.shape(x)))):
-        along = ops.cast(ops.arange(size), "uint32") * stride
+        along = ops.cast(ops.arange(size, dtype="int32"), "uint32") * stride
         along = ops.reshape(along, (-1,) + (1,) * (ndim - 1 - axis))
         positions = positions + along
         stride = stride * ops.cast(size, "uint32")

@@ -16,8 +16,9 @@ def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
 
     For fine-tuning on few images, on small batches, or where other data must not move
     the statistics: `BatchNormalization`, `CBN`, `NoisyBN` and `LpNorm` layers, however
-    deep, are in training what they are at inference, a scale and shift of each channel.
-    Everything else trains, and `gamma` and `beta` do too.
+    deep, are in training what they are at inference, a scale and shift of each channel
+    (a `NoisyBN` with `noise_at_inference` keeps its noise). Everything else trains, and
+    `gamma` and `beta` do too.
 
     `layer.trainable = False`, which Keras has for this, fixes gamma and beta as well,
     and `model.trainable = True` undoes it. `BatchNormalization()(x, training=False)`
@@ -70,6 +71,8 @@ def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
 
 def unfreeze(model: keras.Model) -> keras.Model:
     """Let all norms of a model train again, statistics, `gamma` and `beta`.
+
+    A `trainable = False` of the model, or of a layer around them, stays.
 
     Args:
         model: A built Keras model of any kind, changed in place. See `freeze` for when

@@ -42,7 +42,8 @@ class ProjectWeights(keras.callbacks.Callback):
     By default it takes the kernels that are scale-invariant by the layers around them:
     those of linear layers with a `BatchNormalization` or `NoisyBN` alone
     right behind them, or, where they have no bias, a `LayerNormalization`,
-    `GroupNormalization`, `RMSNormalization` or `LpNorm`; and those in `WS`, `CWN` and
+    `GroupNormalization`, `RMSNormalization` or `LpNorm` (one with `norm_of="centered"`
+    also where they have); and those in `WS`, `CWN` and
     `WN`. Before a CBN with beta the scale matters, and before a frozen norm too.
     `diagnostics.weight_geometry` measures which are.
 

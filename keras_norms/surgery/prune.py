@@ -33,7 +33,8 @@ class Pruned(NamedTuple):
             fewer channels to the numbers of those that are gone, a sorted integer
             vector. A layer of a nested model is called `model/layer`.
         channels: How many channels the convolutions (but depthwise ones) and Dense
-            layers make, before and after: two integers.
+            layers make, before and after: two integers. Not counted here and in `macs`
+            are EinsumDense and what is in wrappers, as WS.
         parameters: How many weights there are, before and after.
         macs: Multiply-accumulates of convolutions and Dense layers for one sample,
             before and after; `None` where the model takes more than one size.
@@ -97,9 +98,9 @@ def prune(
       and its mean times the kernels that read it goes into their biases, or where a
       norm follows, into the mean that this takes away.
     * **Merging**: where x_c is alpha x_d + offset with a correlation of at least
-      `similarity`, or but for a rest whose standard deviation is at most `gamma`, c
-      goes, and d does its work: alpha times the kernel rows of c are added to those of
-      d, and the offset goes into the biases.
+      `similarity` in magnitude, or but for a rest whose standard deviation is at most
+      `gamma`, c goes, and d does its work: alpha times the kernel rows of c are added
+      to those of d, and the offset goes into the biases.
 
     The defaults, 0 and 1, remove only what is the same on `data` up to rounding:
     channels that are constant, such as dead ReLUs, and duplicates. What is constant or
@@ -138,8 +139,8 @@ def prune(
             count as none, also of what merging leaves. In units of what is read; after
             BatchNormalization, which makes deviations of gamma, 0.01 is little and 0.3
             is much in networks whose gamma starts at 1.
-        similarity: Float from 0 (exclusive) to 1, the smallest correlation, or `None`
-            for no merging.
+        similarity: Float from 0 (exclusive) to 1, the smallest magnitude of a
+            correlation, or `None` for no merging.
         steps: Optional integer, how many batches of `data` to use. Needed where it is
             endless.
         batch_size: Integer, for arrays.
@@ -162,7 +163,8 @@ def prune(
 
     Raises:
         ValueError: If the model is not built, if it is subclassed and cannot be traced,
-            if it has no channel that could go, or if an argument is out of its range.
+            if it has no channel that could go, if its outputs are not finite, or if an
+            argument is out of its range.
 
     Example:
 
@@ -266,6 +268,11 @@ def _measure(model, sites, batches):
         for site in sites:
             stack.enter_context(site.recording())
         outputs = [_outputs(model, x) for x in batches]
+    if not all(np.isfinite(y).all() for each in outputs for y in each):
+        raise ValueError(
+            "Argument `data` must give outputs that are finite. Received: data of "
+            f"which model '{model.name}' makes others"
+        )
     for site in sites:
         for group in site.groups:
             group.finish()

@@ -43,7 +43,7 @@ def recalibrate(
     inference mode, Dropout included. The new mean is that of all elements of the pass,
     and the variance is that of all elements around it (Chan et al.), not an average of
     batch variances. CBN's mean square follows from both with its `beta`. LpNorm's norm
-    is the average over batches, as its moving average is.
+    is the average over batches, each with the weight of its elements.
 
     Layers that are frozen (`freeze`, or `layer.trainable = False`) use their statistics
     and keep them, and so do, with a warning, layers that the model has but does not
@@ -160,7 +160,8 @@ class Recalibrate(keras.callbacks.Callback):
     epoch is of the weights that the model has at its end: those averaged need
     `SwapEMAWeights(swap_on_epoch=True)`.
 
-    What it took is in the logs of the epoch as `recalibration_seconds`.
+    What it took is in the logs of the epoch as `recalibration_seconds`; for that when
+    training ends only in `history`.
 
     Args:
         data: Training inputs, as in `recalibrate`. They are read anew each time, the

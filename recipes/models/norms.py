@@ -19,7 +19,7 @@
 | rms | keras RMSNormalization, at each position | after |
 | renorm | keras BatchNormalization(renorm=True), which Keras 3.12 lacks | after |
 | dyt, derf | gamma tanh(alpha x) + beta; gamma erf(alpha x + s) + beta | after |
-| wn, cwn | WN, CWN with scale sqrt(2), which keeps the variance through ReLU | kernel |
+| wn, cwn | WN, CWN with scale sqrt(2), which its paper takes for ReLU | kernel |
 | ws | WS. Outputs grow with the fan-in: it wants a norm after it | kernel |
 | sn | keras SpectralNormalization | kernel |
 | ws+gn, cwn+bn | WS and group, CWN and bn, as their papers use them | kernel, after |

@@ -232,6 +232,11 @@ def test_batches_and_table():
 
 
 def test_models_that_do_not_fit():
+    behind = build(batch_normalization())
+    with pytest.raises(ValueError, match="`source` must be a layer on whose input"):
+        probe.blindness(behind, inputs(), LABELS, source="logits")
+    with pytest.raises(ValueError, match="`axis` must be .*axis=7"):
+        probe.blindness(behind, inputs(), LABELS, axis=7)
     with pytest.raises(ValueError, match="where a model has no normalisation"):
         probe.blindness(build(), inputs(), LABELS)
     norm, x = layers.GroupNormalization(1), np.ones((3, 2, 2, 1))

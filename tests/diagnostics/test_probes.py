@@ -130,6 +130,16 @@ def test_a_probe_that_measures_nothing_says_so():
     train(model)
     with pytest.warns(UserWarning, match="WeightGrowth has measured nothing"):
         train(model, diagnostics.WeightGrowth(every=200))
+    probe = diagnostics.WeightGrowth(every=200)
+    train(network(), probe)  # Step 0 is one of them.
+    with pytest.warns(UserWarning, match="WeightGrowth has measured nothing"):
+        train(model, probe)
+
+
+def test_a_function_that_returns_no_batch():
+    probe = diagnostics.LandscapeProbe(lambda step: (*BATCH, step), **LANDSCAPE)
+    with pytest.raises(ValueError, match="`batch` must be a pair.*or a function of"):
+        train(network(), probe)
 
 
 @not_torch  # Keras has one step in an execution there.

@@ -95,6 +95,9 @@ def test_accuracies(model):
     assert robustness(one_hot, keras.losses.CategoricalCrossentropy(True)) == found
     with pytest.raises(ValueError, match="`y` must have labels of 3 classes"):
         robustness(one_hot[:, :2], lambda y, z: z[:, 0])
+    for labels in (np.eye(4)[Y], Y + 1, Y - 1):
+        with pytest.raises(ValueError, match="`y` must have labels of 3 classes"):
+            diagnostics.bim(model, X, labels, verbose=0, bounds=None)
 
 
 @later_on_jax

@@ -25,6 +25,18 @@ def close(actual, expected, tolerance=1e-9):
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+def test_what_has_no_variance_and_what_has_much():
+    for y in ([0.1] * 3, [0.3] * 7):
+        with pytest.raises(ValueError, match="`y` must be a vector that is not const"):
+            theorems.normalize(y)
+    with pytest.raises(ValueError, match="`y` must be a vector of finite numbers"):
+        theorems.normalize(1.0)
+    for size in (1e-200, 1e200):
+        y_hat, sigma = theorems.normalize([size, -size])
+        np.testing.assert_array_equal(y_hat, [1, -1])
+        assert sigma == size
+
+
 @every_setting
 @given(seeds)
 def test_facts_c1_and_c2_and_theorems_4_1_4_2_and_4_4(seed):

@@ -7,7 +7,7 @@ import pytest
 from keras_norms import NoisyBN
 from tests.support.any_layer import QUIET, noise_of
 from tests.support.autodiff import FAST, MODES, training_step
-from tests.support.backend import BACKEND, later, numpy
+from tests.support.backend import BACKEND, later, numpy, precision
 from tests.support.normalizations import assert_near, built, linear_loss
 
 SHAPE = (8, 3, 4)
@@ -70,3 +70,10 @@ def test_noise_at_inference():
         y = noisy.predict_on_batch(X) if trainable else layer(X, training=True)
         assert_near([numpy(y)], [scale * numpy(quiet(X)) + shift])
     np.testing.assert_equal(layer.get_weights(), quiet.get_weights())
+
+
+def test_noise_does_not_repeat_where_keras_has_16_bits():
+    with precision("float16"):
+        layer = NoisyBN(mean_range=0.0, mean_jitter=0.5)
+        y = numpy(layer(np.ones((2**16 + 64, 1), "float16"), training=True))
+    assert np.mean(y[:64] == y[2**16 :]) < 0.2

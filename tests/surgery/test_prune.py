@@ -269,6 +269,8 @@ def test_bad_arguments():
         prune(model, iter([]))
     with pytest.raises(ValueError, match="a channel that could go"):
         prune(m.model_of((3,), layers.Dense(4)), x)
+    with pytest.raises(ValueError, match="`data` must give outputs that are finite"):
+        prune(model, x * np.nan)
 
 
 def excited(x):

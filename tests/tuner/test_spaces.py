@@ -3,7 +3,7 @@ import keras_tuner
 import numpy as np
 import pytest
 
-from keras_norms import AMAT, CBN, FusedCBN
+from keras_norms import AMAT, CBN, FusedCBN, convert
 from tests.support.backend import numpy, thorough_on
 from tuner import ranges, spaces
 
@@ -57,6 +57,22 @@ def test_each_layer_has_a_rho_where_names_are_shared():
     )
     tune({"rho_norm": 0.5, "rho_norm_2": 2.0}, model, per="layer")
     assert [norm.initial_rho for norm in norms] == [0.5, 2.0]
+
+
+def test_names_that_keras_made_are_the_same_in_every_build():
+    def build(norm):
+        dense = [keras.layers.Dense(3, activation="tanh") for _ in range(3)]
+        steps = dense[0], norm(), dense[1], norm(), dense[2]
+        return keras.Sequential([keras.Input((3,)), *steps])
+
+    for make in (
+        lambda: build(CBN),
+        lambda: convert(build(keras.layers.BatchNormalization), CBN, preserve=False),
+    ):
+        make()
+        first, second = (tune({}, make(), per="layer", omega=None)[0] for _ in "ab")
+        assert [each.name for each in first] == [each.name for each in second]
+        assert len(first) == 2
 
 
 def test_what_is_not_tuned_stays():

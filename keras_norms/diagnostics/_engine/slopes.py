@@ -31,6 +31,13 @@ class Slopes(Objective):
         self.outputs = self._after.unflatten(self._after.start)
         self.mask = record(model, [layer], x, training)[0].mask
         self._slope = differentiation.compiler(model)(self._slope_of_sum)
+        if source is not layer:
+            random = np.random.default_rng(0).normal(size=self.outputs.shape)
+            if not np.any(self.at_input(random, loss=0.0)):
+                raise ValueError(
+                    "Argument `source` must be a layer on whose input the output of "
+                    f"layer '{layer.name}' depends. Received: source='{source.name}'"
+                )
 
     def at_input(self, disturbance=0.0, loss=1.0):
         """Compute `d(loss * L + <disturbance, Y>) / dX`, float64.
