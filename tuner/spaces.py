@@ -88,7 +88,7 @@ def _unique_names(model):
     def unique(layer):
         name = plain[layer.name]
         reader = name.removesuffix("_cbn")  # which `convert` calls a CBN after
-        name = name.replace(reader, plain.get(reader, reader))
+        name = plain.get(reader, reader) + name[len(reader) :]
         found, count = name, 1
         while found in taken:
             count += 1

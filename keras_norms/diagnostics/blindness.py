@@ -105,7 +105,8 @@ def blindness(
     are left out, unless none does: there batch normalization has a gradient of the size
     of `epsilon^(-1/2)`.
 
-    Nothing of the model changes. It costs six gradients for each layer and batch.
+    Nothing of the model changes. It costs six gradients for each layer and batch,
+    seven with `source`.
 
     Args:
         model, x, y, loss, training: See `Objective`.

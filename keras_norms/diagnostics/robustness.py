@@ -252,16 +252,14 @@ class _Attack:
                 f"at least two classes. Received: outputs of shape {outputs.shape}"
             )
         classes = outputs.shape[1]
-        is_one_hot = y.size > len(y)
-        if (
-            y.shape != outputs.shape
-            if is_one_hot
-            else y.min() < 0 or y.max() >= classes
-        ):
-            found = f"y of shape {y.shape}"
-            found += "" if is_one_hot else f", from {y.min()} to {y.max()}"
+        if y.size > len(y):
+            fits = y.shape == outputs.shape
+        else:
+            fits = y.min() >= 0 and y.max() < classes
+        if not fits:
             raise ValueError(
-                f"Argument `y` must have labels of {classes} classes. Received: {found}"
+                f"Argument `y` must have labels of {classes} classes. Received: y of "
+                f"shape {y.shape}, from {y.min()} to {y.max()}"
             )
         return outputs
 

@@ -70,8 +70,9 @@ def convert(
     the channels, but at most 32 and of 4 channels or more. `"batch_norm"` takes the
     place of all other norms. `"none"` takes all norms out. A norm stays where a single
     number would be normalised alone, as by `"instance_norm"` after a `Dense` layer,
-    or where channels are not the last axis, along which alone Keras has `"rms_norm"`,
-    and on PyTorch `"layer_norm"`, right. A warning names layers that stay.
+    or where channels are not the last axis and Keras' norm is wrong along others, as
+    that of `"rms_norm"` is, and on PyTorch `"layer_norm"`. A warning names layers that
+    stay.
 
     With `preserve=True` the new model computes what the old one does, at inference, and
     a warning names layers of which that is not so:
