@@ -167,9 +167,10 @@ def unquantized(policy):
     return keras.DTypePolicy(name)
 
 
-def is_state_current(model):
+def is_state_current(callback):
     """Whether variables have their values, which JAX's trainer holds in an epoch."""
-    return getattr(model, "_jax_state_synced", True)
+    # Not of `callback.model`, which fetches them.
+    return getattr(callback._model, "_jax_state_synced", True)
 
 
 def inner_optimizer(optimizer):

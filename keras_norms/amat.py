@@ -142,7 +142,7 @@ class AMAT(keras.callbacks.Callback):
             return
         # On JAX the trainer holds all state in an epoch, and fetching it is slow. Who
         # changed the rate has fetched it: if nobody did, there is nothing to see.
-        if not _keras.is_state_current(self._model):
+        if not _keras.is_state_current(self):
             return
         rate = _number(self.model.optimizer.learning_rate)
         if rate != self._rate:
