@@ -76,15 +76,16 @@ def test_norms_that_keras_has_for_the_last_axis_only(norm):
         assert type(new.get_layer("bn")) is layers.BatchNormalization
     else:
         new = quiet(convert, model, norm)
-        x = m.images(3, 5, 4, 4)
-        expected = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
+        x, epsilon = m.images(3, 5, 4, 4), new.get_layer("bn").epsilon
+        deviation = np.sqrt(x.var(1, keepdims=True) + epsilon)
+        expected = (x - x.mean(1, keepdims=True)) / deviation
         # Deviation and mean of what the old norm gave each channel.
         gamma, beta = (
             numpy(w)[:, None, None]
             for w in (new.get_layer("bn").gamma, new.get_layer("bn").beta)
         )
         found = numpy(new(x))
-        np.testing.assert_allclose(found, gamma * expected + beta, atol=0.05)
+        np.testing.assert_allclose(found, gamma * expected + beta, atol=1e-5)
 
 
 # Class, and over which axes of (samples, positions, groups, channels of a group).
