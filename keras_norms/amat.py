@@ -30,19 +30,19 @@ class AMAT(keras.callbacks.Callback):
     With `gradient_accumulation_steps=n` layers are told an `n`-th of the rate, so that
     the averages of one update of the weights span its `n` small batches.
 
-    With optimizers of one's own beside `model.optimizer`, as a GAN has, leave AMAT out
-    and call `layer.set_learning_rate(rate)` of each layer in `train_step`, or on JAX,
-    for a schedule, `layer.follow(schedule)` before `fit`. A warning says so if
+    If the model trains with other optimizers than `model.optimizer`, as a GAN does, do
+    not use AMAT. Call `layer.set_learning_rate(rate)` of each layer in `train_step`, or
+    on JAX, for a schedule, `layer.follow(schedule)` before `fit`. A warning says so if
     `model.optimizer` has made no step in the first epoch.
 
-    On TensorFlow, layers that a model makes only while its first step is traced, in a
-    `build()` of its own, learn the rate after that step. Build such a model before.
+    On TensorFlow, layers that a model creates only while its first step is traced, in
+    its own `build()`, get the rate after that step. Build such a model first.
 
-    The layers keep the last rate they were told when training ends, also in a saved
-    file; on TensorFlow and JAX a schedule goes on in a `fit` without AMAT. So pass AMAT
-    to each `fit`: at the last rate of a schedule, often 0, averages hardly move. A
-    loaded layer warns if it is trained without. If the last rate is `1 / omega` or
-    more, inference has the last batch's statistics, and a warning says so.
+    Pass AMAT to each `fit`. When training ends, layers keep the last rate, also in a
+    saved file; at the last rate of a schedule, often 0, averages hardly move. (On
+    TensorFlow and JAX the schedule continues in a `fit` without AMAT.) A loaded layer
+    warns if it is trained without AMAT. If the last rate is `1 / omega` or more,
+    inference has the statistics of the last batch alone, and a warning says so.
 
     Raises:
         ValueError: At the start of training, if the model has no optimizer, or one

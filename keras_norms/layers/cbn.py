@@ -21,7 +21,7 @@ from keras_norms.ops.shapes import out_of_groups, reduction_axes
 
 @keras.saving.register_keras_serializable(package="keras_norms")
 class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
-    """Complete batch normalization, before a linear layer in place of BN after it.
+    """Complete batch normalization: before a linear layer, where BN comes after it.
 
     With `mu` the mean and `sq` the mean square, both per channel:
 
@@ -39,8 +39,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     inference uses, follow `momentum`. The averages are debiased: the first batch counts
     alone.
 
-    A channel whose batch mean or mean square is not finite keeps its averages: its
-    output in that batch is NaN, and the next batch is normalised as if it had not been.
+    A channel whose batch mean or mean square is not finite keeps its averages. Its
+    output in that batch is NaN; later batches are not affected.
 
     **At inference**, `y` is the same map with the stored averages, affine in `x`. As in
     `keras.layers.BatchNormalization`, `layer.trainable = False` means inference mode.
@@ -107,7 +107,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
             statistics. Its shape is that of `inputs` without the channel axis, or the
             leading part of it, or any shape of the rank of `inputs` that broadcasts to
             `inputs`. Where it hides a whole channel, the averages stay and are used.
-            Inference does without it.
+            Inference ignores it.
 
     Input and output shape:
         Any of rank 2 or more, with a known size of `axis`.

@@ -29,11 +29,11 @@ class LpNorm(Recomputable, ChannelNormalization):
     their moving averages follow with `momentum`. **At inference**, they are the moving
     averages. `layer.trainable = False` means inference mode.
 
-    It stands where `keras.layers.BatchNormalization` would. With `p=2` and
-    `norm_of="centered"` it is BatchNormalization in training, but for where `epsilon`
-    is added; its moving average is that of deviations, not of variances.
+    Place it where `keras.layers.BatchNormalization` would be. With `p=2` and
+    `norm_of="centered"` it is BatchNormalization in training, except for the place of
+    `epsilon`; its moving average is of standard deviations, not of variances.
 
-    Of second derivatives, forward mode and `keras.remat`, all is true that is of `CBN`.
+    Second derivatives, forward mode and `keras.remat` work as in `CBN`.
 
     Args:
         p: At least 1, `math.inf` (or `"inf"`) included.

@@ -28,8 +28,8 @@ class NoisyBN(Recomputable, ChannelNormalization):
     sigma_j ~ U(1, scale_range)         s_ij ~ N(sigma_j, scale_jitter)
     ```
 
-    The distribution of a channel changes from step to step, so that a network that
-    trains well with this layer does not owe that to stable distributions.
+    The distribution of a channel changes from step to step. A network that trains well
+    with this layer does not owe that to stable distributions.
 
     **In training** (`training=True`), `mean` and `var` are those of the batch, the
     moving statistics follow them with `momentum`, and the noise is drawn anew at each
@@ -37,10 +37,10 @@ class NoisyBN(Recomputable, ChannelNormalization):
 
     **At inference**, `mean` and `var` are the moving statistics and there is no noise:
     `y = y0`, as in `keras.layers.BatchNormalization`. `layer.trainable = False` means
-    inference mode. Moving statistics are those of inputs that had the noise of layers
-    before: take them again without it, by `recalibrate`, before a network is tested.
+    inference mode. The moving statistics include the noise of earlier layers: measure
+    them again without it, with `recalibrate`, before you test a network.
 
-    Of second derivatives, forward mode and `keras.remat`, all is true that is of `CBN`.
+    Second derivatives, forward mode and `keras.remat` work as in `CBN`.
 
     Args:
         axis: The channel axis. Use 1 after a convolution with

@@ -39,29 +39,30 @@ def convert(
 ) -> keras.Model:
     """Make a copy of a model that normalises in another way, or not at all.
 
-    **CBN moves.** Every `BatchNormalization` goes, and a `CBN` stands before every
-    layer with a kernel (`Dense`, `EinsumDense`, convolutions of all kinds), one where
-    several of them read the same tensor, shared where they are. A CBN that is there
-    stays, with the settings that it has, and layers that read what it normalises, also
-    pooled or reshaped, get no other one. The layers that read the raw input get none,
-    also where it was only padded, rescaled, resized, standardised, reshaped, augmented
-    or concatenated. Nor do recurrent layers and `MultiHeadAttention`: a warning names
-    each `BatchNormalization` that goes although nothing but these reads what it
-    normalises. Norms of other kinds stay. CBN stands before zero padding
-    and Dropout: its statistics are those of the activations alone, and padding is zero
-    after the normalisation, as it is with `padding="same"`. Layers that lost the
-    `BatchNormalization` after them get a bias. A new CBN is called after the first
-    layer that reads it: `conv1_cbn`. A `BatchNormalization` of another axis than that
-    of the channels, or called with a mask or with `training=True`, stays. Where
-    nothing else reads what a linear layer or a sum makes for `"relu"`, `"relu6"` or a
-    `ReLU` layer that is one of them, and with `fused=True` everywhere, it becomes the
-    same function of `keras_norms.activations`, with less memory on JAX. Norms of Keras
-    bring that of Keras back.
+    **CBN** changes the place of the norm. Every `BatchNormalization` is removed, and a
+    `CBN` is put before every layer with a kernel (`Dense`, `EinsumDense`, convolutions
+    of all kinds): one for all layers that read the same tensor, shared where they are.
+
+    * Layers that read the raw input get none, also if it was only padded, rescaled,
+      resized, standardised, reshaped, augmented or concatenated before.
+    * Recurrent layers and `MultiHeadAttention` get none. A warning names each
+      `BatchNormalization` that only these read, and that is lost.
+    * Existing CBN layers keep their place and settings. Layers that read their output,
+      also pooled or reshaped, get no other one. Norms of other kinds stay, and so does
+      a `BatchNormalization` of another axis than the channels, or one called with a
+      mask or with `training=True`.
+    * CBN stands before zero padding and Dropout, so that its statistics are those of
+      the activations alone, and padding is zero after the normalisation, as with
+      `padding="same"`.
+    * Layers that lost the `BatchNormalization` after them get a bias.
+    * A new CBN is named after the first layer that reads it: `conv1_cbn`.
+    * `"relu"` and `"relu6"` become the same function of `keras_norms.activations`,
+      which takes less memory on JAX, where nothing else reads their input from a linear
+      layer or a sum, and with `fused=True` everywhere. Norms of Keras undo this.
 
     **NoisyBN, LpNorm** and what a callable returns take the place and the name of each
     `BatchNormalization`. **WS, CWN, WN** wrap every layer with a kernel, under its
-    name, and leave `BatchNormalization` where it is; `convert(fold(model), "wn")` is
-    without.
+    name, and keep `BatchNormalization`. To remove it too: `convert(fold(model), "wn")`.
 
     **Norms of Keras**, by name or class: `"group_norm"`, `"layer_norm"`, `"rms_norm"`
     (each position, over its channels) and `"instance_norm"` (each channel, over its
@@ -102,15 +103,15 @@ def convert(
       have other lengths is made up for, by the gain with `gain=True`, or by the
       statistics of the BatchNormalization that follows.
 
-    Blocks, which are layers of one's own with layers inside, and subclassed models are
-    entered: what their `call` calls stands in their place, with the same weights. The
-    class of a block is lost with that, and of a model that is not plainly Functional
-    also its methods and presets; layers inside that share a name get that of the block
-    before theirs. A block stays as it is if its `call` cannot be traced with symbolic
-    tensors: if it asks for their values, reads or changes variables or attributes
-    itself, adds losses, or does other things in training than at inference but by
-    passing `training` on. Layers that Keras itself has made of others, such as
-    `MultiHeadAttention` or `Bidirectional`, are not entered.
+    Blocks (custom layers with layers inside) and subclassed models are replaced by the
+    layers that their `call` calls, with the same weights. The class of a block is lost,
+    and of a model that is not plainly Functional also its methods and presets. Inner
+    layers that share a name get that of the block as a prefix. A block stays as it is
+    if its `call` cannot be traced with symbolic tensors: if it needs their values,
+    reads or changes variables or attributes itself, adds losses, or differs between
+    training and inference in other ways than by passing `training` on. Layers that
+    Keras itself makes of others, such as `MultiHeadAttention` or `Bidirectional`, are
+    not entered.
 
     A layer in the place of one that has `trainable=False`, or is frozen by `freeze`, is
     so too. CBN, which has other places, has `trainable=False` where no layer that reads

@@ -14,18 +14,18 @@ from keras_norms.surgery._graph.affine import NORM_CLASSES
 def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
     """Let all norms of a model run with their stored statistics, in training too.
 
-    For fine-tuning on few images, on small batches, or where other data must not move
-    the statistics: `BatchNormalization`, `CBN`, `NoisyBN` and `LpNorm` layers, however
-    deep, are in training what they are at inference, a scale and shift of each channel
-    (a `NoisyBN` with `noise_at_inference` keeps its noise). Everything else trains, and
-    `gamma` and `beta` do too.
+    For fine-tuning on few images or small batches, or if new data must not change the
+    statistics. `BatchNormalization`, `CBN`, `NoisyBN` and `LpNorm` layers at any depth
+    then do in training what they do at inference: they scale and shift each channel (a
+    `NoisyBN` with `noise_at_inference` keeps its noise). Everything else trains,
+    `gamma` and `beta` included.
 
-    `layer.trainable = False`, which Keras has for this, fixes gamma and beta as well,
-    and `model.trainable = True` undoes it. `BatchNormalization()(x, training=False)`
-    has no effect in a Functional model, which passes its own `training` on. What
-    `freeze` does stays until `unfreeze`, in saved files too, which need `import
-    keras_norms` to load. `convert` freezes what it puts in the place of frozen norms;
-    not CBN, which has places of its own.
+    Keras' own `layer.trainable = False` fixes gamma and beta as well, and
+    `model.trainable = True` undoes it. `BatchNormalization()(x, training=False)` has no
+    effect in a Functional model, which passes its own `training` on. `freeze` lasts
+    until `unfreeze`, also in saved files, which need `import keras_norms` to load.
+    `convert` freezes the norms that replace frozen ones, except CBN, which stands
+    elsewhere.
 
     Args:
         model: A built Keras model of any kind. It is changed in place. A larger model
