@@ -212,6 +212,8 @@ def test_policies(name, policy):
     wide = "float64" if policy == "float64" else "float32"
     x = np.random.default_rng(0).normal(1, 2, each.shape).astype(wide)
     x = numpy(ops.cast(x, each.layer.compute_dtype))
+    start = a.example(each, 0, 0.03)[1]  # which half precision cannot hold
+    each.assign(start)
     reference, values = a.reference_of(each), each.values(x)
     expected = a.expected_results(each, reference, values)
     found = a.results(each, x)
@@ -221,6 +223,10 @@ def test_policies(name, policy):
     # Statistics are those of the rounded inputs.
     state = {k: found.pop(k) for k in each.state()}
     a.assert_near(state, {k: expected.pop(k) for k in state}, min(bound, 1e-5))
+    # Keras casts weights in a call, and not in `stateless_call`.
+    each.assign(start)
+    each.layer(ops.convert_to_tensor(x), training=True)
+    a.assert_near(each.state(), state)
     # These are sums, with an error of each term.
     terms = np.abs(a.slope_of(each) + expected["y"]).sum()
     for name in {"beta", "gamma", "bias"} & expected.keys():
@@ -230,6 +236,17 @@ def test_policies(name, policy):
     a.assert_near(found, expected, bound)
     y, _ = a.call(each, x)
     a.assert_near({"y": y}, {"y": reference.inference(values)}, bound)
+
+
+@forms(CHANNELS | FUSED)
+def test_integers_are_cast(name):
+    each = a.case(name)
+    x = np.random.default_rng(0).integers(-9, 9, each.shape, "int32")
+    for training in (True, False):
+        found, expected = (
+            {"y": a.call(each, v, training)[0]} for v in (x, x.astype("float32"))
+        )
+        a.assert_near(found, expected)
 
 
 # Masks, and layers that do not train
