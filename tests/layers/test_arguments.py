@@ -91,6 +91,20 @@ def test_initializers_regularizers_and_constraints(cls):
     np.testing.assert_allclose(np.linalg.norm(numpy(layer.gamma)), 1, rtol=1e-5)
 
 
+def test_defaults_are_those_of_the_papers():
+    defaults = {"axis": -1, "momentum": 0.99, "center": True, "scale": True}
+    noise = {"mean_range": 0.5, "scale_range": 1.25}
+    noise |= {"mean_jitter": 0.1, "scale_jitter": 0.1}
+    for cls, own in {
+        CBN: {"rho": 1, "omega": 10, "epsilon": 1e-5},
+        NoisyBN: {"epsilon": 1e-3, **noise},
+        LpNorm: {"p": 2, "norm_of": "input", "epsilon": 1e-5},
+    }.items():
+        assert defaults | own == {k: cls().get_config()[k] for k in defaults | own}
+    for cls in (WS, CWN, WN):
+        assert cls(inner()).get_config()["epsilon"] == 1e-5
+
+
 def test_numbers_may_be_of_any_kind():
     found = CBN(np.int64(1), rho=2, omega=np.float32(0.5)).get_config()
     found = [found[name] for name in ("axis", "rho", "omega")]
