@@ -107,6 +107,14 @@ def test_more_calls_than_a_layer_remembers(monkeypatch):
 
 
 @torch_only
+def test_a_call_in_a_backward_pass_that_repeats_none():
+    x = ops.convert_to_tensor(X[0]).requires_grad_()
+    x.register_hook(lambda gradient: cbn()(gradient, training=True))
+    with pytest.raises(ValueError, match="no forward pass is known"):
+        ops.sum(x * x).backward()
+
+
+@torch_only
 def test_the_reentrant_checkpoint_of_pytorch():
     from torch.utils.checkpoint import checkpoint
 
