@@ -73,6 +73,20 @@ def test_the_cheapest_of_the_whole_network_go():
         assert pruned.channels == (13, 13 - count)
 
 
+def test_what_a_channel_costs_a_separable_convolution():
+    """By its answer to one impulse in each channel."""
+    reader = layers.SeparableConv1D(3, 2, depth_multiplier=2, use_bias=False)
+    dense, tanh = layers.Dense(6, name="one"), layers.Activation("tanh")
+    model, x = m.model_of((3, 4), dense, tanh, reader), m.images(64, 3, 4)
+    impulses = np.zeros((6, 3, 6), "float32")
+    impulses[:, 1] = np.eye(6)
+    answers = np.square(numpy(reader(impulses))).sum((1, 2))
+    costs = answers * numpy(tanh(dense(x))).var((0, 1))
+    pruned = prune(model, x, similarity=None, ratio=0.4)  # of 9 channels
+    expected = np.sort(np.argsort(costs)[:3])
+    assert planted.removed(pruned) == {"one": expected.tolist()}
+
+
 def test_a_share_of_all_channels():
     """What is free goes first; sums and other layers keep whole blocks."""
     model, x = plant(chain()), m.images(16, 6, 6, 3, seed=3)
@@ -267,6 +281,9 @@ def test_bad_arguments():
         prune(model, x, gamma=None, similarity=None)
     with pytest.raises(ValueError, match="`data` must be an array.*not be empty"):
         prune(model, iter([]))
+    dead = m.model_of((3,), layers.Dense(4), apply(layers.Rescaling, 0.0), m.dense(2))
+    dead.layers[-1].bias.assign(np.zeros(2))
+    assert prune(dead, x).error == prune(dead, x).largest == 0  # of outputs that are 0
     with pytest.raises(ValueError, match="a channel that could go"):
         prune(m.model_of((3,), layers.Dense(4)), x)
     with pytest.raises(ValueError, match="`data` must give outputs that are finite"):
@@ -298,6 +315,8 @@ GO = {
     "a scale of each": apply(layers.EinsumDense, "abcd,d->abcd", (6, 6, 5), None, "d"),
     "a permutation": apply(layers.Permute, (3, 1, 2)),
     "a reshaping": apply(layers.Reshape, (36, 5)),
+    "a mean of each": lambda x: x * layers.GlobalAveragePooling2D(keepdims=True)(x),
+    "flattening of other channels": apply(layers.Flatten, "channels_first"),
     "joined with pixels": lambda x: layers.Concatenate(axis=1)([x, layers.ReLU()(x)]),
 }
 STAY = {
@@ -314,6 +333,7 @@ STAY = {
     "depthwise and softmax": apply(layers.DepthwiseConv2D, 1, activation="softmax"),
     "a norm of pixels": apply(layers.LayerNormalization),
     "groups": apply(layers.Conv2D, 5, 1, groups=5),
+    "a layer along rows": m.chain(layers.Permute((3, 1, 2)), layers.Dense(3)),
     "a wrapper": lambda x: layers.TimeDistributed(layers.Conv1D(2, 1))(x),
     "always in training": lambda x: layers.Dropout(0.0)(x, training=True),
     "joined along pixels": lambda x: layers.Concatenate(1)([x, m.conv(5, "two")(x)]),

@@ -196,13 +196,12 @@ def _weights(site, by_share):
 
 def _input_squares(unit):
     """How much of each input's mean square a kernel passes on, a vector."""
-    if unit.cls not in linear.SEPARABLE:
-        kernel = np.moveaxis(unit.weight("kernel"), linear.kernel_axes(unit)[0], 0)
-        return np.sum(np.square(kernel), axis=tuple(range(1, kernel.ndim)))
-    depth = np.square(unit.weight("depthwise_kernel"))
-    depth = np.sum(depth, axis=tuple(range(depth.ndim - 2)))
-    point = np.square(unit.weight("pointwise_kernel"))
-    return np.sum(depth * np.sum(point.reshape(*depth.shape, -1), -1), -1)
+    kernel = unit.weight(linear.kernel_names(unit)[0])
+    if unit.cls in linear.SEPARABLE:  # As the one kernel that both of them make.
+        point = unit.weight("pointwise_kernel").reshape(*kernel.shape[-2:], -1)
+        kernel = np.einsum("...im,imo->...io", kernel, point)
+    kernel = np.moveaxis(kernel, linear.kernel_axes(unit)[0], 0)
+    return np.sum(np.square(kernel), axis=tuple(range(1, kernel.ndim)))
 
 
 def _candidates(places, is_fixed, gamma, similarity, by_share):
