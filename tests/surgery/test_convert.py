@@ -167,9 +167,15 @@ def test_quantized_layers():
 
 def test_what_cannot_be_preserved_is_named():
     model = m.sequential()
-    for norm, names in ((CBN(scale=False), "two_cbn"), ("ws", "'one', 'two'")):
+    several = apply(layers.EinsumDense, "ab,bcd->acd", (3, 4), name="several")
+    for net, norm, names in (
+        (model, CBN(scale=False), "two_cbn"),
+        (model, CBN(center=False), "two_cbn"),
+        (model, "ws", "'one', 'two'"),
+        (m.model_of((5,), several, bn), "ws", "'several'"),
+    ):
         with pytest.warns(UserWarning, match=f"could not be preserved.*{names}"):
-            convert(model, norm, data=m.batch_for(model))
+            convert(net, norm, data=m.batch_for(net))
 
 
 def test_norms_in_the_place_of_which_nothing_normalises_are_named():

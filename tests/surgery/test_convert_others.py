@@ -126,6 +126,21 @@ def test_gamma_and_beta_are_carried_over(name, norm):
     assert all(np.ptp(w) == 0 for w in plain.get_weights())
 
 
+def test_what_a_function_puts_in_the_place_of_a_frozen_norm():
+    frozen = apply(layers.BatchNormalization, trainable=False, name="norm")
+    with m.saying(CHANGES):
+        new = convert(m.model_of((4,), frozen), lambda _: layers.LayerNormalization())
+    assert not new.layers[-1].trainable
+
+
+@pytest.mark.parametrize("norm", ["none", "batch_norm"])
+def test_a_norm_of_several_axes_stays(norm):
+    both = apply(layers.LayerNormalization, axis=(1, 2), name="both")
+    says = "stay as they are: .'both'"
+    new = m.check_convert(m.model_of((4, 3), both), norm, says=says)
+    assert type(new.get_layer("both")) is layers.LayerNormalization
+
+
 def test_groups():
     """As many as fit, of 4 channels; those that a layer was given."""
     for channels, groups in ((3, 1), (7, 1), (8, 2), (24, 6), (64, 16), (200, 25)):

@@ -88,6 +88,8 @@ for name, step, left in (
     case(f"before {name}", (5, 4), tanh, cbn, step, dense(2), left=left)
 flat = apply(layers.Reshape, (24,))
 case("before reshaping of channels", (6, 2), tanh, cbn, flat, dense(2), left=1)
+split, whole = apply(layers.Reshape, (3, 2, 4)), apply(layers.Reshape, (6, 4))
+case("reshaping of steps", (6, 2), tanh, cbn, split, dense(), whole, bn)
 
 # Shared layers
 case("norms of one reader", (4,), norms_of_one_reader(cbn, cbn), left=2)

@@ -9,7 +9,7 @@ from keras import layers, ops
 
 from keras_norms import CBN, CWN, WN, WS, NoisyBN, activations, convert, fold
 from tests.support import surgery_models as m
-from tests.support.backend import BACKEND, numpy, thorough_on
+from tests.support.backend import BACKEND, numpy, tensorflow_only, thorough_on
 from tests.support.surgery_models import apply, bn, dense, model_of, relu
 
 pytestmark = thorough_on("jax")
@@ -227,6 +227,33 @@ def test_compile_settings():
     with pytest.warns(UserWarning, match="is not compiled"):
         folded = fold(model)
     assert not folded.compiled
+
+
+def test_a_compile_of_the_users():
+    class Own(keras.Model):
+        def compile(self, rate):
+            super().compile(keras.optimizers.SGD(rate), "mse")
+
+        def get_compile_config(self):
+            return {"rate": 0.5}
+
+        def compile_from_config(self, config):
+            self.compile(**config)
+
+    plain = model_of((6,), dense(), bn)
+    model = Own(plain.inputs, plain.outputs)
+    assert not fold(model).compiled
+    model.compile(0.5)
+    with m.saying(""):
+        assert float(numpy(fold(model).optimizer.learning_rate)) == 0.5
+
+
+@tensorflow_only
+def test_a_vocabulary_that_was_adapted():
+    lookup = layers.IntegerLookup()
+    lookup.adapt([3, 5, 7])
+    steps = lookup, apply(layers.Embedding, 9, 3), bn, apply(layers.Flatten), dense()
+    m.check_fold(model_of((2,), *steps, dtype="int64"), np.array([[3, 9], [7, 5]]))
 
 
 def test_weight_decay_spares_what_it_did():
