@@ -157,8 +157,21 @@ def test_bad_arguments(arguments, message, tmp_path):
     assert not list(tmp_path.glob("a/runs/*"))
 
 
+@pytest.mark.parametrize(
+    "count, given",
+    [(288, {}), (12, {"train_size": 60}), (7, {"validation_size": 7})],
+)
+def test_how_many_images_are_held_out(count, given):
+    assert Settings(**given).shared().validation_size == count
+
+
 def test_how_many_train_at_the_same_time(monkeypatch):
     monkeypatch.setattr(workers, "default_count", lambda: 4)
-    counts = {4: {}, 3: {"trials": 3}, 2: {"workers": 2}, 1: {"strategy": "mirrored"}}
+    counts = {
+        4: {"algorithm": "grid"},
+        3: {"trials": 3},
+        2: {"workers": 2},
+        1: {"strategy": "mirrored"},
+    }
     for count, given in counts.items():
         assert Settings(**given).processes() == count

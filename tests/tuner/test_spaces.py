@@ -79,6 +79,9 @@ def test_what_is_not_tuned_stays():
     space, layers = tune({}, rho=(2.0, 4.0), omega=None)
     assert {(e.initial_rho, e.omega) for e in layers.values()} == {(2.0, 10.0)}
     assert [each.name for each in space] == ["rho"]
+    # What is usual, or the nearest bound.
+    space, _ = tune({}, rho=(0.25, 0.5), omega=(1.0, 5.0))
+    assert [each.default for each in space] == [0.5, 5.0]
     # Before the layers are built, too.
     model = keras.Sequential([keras.layers.Dense(3), CBN(rho=0.5)])
     space, _ = tune({"rho": 3.0}, model, rho=None, omega=(20.0, 30.0))
