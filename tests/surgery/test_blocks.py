@@ -1,5 +1,7 @@
 """Blocks and subclassed models are entered; what cannot be stays, and is named."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -188,6 +190,11 @@ def test_masks():
     model = model_of((5,), embedding, reader, layers.Dense(2), dtype="int32")
     tokens = np.array([[1, 2, 3, 0, 0], [4, 5, 1, 2, 3], [2, 0, 0, 0, 0]])
     assert not m.norms_in(m.check_fold(model, tokens, says=""))
+    # What is inside passes it on, though the block is said not to.
+    passes = of_call(lambda self, x: self.dense(x), dense=layers.Dense(4))
+    steps = embedding, passes, m.bn, layers.LSTM(3)
+    model = m.quiet(model_of, (5,), *steps, dtype="int32")
+    assert not m.norms_in(m.check_fold(model, tokens, says=""))
 
 
 def test_mixed_precision():
@@ -258,6 +265,29 @@ def asks_training(self, x, training=None):
     return self.inside(x) * 2 if training else self.inside(x, training=False)
 
 
+def passes_mode(self, x, training=None):
+    return self.inside(x, training=training)
+
+
+class CallsAnother(Stays):
+    """A block that is entered too, but in training only."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.block = of_call(passes_mode, Stays)
+
+    def call(self, x, training=None):
+        return self.block(x, training=True) if training else self.inside(x)
+
+
+class Unknown(layers.Layer):
+    def call(self, x):
+        return x
+
+    def get_config(self):
+        raise NotImplementedError
+
+
 def fills_batch(self, x):
     return ops.reshape(self.inside(x), (ops.shape(x)[0], 6, 6, 4))
 
@@ -280,6 +310,7 @@ def fills_batch(self, x):
             "calls 'inner_norm' with training=False",
         ),
         (also(lambda self, x: self.add_loss(ops.ones(()))), "adds losses"),
+        (lambda self, x: Unknown()(self.inside(x)), "which has no configuration"),
         (fills_batch, ""),
     ],
 )
@@ -290,6 +321,27 @@ def test_what_cannot_be_entered_is_named(call, reason):
         folded = fold(model)
     assert isinstance(folded.get_layer("stays"), Stays)
     assert m.norms_in(folded) == ["inner_norm"]
+    m.assert_same_outputs(folded, model, X)
+
+
+def test_blocks_of_which_more_is_needed_than_their_calls_are_named():
+    names = "penalised", "trained", "sized"
+    penalised, trained, sized = (of_call(passes_mode, Stays, name) for name in names)
+    penalised.activity_regularizer = keras.regularizers.L2(0.1)
+    sized.compute_output_shape = lambda shape: (shape[0], None, None, 4)
+    steps = penalised, lambda x: trained(x, training=True), CallsAnother(name="other")
+    model = with_block(*steps, sized)
+    with pytest.warns(UserWarning, match="cannot be traced") as caught:
+        folded = fold(model)
+    said = " ".join(str(warning.message) for warning in caught)
+    for name, reason in (
+        ("penalised", "it has an activity regularizer"),
+        ("trained", "it is called with training=True"),
+        ("other", "it makes other calls in training"),
+        ("sized", "Keras takes it to make other shapes"),
+    ):
+        assert isinstance(folded.get_layer(name), Stays)
+        assert re.search(rf"'{name}' \(\w+\): {reason}", said)
     m.assert_same_outputs(folded, model, X)
 
 
@@ -346,6 +398,14 @@ def test_subclasses_of_sequential():
     folded = fold(m.randomize(model))
     m.assert_same_outputs(folded, model, m.images(5, 6, 6, 4))
     assert not isinstance(folded, Stack)
+
+
+def test_blocks_of_one_name():
+    parts = {part: m.Block(name="block") for part in ("one", "two")}
+    model = of_call(lambda self, x: self.two(self.one(x)), keras.Model, **parts)
+    x = m.images(5, 6, 6, 4)
+    model(x)
+    assert not m.norms_in(m.check_fold(m.randomize(model), x))
 
 
 def test_makers_of_one_name_are_counted_each():

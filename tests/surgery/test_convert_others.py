@@ -166,6 +166,9 @@ def test_batch_norm_in_the_place_of_others():
     new = m.check_convert(model, "batch_norm", says="")
     assert len(m.norms_in(new)) == 5 and len(new.layers) == len(model.layers) + 1
     assert new.get_layer("noisy").momentum == 0.75
+    given = quiet(convert, model, layers.BatchNormalization(momentum=0.5))
+    momenta = [norm.momentum for norm in m.of_class(given, layers.BatchNormalization)]
+    assert momenta == [0.5] * 5
     # Statistics of others are those of data.
     group = apply(layers.GroupNormalization, 2, name="norm")
     model, x = m.model_of((5, 8), group), m.images(32, 5, 8)

@@ -73,18 +73,24 @@ def test_the_cheapest_of_the_whole_network_go():
         assert pruned.channels == (13, 13 - count)
 
 
-def test_what_a_channel_costs_a_separable_convolution():
-    """By its answer to one impulse in each channel."""
-    reader = layers.SeparableConv1D(3, 2, depth_multiplier=2, use_bias=False)
+def test_what_a_channel_costs_all_layers_that_read_it():
+    """By their answers to one impulse in each channel, as shares, which add up."""
     dense, tanh = layers.Dense(6, name="one"), layers.Activation("tanh")
-    model, x = m.model_of((3, 4), dense, tanh, reader), m.images(64, 3, 4)
-    impulses = np.zeros((6, 3, 6), "float32")
+    readers = (
+        layers.SeparableConv1D(3, 2, depth_multiplier=2, use_bias=False),
+        layers.Dense(2, use_bias=False),
+    )
+    model = m.model_of((3, 4), dense, tanh, m.branches(list, *readers))
+    x, impulses, costs = m.images(64, 3, 4), np.zeros((6, 3, 6), "float32"), 0
     impulses[:, 1] = np.eye(6)
-    answers = np.square(numpy(reader(impulses))).sum((1, 2))
-    costs = answers * numpy(tanh(dense(x))).var((0, 1))
-    pruned = prune(model, x, similarity=None, ratio=0.4)  # of 9 channels
-    expected = np.sort(np.argsort(costs)[:3])
-    assert planted.removed(pruned) == {"one": expected.tolist()}
+    for reader in readers:
+        answers = np.square(numpy(reader(impulses))).sum((1, 2))
+        cost = answers * numpy(tanh(dense(x))).var((0, 1))
+        costs += cost / np.sum(cost)
+    for count in range(1, 5):
+        pruned = prune(model, x, similarity=None, ratio=(count + 0.5) / 11)
+        expected = np.sort(np.argsort(costs)[:count])
+        assert planted.removed(pruned) == {"one": expected.tolist()}
 
 
 def test_a_share_of_all_channels():

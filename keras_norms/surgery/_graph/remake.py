@@ -210,8 +210,7 @@ def compile_as(old, new):
         return
     try:
         if type(old).compile is not keras.Model.compile:
-            if (config := old.get_compile_config()) is not None:
-                new.compile_from_config(config)
+            new.compile_from_config(old.get_compile_config())
             return
         settings = _keras.compile_settings(old)
         new.compile(
