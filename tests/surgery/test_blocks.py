@@ -401,8 +401,10 @@ def test_subclasses_of_sequential():
 
 
 def test_blocks_of_one_name():
-    parts = {part: m.Block(name="block") for part in ("one", "two")}
-    model = of_call(lambda self, x: self.two(self.one(x)), keras.Model, **parts)
+    """The names of block and model are not enough to tell three of them apart."""
+    parts = {part: m.Block(name="block") for part in ("one", "two", "three")}
+    call = m.chain(*parts.values())
+    model = of_call(lambda self, x: call(x), keras.Model, **parts)
     x = m.images(5, 6, 6, 4)
     model(x)
     assert not m.norms_in(m.check_fold(m.randomize(model), x))
