@@ -29,8 +29,16 @@ class KernelNormalization(keras.layers.Wrapper):
         super().__init__(layer, **{"dtype": layer.dtype_policy, **kwargs})
         if not self.trainable:
             layer.trainable = False
+        layer.quantize = self._refuse_quantization  # as layers that cannot do it
         self.epsilon = arguments.number("epsilon", epsilon, above=0)
         self.gains: dict[str, keras.Variable] = {}
+
+    def _refuse_quantization(self, *args, **kwargs):
+        # `model.quantize` warns of it, and goes on with the next layer.
+        raise NotImplementedError(
+            f"Layer '{self.layer.name}' in '{self.name}' cannot be quantized: its kernel "
+            "is normalised in each call. Quantize `keras_norms.fold(model)` instead."
+        )
 
     def _normalize(self, weight, axes, gain):
         """`weight` with each unit normalised and multiplied by its `gain`, if any."""

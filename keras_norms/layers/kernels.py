@@ -86,7 +86,7 @@ def obstacle(layer: keras.layers.Layer) -> str | None:
     if layer.quantization_mode:
         return (
             f"is quantized (mode '{layer.quantization_mode}'). Wrap a layer that is "
-            "not, and quantize a plain layer that holds its `normalized_kernels()`"
+            "not, and quantize what `keras_norms.fold` makes of the model"
         )
     if overrides(type(layer), "kernel", "depthwise_kernel", "pointwise_kernel"):
         return (

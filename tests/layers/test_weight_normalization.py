@@ -268,16 +268,22 @@ def test_frozen_kernels_stay_and_are_normalized():
 # Layers that are refused
 
 
-@pytest.mark.parametrize(
-    ("change", "argument", "message"),
-    [("enable_lora", 2, "LoRA"), ("quantize", "int8", "quantized")],
-)
-def test_a_kernel_that_is_no_single_weight_any_more(change, argument, message):
+def test_a_kernel_that_is_no_single_weight_any_more():
     layer = wrapped(WN, layers.Dense(3), (None, 4))
-    getattr(layer.layer, change)(argument)
+    layer.layer.enable_lora(2)
     for use in (lambda: layer(data(5, 4)), layer.normalized_kernels, layer.reset_gain):
-        with pytest.raises(ValueError, match=f"changed after.*{message}"):
+        with pytest.raises(ValueError, match="changed after.*LoRA"):
             use()
+
+
+def test_quantization_leaves_out_what_is_wrapped():
+    x, layer = data(5, 4), WN(layers.Dense(3, name="inner"), name="outer")
+    model = keras.Sequential([keras.Input((4,)), layer, layers.Dense(2)])
+    before = numpy(layer(x))
+    with pytest.warns(UserWarning, match="'inner' in 'outer'.*fold"):
+        model.quantize("int8")
+    np.testing.assert_array_equal(numpy(layer(x)), before)
+    assert model.layers[1].quantization_mode == "int8"
 
 
 @pytest.mark.parametrize(
