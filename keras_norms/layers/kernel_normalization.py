@@ -36,8 +36,8 @@ class KernelNormalization(keras.layers.Wrapper):
     def _refuse_quantization(self, *args, **kwargs):
         # `model.quantize` warns of it, and goes on with the next layer.
         raise NotImplementedError(
-            f"Layer '{self.layer.name}' in '{self.name}' cannot be quantized: its kernel "
-            "is normalised in each call. Quantize `keras_norms.fold(model)` instead."
+            f"Layer '{self.layer.name}' in '{self.name}' cannot be quantized: its "
+            "kernel is normalised in each call. Quantize `keras_norms.fold(model)`."
         )
 
     def _normalize(self, weight, axes, gain):
