@@ -78,17 +78,14 @@ def compile_step(model, chips, batch_per_chip, loss_last=False):
         state = trainable, updated, slots
         return (state, value) if loss_last else (value, state)
 
-    return (
-        jax.jit(step, donate_argnums=(0, 1, 2))
-        .lower(
-            chips.shapes(model.trainable_variables),
-            chips.shapes(model.non_trainable_variables),
-            chips.shapes(optimizer.variables),
-            chips.batch(batch_per_chip, model.input_shape[1:], model.compute_dtype),
-            chips.batch(batch_per_chip, (), "int32"),
-        )
-        .compile()
+    arguments = (
+        chips.shapes(model.trainable_variables),
+        chips.shapes(model.non_trainable_variables),
+        chips.shapes(optimizer.variables),
+        chips.batch(batch_per_chip, model.input_shape[1:], model.compute_dtype),
+        chips.batch(batch_per_chip, (), "int32"),
     )
+    return jax.jit(step, donate_argnums=(0, 1, 2)).lower(*arguments).compile()
 
 
 def collectives(text):

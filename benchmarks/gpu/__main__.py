@@ -17,6 +17,9 @@ there.
 
 from benchmarks.gpu import compiler  # isort: skip  # before JAX
 
+import functools
+import itertools
+
 import keras
 from absl import app, flags
 
@@ -35,20 +38,13 @@ _POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "Dtype policy.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
-def steps():
-    """The steps to compile: GPUs and norm, and what returns their costs."""
-    for topology in _TOPOLOGIES.value:
-        for norm in _NORMS.value:
-
-            def costs(topology=topology, norm=norm):
-                keras.config.set_dtype_policy(_POLICY.value)
-                model = networks.build(_NETWORK.value, norm, skip=_SKIP.value)
-                chips = compiler.chips(topology)
-                return compiler.cost(
-                    compiled.compile_step(model, chips, _BATCH.value, loss_last=True)
-                )
-
-            yield {"gpus": topology, "norm": norm}, costs
+def costs(topology, norm):
+    """What the compiler says of a step."""
+    keras.config.set_dtype_policy(_POLICY.value)
+    model = networks.build(_NETWORK.value, norm, skip=_SKIP.value)
+    chips = compiler.chips(topology)
+    step = compiled.compile_step(model, chips, _BATCH.value, loss_last=True)
+    return compiler.cost(step)
 
 
 def main(_):
@@ -59,7 +55,11 @@ def main(_):
         "dtype_policy": _POLICY.value,
         "skip": _SKIP.value,
     }
-    compare.report_steps(steps(), settings, _OUTPUT.value)
+    steps = (
+        ({"gpus": topology, "norm": norm}, functools.partial(costs, topology, norm))
+        for topology, norm in itertools.product(_TOPOLOGIES.value, _NORMS.value)
+    )
+    compare.report_steps(steps, settings, _OUTPUT.value)
 
 
 if __name__ == "__main__":

@@ -153,12 +153,18 @@ def deployment(*reports):
     return markdown([*header, "accuracy", "ms", "time (quartiles)"], cells, left=3)
 
 
-def _ratio(row, rows, key, norm, place):
-    """A cost of a row by that of another norm at the same place, as text."""
-    for other in rows:
-        if (other[place], other["norm"]) == (row[place], norm) and other[key]:
-            return f"{row[key] / other[key]:.3f}"
-    return ""
+def _ratios(row, rows, place, count):
+    """Bytes, memory and a count of a row by those of `bn` at the same place, as text.
+
+    The last one is of the bytes by those of `none`.
+    """
+    costs = {other["norm"]: other for other in rows if other[place] == row[place]}
+    pairs = [(key, "bn") for key in ("gigabytes_moved", "temporary_gigabytes", count)]
+    pairs.append(("gigabytes_moved", "none"))
+    return [
+        f"{row[key] / costs[norm][key]:.3f}" if costs.get(norm, {}).get(key) else ""
+        for key, norm in pairs
+    ]
 
 
 def _gigabytes(rows):
@@ -182,15 +188,7 @@ def gpu(*reports):
                 row["kernels"],
                 row["small_kernels"],
                 "" if alone else row["all_reduces"],
-                *(
-                    _ratio(row, rows, key, norm, "gpus")
-                    for key, norm in (
-                        ("gigabytes_moved", "bn"),
-                        ("temporary_gigabytes", "bn"),
-                        ("kernels", "bn"),
-                        ("gigabytes_moved", "none"),
-                    )
-                ),
+                *_ratios(row, rows, "gpus", "kernels"),
             ]
         )
     header = ["norm", "GPUs", f"moved, {unit}", f"temporary, {unit}", "kernels"]
@@ -209,15 +207,7 @@ def tpu(*reports):
             f"{row['gigabytes_moved'] / size:.{digits}f}",
             f"{row['temporary_gigabytes'] / size:.{digits}f}",
             row["all_reduces"],
-            *(
-                _ratio(row, rows, key, norm, "slice")
-                for key, norm in (
-                    ("gigabytes_moved", "bn"),
-                    ("temporary_gigabytes", "bn"),
-                    ("all_reduces", "bn"),
-                    ("gigabytes_moved", "none"),
-                )
-            ),
+            *_ratios(row, rows, "slice", "all_reduces"),
         ]
         for row in rows
     ]

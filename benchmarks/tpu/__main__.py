@@ -19,6 +19,9 @@ and the same command goes on with what is missing there.
 
 from benchmarks.tpu import compiler  # isort: skip  # before JAX
 
+import functools
+import itertools
+
 import keras
 from absl import app, flags
 
@@ -44,41 +47,39 @@ _POLICY = flags.DEFINE_string("dtype_policy", "mixed_bfloat16", "Dtype policy.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
+def costs(topology, norm):
+    """What the compiler says of a step."""
+    keras.config.set_dtype_policy(_POLICY.value)
+    model = networks.build(_NETWORK.value, norm)
+    step = compiled.compile_step(model, compiler.chips(topology), _BATCH.value)
+    return compiler.cost(step)
+
+
+def costs_of_recipe(network, norm, topology):
+    """The same for `--check`, and how training scales."""
+    options = _BATCH.value, _POLICY.value, _GROUP_SIZE.value
+    program = check.compile_step(network, norm, topology, *options)
+    row = {"slice": topology, **compiler.cost(program)}
+    return row | check.prediction(row)
+
+
 def steps():
     """The steps to compile: their slice and norm, and what returns their costs."""
-    for topology in _TOPOLOGIES.value or ["v5e:2x2"]:
-        for norm in _NORMS.value or ["none", "bn", "cbn", "fused_cbn"]:
-
-            def costs(topology=topology, norm=norm):
-                keras.config.set_dtype_policy(_POLICY.value)
-                model = networks.build(_NETWORK.value, norm)
-                chips = compiler.chips(topology)
-                return compiler.cost(compiled.compile_step(model, chips, _BATCH.value))
-
-            yield {"slice": topology, "norm": norm}, costs
+    topologies = _TOPOLOGIES.value or ["v5e:2x2"]
+    norms = _NORMS.value or ["none", "bn", "cbn", "fused_cbn"]
+    for topology, norm in itertools.product(topologies, norms):
+        step = functools.partial(costs, topology, norm)
+        yield {"slice": topology, "norm": norm}, step
 
 
 def steps_of_recipes():
     """The same for `--check`."""
-    for network in _NETWORKS.value:
-        for norm in _NORMS.value or ["cbn"]:
-            for topology in _TOPOLOGIES.value or check.TOPOLOGIES:
-
-                def costs(network=network, norm=norm, topology=topology):
-                    program = check.compile_step(
-                        network,
-                        norm,
-                        topology,
-                        _BATCH.value,
-                        _POLICY.value,
-                        _GROUP_SIZE.value,
-                    )
-                    row = {"slice": topology, **compiler.cost(program)}
-                    return row | check.prediction(row)
-
-                groups = _GROUP_SIZE.value
-                name = f"{norm}, groups of {groups}" if groups else norm
-                yield {"network": network, "slice": topology, "norm": name}, costs
+    norms, topologies = _NORMS.value or ["cbn"], _TOPOLOGIES.value or check.TOPOLOGIES
+    groups = f", groups of {_GROUP_SIZE.value}" if _GROUP_SIZE.value else ""
+    for case in itertools.product(_NETWORKS.value, norms, topologies):
+        network, norm, topology = case
+        named = {"network": network, "slice": topology, "norm": norm + groups}
+        yield named, functools.partial(costs_of_recipe, *case)
 
 
 def main(_):

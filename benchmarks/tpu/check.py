@@ -92,15 +92,13 @@ def compile_step(network, norm, topology, batch_per_chip, dtype, group_size=None
     x, y = np.zeros((1, *shape), "float32"), np.zeros(1, "int32")
     model._symbolic_build(data_batch=(x, y))
     chips = compiler.chips(topology)
-    state = tuple(
-        chips.shapes(variables)
-        for variables in (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
+    variables = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
     )
+    state = tuple(map(chips.shapes, variables))
     batch = [chips.batch(batch_per_chip, a.shape[1:], a.dtype) for a in (x, y)]
     shardings = jax.tree.map(lambda shape: shape.sharding, state)
     step = jax.jit(model.train_step, donate_argnums=0, out_shardings=(None, shardings))

@@ -31,16 +31,12 @@ def cost(program):
     """What the compiler says of one chip's program, a dict."""
     memory, analysis = program.memory_analysis(), program.cost_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    held += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    held -= memory.alias_size_in_bytes
     return {
         "gigaflops": analysis["flops"] / 1e9,
         "gigabytes_moved": analysis["bytes accessed"] / 1e9,
         "temporary_gigabytes": memory.temp_size_in_bytes / 1e9,
-        "memory_gigabytes": (
-            held
-            - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes
-            + memory.generated_code_size_in_bytes
-        )
-        / 1e9,
+        "memory_gigabytes": held / 1e9,
         **compiled.of_collectives(program.as_text()),
     }
