@@ -27,7 +27,7 @@ import keras
 import numpy as np
 from absl import app, flags, logging
 
-from benchmarks import compare
+from benchmarks import compare, runtimes
 from keras_norms import AMAT, CBN, convert, fold, prune, recalibrate
 from recipes import models
 from recipes.engine import data
@@ -94,99 +94,25 @@ def deployed(model, x_train, folder):
         return path
 
     path = export("norms", model)
-    yield "SavedModel, not folded", path, saved_model(path)
+    yield "SavedModel, not folded", path, runtimes.saved_model(path)
     path = export("folded")
-    yield YARDSTICK, path, saved_model(path)
+    yield YARDSTICK, path, runtimes.saved_model(path)
     quantized = keras.models.clone_model(folded)
     quantized.set_weights(folded.get_weights())
     quantized.quantize("int8")
     path = export("int8", quantized)
-    yield "SavedModel, Keras int8", path, saved_model(path)
+    yield "SavedModel, Keras int8", path, runtimes.saved_model(path)
     path = export("float.tflite", format="litert")
-    yield "LiteRT", path, litert(path)
-    path = export("int8.tflite", format="litert", **litert_int8(calibration))
-    yield "LiteRT int8", path, litert(path)
+    yield "LiteRT", path, runtimes.litert(path)
+    path = export("int8.tflite", format="litert", **runtimes.litert_int8(calibration))
+    yield "LiteRT int8", path, runtimes.litert(path)
     path = export("float.onnx", format="onnx")
-    yield "ONNX Runtime", path, onnx(path)
-    path = onnx_int8(path, calibration)
-    yield "ONNX Runtime int8", path, onnx(path)
-    yield "OpenVINO, ONNX int8", path, openvino(path)
+    yield "ONNX Runtime", path, runtimes.onnx(path)
+    path = runtimes.onnx_int8(path, calibration)
+    yield "ONNX Runtime int8", path, runtimes.onnx(path)
+    yield "OpenVINO, ONNX int8", path, runtimes.openvino(path)
     path = export("float.xml", format="openvino")
-    yield "OpenVINO", path, openvino(path)
-
-
-def saved_model(path):
-    import tensorflow as tf
-
-    model = tf.saved_model.load(path)
-    return lambda x: model.serve(tf.constant(x)).numpy()
-
-
-def litert(path):
-    import tensorflow as tf
-
-    # It has moved to a package of its own.
-    with warnings.catch_warnings(action="ignore"):
-        interpreter = tf.lite.Interpreter(str(path), num_threads=1)
-    (given,), (made,) = (
-        interpreter.get_input_details(),
-        interpreter.get_output_details(),
-    )
-    interpreter.allocate_tensors()
-
-    def run(x):
-        interpreter.set_tensor(given["index"], x)
-        interpreter.invoke()
-        return interpreter.get_tensor(made["index"])
-
-    return run
-
-
-def litert_int8(images):
-    """Arguments of `export`: kernels and activations in int8, logits in float32."""
-    import tensorflow as tf
-
-    return {
-        "optimizations": [tf.lite.Optimize.DEFAULT],
-        "representative_dataset": lambda: ([image[None]] for image in images),
-        "target_spec": {"supported_ops": [tf.lite.OpsSet.TFLITE_BUILTINS_INT8]},
-    }
-
-
-def onnx(path):
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    session = onnxruntime.InferenceSession(path, options)
-    name = session.get_inputs()[0].name
-    return lambda x: session.run(None, {name: x})[0]
-
-
-def onnx_int8(path, images):
-    """Writes the same network with a scale for each channel of a kernel."""
-    from onnxruntime import quantization
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    class Images(quantization.CalibrationDataReader):
-        batches = iter([{"x": image[None]} for image in images])
-
-        def get_next(self):
-            return next(self.batches, None)
-
-    prepared, quantized = path.with_name("prepared.onnx"), path.with_name("int8.onnx")
-    quant_pre_process(path, prepared, skip_symbolic_shape=True)
-    quantization.quantize_static(prepared, quantized, Images(), per_channel=True)
-    return quantized
-
-
-def openvino(path):
-    import openvino
-
-    # Some processors would compute in bfloat16.
-    settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
-    model = openvino.Core().compile_model(path, "CPU", settings)
-    return lambda x: model(x)[0]
+    yield "OpenVINO", path, runtimes.openvino(path)
 
 
 def processor_time(run, image):
