@@ -75,17 +75,11 @@ def candidate(rate, with_amat, network, size, batch, steps):
         learning_rate = keras.optimizers.schedules.CosineDecay(learning_rate, 10**6)
     model = networks.build(network, "cbn", size, learning_rate=training.LEARNING_RATE)
     training.compile_model(model, learning_rate=learning_rate)
-    data = training.endless_batch(model, batch)
     # A rate that has changed is read, which waits anyway.
     amat = TimedAMAT(waits=rate == "callback") if with_amat else None
     callbacks = [ChangeRate()] if rate == "callback" else []
     callbacks += [amat] if with_amat else []
-
-    def turn():
-        return training.seconds_per_step(model, data, steps, callbacks)
-
-    for _ in range(2):
-        turn()
+    turn = training.turn(model, batch, steps, callbacks)
     if with_amat:
         amat.seconds.clear()
     return turn, amat
@@ -130,11 +124,11 @@ def define_flags():
 def main(_):
     values = flags.FLAGS
     case = networks.parse(values.network)
+    settings = {"steps": values.steps, "rounds": values.rounds}
     rows = []
     for rate in values.rates:
-        rows.append(measure(rate, *case, steps=values.steps, rounds=values.rounds))
+        rows.append(measure(rate, *case, **settings))
         keras.utils.clear_session(free_memory=True)
-    settings = {"steps": values.steps, "rounds": values.rounds}
     compare.report(values.output, "amat", rows, network=values.network, **settings)
 
 

@@ -20,8 +20,6 @@ the same command goes on with what is missing there.
 
 import functools
 import gc
-import pathlib
-import tempfile
 import warnings
 
 import keras
@@ -29,7 +27,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import compare
-from benchmarks.outputs import count, difference, outputs, randomize
+from benchmarks.outputs import count, difference, outputs, randomize, reloaded
 from keras_norms import AMAT
 from keras_norms.layers import CBN, layers_of
 from keras_norms.surgery import convert, fold
@@ -118,9 +116,8 @@ def folded(model, x, expected):
     with warnings.catch_warnings(action="ignore"):
         result = fold(model)
     norms = count(result, keras.layers.BatchNormalization)
-    shifts = count(result, keras.layers.Rescaling) - count(
-        model, keras.layers.Rescaling
-    )
+    rescaling = keras.layers.Rescaling
+    shifts = count(result, rescaling) - count(model, rescaling)
     left = {type(layer).__module__ for layer in layers_of(result)}
     if any(module.startswith("keras_norms") for module in left):
         raise AssertionError("a layer of keras_norms is left")
@@ -143,10 +140,7 @@ def converted(model, norm, x, labels, expected):
         )
         result["loss"] = history.history["loss"][0]
         trained = outputs(new, x)
-        with tempfile.TemporaryDirectory() as folder:
-            file = pathlib.Path(folder) / "model.keras"
-            new.save(file)
-            loaded = keras.models.load_model(file)
+        loaded = reloaded(new)
         result["load"] = difference(outputs(loaded, x), trained)
         result["fold"], result["stay"] = folded(loaded, x, trained)
     return result

@@ -18,8 +18,6 @@ writes it as JSON, and the same command goes on with what is missing there.
 
 import functools
 import importlib.metadata
-import pathlib
-import tempfile
 import time
 import warnings
 
@@ -29,7 +27,7 @@ from absl import app, flags
 from keras import layers, tree
 
 from benchmarks import compare
-from benchmarks.outputs import count, difference, outputs, randomize
+from benchmarks.outputs import count, difference, outputs, randomize, reloaded
 from keras_norms import AMAT
 from keras_norms.layers import CBN, layers_of
 from keras_norms.surgery import convert, fold
@@ -243,10 +241,7 @@ def check(name, batch=8):
     )
     row["losses"] = history.history["loss"]
     trained = outputs(new, x)
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "model.keras"
-        new.save(file)
-        loaded = keras.models.load_model(file)
+    loaded = reloaded(new)
     row["load"] = difference(outputs(loaded, x), trained)
     row["fold"], row["stay"] = _folded(model, x, expected)
     row["CBN fold"], row["CBN stay"] = _folded(loaded, x, trained)

@@ -75,7 +75,7 @@ def measure(name, size, batch, *, jit_compile, rounds):
     x = np.random.default_rng(1).uniform(-1, 1, (batch, size, size, 3))
     x = keras.ops.convert_to_tensor(x, "float32")
     timers = {
-        form: compare.timer(steps.inference(model, x, None, jit_compile))
+        form: compare.timer(steps.inference(model, x, jit_compile))
         for form, model in models.items()
     }
     times = compare.take_turns(timers, rounds)

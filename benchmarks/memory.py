@@ -112,21 +112,13 @@ class Resident:
 class TensorFlowGPU:
     """Memory of TensorFlow's allocator."""
 
-    def _read(self, key):
+    def __init__(self):
         import tensorflow as tf
 
-        return tf.config.experimental.get_memory_info("GPU:0")[key]
-
-    def now(self):
-        return self._read("current")
-
-    def peak(self):
-        return self._read("peak")
-
-    def reset(self):
-        import tensorflow as tf
-
-        tf.config.experimental.reset_memory_stats("GPU:0")
+        memory, gpu = tf.config.experimental, "GPU:0"
+        self.now = lambda: memory.get_memory_info(gpu)["current"]
+        self.peak = lambda: memory.get_memory_info(gpu)["peak"]
+        self.reset = lambda: memory.reset_memory_stats(gpu)
 
 
 class TorchGPU:

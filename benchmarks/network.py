@@ -54,20 +54,6 @@ def bytes_of_passes(model, batch, cache):
     return total
 
 
-def candidate(model, batch, steps, jit_compile):
-    """Compile and warm up. Returns a function: the seconds of a step, over a turn."""
-    training.compile_model(model, jit_compile)
-    data = training.endless_batch(model, batch)
-    callbacks = training.callbacks_for(model)
-
-    def turn():
-        return training.seconds_per_step(model, data, steps, callbacks)
-
-    for _ in range(2):
-        turn()
-    return turn
-
-
 def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
     """Time one network with every norm. Returns a list of rows.
 
@@ -85,7 +71,9 @@ def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
     for norm in norms:
         model = networks.build(network, norm, size)
         passes[norm] = bytes_of_passes(model, batch, cache)
-        turns[norm] = candidate(model, batch, steps, jit_compile)
+        training.compile_model(model, jit_compile)
+        callbacks = training.callbacks_for(model)
+        turns[norm] = training.turn(model, batch, steps, callbacks)
     times = compare.take_turns(turns, rounds)
     return [
         {
@@ -113,28 +101,19 @@ def main(_):
     jit_compile = "auto" if values.jit_compile is None else values.jit_compile
     bandwidth = machine.copy_bandwidth()
     rows = []
+    settings = {"steps": values.steps, "rounds": values.rounds}
+    settings["jit_compile"] = jit_compile
     for text in values.networks:
-        name, size, batch = networks.parse(text)
         keras.utils.clear_session(free_memory=True)  # which forgets the policy
         keras.config.set_dtype_policy(values.dtype_policy)
-        rows += measure(
-            name,
-            size,
-            batch,
-            values.norms,
-            steps=values.steps,
-            rounds=values.rounds,
-            jit_compile=jit_compile,
-        )
+        rows += measure(*networks.parse(text), values.norms, **settings)
     compare.report(
         values.output,
         "network",
         rows,
         dtype_policy=values.dtype_policy,
-        jit_compile=jit_compile,
-        steps=values.steps,
-        rounds=values.rounds,
         copy_gigabytes_per_second=bandwidth / 1e9,
+        **settings,
     )
 
 

@@ -1,5 +1,8 @@
 """Networks of random weights, and how much the outputs of two differ."""
 
+import pathlib
+import tempfile
+
 import keras
 import numpy as np
 from keras import tree
@@ -48,6 +51,14 @@ def outputs(model, x):
     # Not compiled: that would take longer than to run it once.
     made = map(keras.ops.convert_to_numpy, tree.flatten(model(x, training=False)))
     return np.hstack([np.asarray(y, "float64").reshape(len(y), -1) for y in made])
+
+
+def reloaded(model):
+    """A model after it was saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "model.keras"
+        model.save(file)
+        return keras.models.load_model(file)
 
 
 def count(model, cls):

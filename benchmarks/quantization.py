@@ -50,14 +50,9 @@ def change(norm, mode, seed):
     model = network(norm)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
-    model.fit(
-        images.x_train,
-        images.y_train,
-        batch_size=64,
-        epochs=_EPOCHS.value,
-        callbacks=[AMAT()] if "cbn" in norm else [],
-        verbose=0,
-    )
+    callbacks = [AMAT()] if "cbn" in norm else []
+    x, y = images.x_train, images.y_train
+    model.fit(x, y, 64, _EPOCHS.value, verbose=0, callbacks=callbacks)
     before = model.predict(images.x_test, verbose=0)
     # Layers without kernels are not quantized.
     with warnings.catch_warnings(action="ignore"):

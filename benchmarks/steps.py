@@ -70,8 +70,8 @@ def training_step(layer, x, g, jit_compile):
     return run
 
 
-def inference(layer, x, g, jit_compile):
-    """The same for a layer, or a network, at inference; `g` is not used."""
+def inference(layer, x, jit_compile):
+    """The same for a layer, or a network, at inference."""
     if BACKEND == "tensorflow":
         import tensorflow as tf
 

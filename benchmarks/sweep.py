@@ -64,7 +64,7 @@ CANDIDATES = {
     "decoupled": lambda: cbn(True),
     "coupled": lambda: cbn(False),
 }
-PHASES = {"training": steps.training_step, "inference": steps.inference}
+PHASES = "training", "inference"
 
 
 def measure(shape, phase, rounds, jit_compile):
@@ -82,7 +82,10 @@ def measure(shape, phase, rounds, jit_compile):
     for name, make in CANDIDATES.items():
         layer = make()
         layer.build(shape)
-        run = PHASES[phase](layer, x, g, jit_compile)
+        if phase == "training":
+            run = steps.training_step(layer, x, g, jit_compile)
+        else:
+            run = steps.inference(layer, x, jit_compile)
         timers[name] = compare.timer(run, at_least=2e-3)
     times = compare.take_turns(timers, rounds)
     return {
