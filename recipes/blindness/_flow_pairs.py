@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from recipes.engine import data, imagenet
-from recipes.engine.errors import UserError
+from recipes.engine import data
+from recipes.engine.errors import UserError, check_size
 
 
 class Pair:
@@ -52,7 +52,7 @@ class Pair:
         self.x_test, self.y_test = whole(images.x_test, images.y_test)
         if train_size is not None:
             count, about = len(self.x_train), "the training images of both classes"
-            imagenet.check_size("train_size", train_size, count, about)
+            check_size("train_size", train_size, count, about)
             order = np.random.default_rng(0).permutation(count)[:train_size]
             self.x_train, self.y_train = self.x_train[order], self.y_train[order]
         self.image_shape = self.x_train.shape[1:]

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from recipes.engine import imagenet
-from recipes.engine.errors import UserError
+from recipes.engine.errors import UserError, check_size
 
 TFDS = ("cifar10", "cifar100", "mnist")
 STREAMED = (imagenet.NAME,)  # too large to be arrays
@@ -126,12 +126,12 @@ def load(dataset, data_dir=None, train_size=None, download=False, validation_siz
     num_classes = int(y_train.max()) + 1
     if train_size is not None:
         about = f"the training images of {dataset}"
-        imagenet.check_size("train_size", train_size, len(x_train), about)
+        check_size("train_size", train_size, len(x_train), about)
         chosen = np.random.default_rng(0).permutation(len(x_train))[:train_size]
         x_train, y_train = x_train[chosen], y_train[chosen]
     if validation_size is not None:
         most, about = len(x_train) - 1, "less than the training images"
-        imagenet.check_size("validation_size", validation_size, most, about)
+        check_size("validation_size", validation_size, most, about)
         order = np.random.default_rng(1).permutation(len(x_train))
         held_out, chosen = order[:validation_size], order[validation_size:]
         x_test, y_test = x_train[held_out], y_train[held_out]
@@ -270,7 +270,7 @@ class Batches(keras.utils.PyDataset):
     ):
         super().__init__()
         about = "the number of training images"
-        imagenet.check_size("batch_size", batch_size, len(x), about)
+        check_size("batch_size", batch_size, len(x), about)
         self.x, self.y, self.batch_size = x, y, batch_size
         self.seed, self.augment, self.first_epoch = seed, augment, first_epoch
         self.steps, self.replacement = len(x) // batch_size, replacement

@@ -19,7 +19,7 @@ import functools
 import keras
 import numpy as np
 
-from recipes.engine.errors import UserError
+from recipes.engine.errors import UserError, check_size
 
 NAME = "imagenet2012"
 # The paper's settings (Section 6.1), where they differ from those for CIFAR.
@@ -203,12 +203,3 @@ def _builder(data_dir, download):
             "ILSVRC2012_img_val.tar into its downloads/manual/ and add --download"
         )
     return builder
-
-
-def check_size(name, value, most, about):
-    """Raises a UserError unless a number of images is between 1 and `most`."""
-    if not 1 <= value <= most:
-        raise UserError(
-            f"Argument `{name}` must be between 1 and {most}, {about}. "
-            f"Received: {name}={value}"
-        )

@@ -7,14 +7,16 @@ on the device, where batches are drawn, shifted and mirrored.
 
     trials = [{"seed": 0, "learning_rate": 0.1}, {"seed": 1, "learning_rate": 0.1}]
     population = Population(build, trials, images, epochs=120)
-    scores = population.train(10) | population.evaluate()
-    population.keep([scores["test_accuracy"].argmax()])
-    population.train(110)
+    for _ in range(120):
+        scores = population.train() | population.evaluate()
+    best = population.model(scores["test_accuracy"].argmax())
 
-A trial can also take the place of another one (`replace`), which changes no program.
-On many devices, such as a slice of TPUs, each has some of the trials, and nothing is
-exchanged. A trial has the initial weights that `recipes.train` gives its seed, and
-takes the same steps, but its batches come from JAX's random numbers.
+Trials can be dropped (`keep`), and one can take the place of another (`replace`), which
+changes no program. On many devices, such as a slice of TPUs, each has some of the
+trials, and nothing is exchanged.
+
+A trial has the initial weights that `recipes.train` gives its seed, and takes the same
+steps, but its batches come from JAX's random numbers.
 
 This is for accelerators, which a small network leaves idle. On a CPU nothing is gained.
 """
@@ -25,8 +27,9 @@ import time
 import keras
 import numpy as np
 
-from recipes.engine import imagenet, optimizers
-from recipes.engine.trial import CURRENT, Trial, check_backend, program_of
+from recipes.engine import optimizers
+from recipes.engine.errors import check_size
+from recipes.engine.trial import CURRENT, Trial, check_backend
 
 if keras.backend.backend() == "jax":
     import jax
@@ -60,7 +63,7 @@ class Population:
         trials: List with the dict of each trial that is left.
         epochs: Integers `(trials,)`, the epochs behind each.
         steps: Number of steps in an epoch.
-        seconds: Of the last call of `train`, without compilation; `None` before.
+        seconds: Of the last epoch, without compilation; `None` before.
 
     Raises:
         ValueError: If the backend is not JAX, a batch is larger than the training data,
@@ -86,7 +89,7 @@ class Population:
     ):
         check_backend()
         count, about = len(images.x_train), "the number of training images"
-        imagenet.check_size("batch_size", batch_size, count, about)
+        check_size("batch_size", batch_size, count, about)
         self.trials = [dict(trial) for trial in trials]
         self.epochs = np.zeros(len(trials), int)
         self.steps = count // batch_size
@@ -139,28 +142,24 @@ class Population:
         """Booleans `(trials,)`, whose training loss was NaN or infinite in an epoch."""
         return np.asarray(self._state["diverged"])
 
-    def train(self, epochs=1):
-        """Trains all trials, so many epochs more.
+    def train(self):
+        """Trains all trials for an epoch.
 
         Returns:
-            Dict of `train_loss` (mean cross-entropy in nats) and `train_accuracy` in
-            the last of these epochs, float32 arrays `(trials,)`. The loss of a trial
-            that diverged is NaN or infinite.
+            Dict of `train_loss` (mean cross-entropy in nats) and `train_accuracy`,
+            float32 arrays `(trials,)`. The loss of a trial that diverged is NaN or
+            infinite.
         """
-        if epochs < 1:
-            raise ValueError(f"Argument `epochs` must be positive. Received: {epochs=}")
-        self.seconds = 0.0
-        for _ in range(epochs):
-            current = {key: self._state[key] for key in CURRENT}
-            done = jax.device_put(self.epochs.astype("uint32"), self._by_trial)
-            arguments = current, self._settings, done, self._train_data
-            program = self._compiled(self._trial.train_epoch, arguments)
-            start = time.perf_counter()
-            current, scores = jax.block_until_ready(program(*arguments))
-            self.seconds += time.perf_counter() - start
-            self._state |= current
-            self._state["diverged"] |= ~jnp.isfinite(scores["train_loss"])
-            self.epochs += 1
+        current = {key: self._state[key] for key in CURRENT}
+        done = jax.device_put(self.epochs.astype("uint32"), self._by_trial)
+        arguments = current, self._settings, done, self._train_data
+        program = self._compiled(self._trial.train_epoch, arguments)
+        start = time.perf_counter()
+        current, scores = jax.block_until_ready(program(*arguments))
+        self.seconds = time.perf_counter() - start
+        self._state |= current
+        self._state["diverged"] |= ~jnp.isfinite(scores["train_loss"])
+        self.epochs += 1
         return jax.tree.map(np.asarray, scores)
 
     def evaluate(self):
@@ -181,10 +180,19 @@ class Population:
 
         Its first argument is used up, its last one are data, which all trials share.
         """
-        name = function.__name__
+        name, own = function.__name__, len(arguments) - 1
         if name not in self._programs:
-            axes = (*[0] * (len(arguments) - 1), None)
-            program = program_of(function, axes, self._by_trial.mesh)
+            by_trial = self._by_trial.spec
+            # Of sharded arrays alone, the compiler would divide grouped convolutions
+            # otherwise, and exchange them.
+            mapped = jax.shard_map(
+                jax.vmap(function, (*[0] * own, None)),
+                mesh=self._by_trial.mesh,
+                in_specs=(*[by_trial] * own, PartitionSpec()),
+                out_specs=by_trial,
+                check_vma=False,
+            )
+            program = jax.jit(mapped, donate_argnums=0)
             self._programs[name] = program.lower(*arguments).compile()
         return self._programs[name]
 

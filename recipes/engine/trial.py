@@ -16,7 +16,6 @@ from recipes.engine.errors import UserError
 if keras.backend.backend() == "jax":
     import jax
     import jax.numpy as jnp
-    from jax.sharding import PartitionSpec
 
 CURRENT = ("trainable", "non_trainable", "optimizer")
 _LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
@@ -163,23 +162,6 @@ def check_backend():
             "A population trains on the backend JAX (KERAS_BACKEND=jax). "
             f"Received: backend {keras.backend.backend()!r}"
         )
-
-
-def program_of(function, axes, mesh):
-    """A function of one trial as a `jax.jit` of all, whose first argument is used up.
-
-    Args:
-        function: Such as the methods of `Trial`.
-        axes: For each argument 0, where there is one for each trial, or `None`.
-        mesh: A `jax.sharding.Mesh` with the axis `"trial"`.
-    """
-    # Of sharded arrays alone, the compiler would divide grouped convolutions otherwise,
-    # and exchange them.
-    specs = tuple(PartitionSpec(None if axis is None else "trial") for axis in axes)
-    specs = {"in_specs": specs, "out_specs": PartitionSpec("trial")}
-    mapped = jax.vmap(function, axes)
-    mapped = jax.shard_map(mapped, mesh=mesh, **specs, check_vma=False)
-    return jax.jit(mapped, donate_argnums=0)
 
 
 def epoch_keys(seed, epoch):

@@ -258,11 +258,11 @@ trials = [TRIALS[0], TRIALS[1], TRIALS[2], TRIALS[0]]
 one, two = make(trials), make(trials, devices=jax.devices())
 assert (one.devices, two.devices) == (1, 2)
 for each in (one, two):
-    each.train(1)
+    each.train()
     each.replace(0, TRIALS[2])
-    scores = each.train(1) | each.evaluate()
+    scores = each.train() | each.evaluate()
     each.keep([0, 3])
-    each.scores = [scores, each.train(1) | each.evaluate()]
+    each.scores = [scores, each.train() | each.evaluate()]
 for a, b in zip(one.scores, two.scores):
     for key in a:
         np.testing.assert_allclose(a[key], b[key], rtol=1e-4, atol=1e-5)
