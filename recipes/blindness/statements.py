@@ -78,24 +78,22 @@ def numerators(orders):
 def appendix_f():
     """The derivatives of -log sigmoid, against Cauchy's integrals around a point."""
     found, error, leading = numerators(6), 0.0, 0.0
+
+    def at(z, m):
+        return polynomial.polyval(np.exp(z), found[m - 1]) / (1 + np.exp(z)) ** m
+
     circle = np.exp(2j * np.pi * np.arange(256) / 256)
     for z in (-4.0, -0.5, 1.0, 4.0):
         coefficients = np.fft.fft(np.log1p(np.exp(-(z + circle)))) / 256
         factorial = 1.0
         for m, numerator in enumerate(found, start=1):
             factorial *= m
-            value = polynomial.polyval(np.exp(z), numerator) / (1 + np.exp(z)) ** m
-            error = max(error, abs(coefficients[m].real * factorial - value))
+            error = max(error, abs(coefficients[m].real * factorial - at(z, m)))
             last = numerator[m - 1] - (-1) ** m
             leading = max(leading, abs(last), *np.abs(numerator[m:]), 0.0)
-    yield zero(
-        "Appendix F, leading term", "coefficient of e^((m-1)z) less (-1)^m", leading
-    )
+    says = "coefficient of e^((m-1)z) less (-1)^m"
+    yield zero("Appendix F, leading term", says, leading)
     yield zero("Appendix F, derivatives", "largest error, orders 1 to 6", error)
-
-    def at(z, m):
-        return polynomial.polyval(np.exp(z), found[m - 1]) / (1 + np.exp(z)) ** m
-
     for z in (5.0, 10.0):
         third = abs(at(z, 3))
         says = f"third derivative at z = {z:g}"
@@ -105,11 +103,8 @@ def appendix_f():
     yield Statement("Appendix F, ratio", says, "not said", ratio, True)
 
 
-def appendix_g(step=0.5):
-    """Of a ReLU network of y with a linear output, finite differences of its gradient.
-
-    A `step` is half a deviation of y.
-    """
+def appendix_g():
+    """Of a ReLU network of y, linear at the output, differences of its gradient."""
     rng, x, y = batch_normalized()
     a, b = rng.normal(size=(FEATURES, 64)) / 2, rng.normal(size=(64, 64)) / 6
     c, shift = rng.normal(size=64) / 6, rng.normal(size=(2, 64))
@@ -123,18 +118,15 @@ def appendix_g(step=0.5):
         found = [gradient(s) - gradient(-s) for s in step * np.eye(FEATURES)]
         return np.add(found, np.transpose(found)) / (4 * step)
 
-    H = hessian(step)
+    H = hessian(0.5)  # of the deviation of y
     size, off = np.abs(H).max(), H - np.diag(np.diag(H))
     blocked = passed = 0.0
     for d, row in enumerate(x):
         J = theorems.jacobian(row) * row.std() / size
         blocked = max(blocked, np.abs(J @ (H[d, d] * y[d])).max())
         passed = max(passed, np.abs(J @ (off[d] @ y)).max())
-    yield zero(
-        "Appendix G, derivatives",
-        "largest second derivative",
-        np.abs(hessian(1e-9)).max(),
-    )
+    bent = np.abs(hessian(1e-9)).max()
+    yield zero("Appendix G, derivatives", "largest second derivative", bent)
     says = "the same by differences of half a deviation"
     yield Statement("Appendix G, differences", says, "not 0", size, size > 1e-3)
     yield zero("Appendix G, diagonal", "what arrives of it, over its size", blocked)

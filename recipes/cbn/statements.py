@@ -24,6 +24,7 @@ Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.33190
 import keras
 import numpy as np
 from keras import layers
+from scipy.special import softmax
 
 from keras_norms import CBN, diagnostics
 from recipes.engine import command, data
@@ -55,17 +56,15 @@ def lemmas(draws):
         # Central differences of a quadratic are its derivative.
         found = np.array([(slope(z + s) - slope(z - s)) / 2e-3 for s in steps])
         errors.append(np.abs(found - formula).max() / np.abs(formula).max())
-    yield zero(
-        "Lemma 1", "largest relative error, 20 functions of A Z B + C", max(errors)
-    )
+    says = "largest relative error, 20 functions of A Z B + C"
+    yield zero("Lemma 1", says, max(errors))
 
-    vectors = [rng.normal(size=n) for n in range(2, 40)]
-    norms = [
-        np.linalg.norm(np.eye(a.size) - np.outer(a, a) / (a @ a), 2) for a in vectors
-    ]
-    yield zero(
-        "Lemma 2", "norm of I - a a^T less 1, 2 to 39 elements", np.ptp([*norms, 1])
-    )
+    norms = []
+    for n in range(2, 40):
+        a = rng.normal(size=n)
+        norms.append(np.linalg.norm(np.eye(n) - np.outer(a, a) / (a @ a), 2))
+    says = "norm of I - a a^T less 1, 2 to 39 elements"
+    yield zero("Lemma 2", says, np.ptp([*norms, 1]))
 
     gradients, hessians = [], []
     for _ in range(draws):
@@ -120,9 +119,8 @@ def depth_and_rho(activation, width=64):
     keras.utils.set_random_seed(0)
     x = inputs = layers.Input((width,))
     for i in range(DEPTH):
-        x = layers.Dense(width, name=f"dense{i}")(
-            CBN()(layers.Activation(activation)(x))
-        )
+        x = CBN()(layers.Activation(activation)(x))
+        x = layers.Dense(width, name=f"dense{i}")(x)
     model, found = keras.Model(inputs, x), []
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(2, 128, width)).astype("float32")
@@ -145,11 +143,8 @@ def _linear(y_true, y_pred):
 def remark_2():
     for activation in ("relu", "tanh", "sigmoid"):
         squares = depth_and_rho(activation)
-        slopes = [
-            np.polyfit(np.log(SQUARES_OF_RHO), np.log(of_layer), 1)[0]
-            for of_layer in (squares[:, -1], squares[:, 0])
-        ]
-        for name, slope in zip(("last", "first"), slopes):
+        for name, layer in (("last", -1), ("first", 0)):
+            slope = exponent(SQUARES_OF_RHO, squares[:, layer])
             item = f"Remark 2, {activation}, {name} layer"
             says = "exponent of rho^2 in the squared gradient, rho 1 to 8"
             yield Statement(item, says, "-1", slope, abs(slope + 1) < 0.05)
@@ -157,33 +152,25 @@ def remark_2():
             growth = (of[0] / of[-1]) ** (1 / (DEPTH - 1))
             says = "growth of the squared gradient a layer, downwards"
             item = f"Remark 2, {activation}, depth, rho = {square**0.5:g}"
-            claimed, holds = (
-                ("above 1", growth > 1) if square == 1 else ("1", growth < 1.05)
-            )
-            yield Statement(item, says, claimed, growth, holds)
+            if square == 1:
+                yield Statement(item, says, "above 1", growth, growth > 1)
+            else:
+                yield Statement(item, says, "1", growth, growth < 1.05)
+
+
+def exponent(x, y):
+    """The n with which y goes with x^n."""
+    return np.polyfit(np.log(x), np.log(y), 1)[0]
 
 
 def bias_of_averages():
     """Appendix I: |bias| of the mean of a hidden layer, at the end of the same way."""
-    for item, says, claimed, eta in (
-        (
-            "Appendix I, eta = 0.9",
-            "exponent of the rate in the bias",
-            "1",
-            lambda r: 0.9,
-        ),
-        (
-            "Appendix I, AMAT",
-            "the same with eta = 1 - 10 rate",
-            "",
-            lambda r: 1 - 10 * r,
-        ),
-    ):
-        found = [bias(rate, eta(rate)) for rate in RATES]
-        slope = np.polyfit(np.log(RATES), np.log(found), 1)[0]
-        expected = float(claimed or 0)
-        claimed = claimed or "not said"
-        yield Statement(item, says, claimed, slope, abs(slope - expected) < 0.25)
+    found = exponent(RATES, [bias(rate, 0.9) for rate in RATES])
+    item, says = "Appendix I, eta = 0.9", "exponent of the rate in the bias"
+    yield Statement(item, says, "1", found, abs(found - 1) < 0.25)
+    found = exponent(RATES, [bias(rate, 1 - 10 * rate) for rate in RATES])
+    item, says = "Appendix I, AMAT", "the same with eta = 1 - 10 rate"
+    yield Statement(item, says, "not said", found, abs(found) < 0.25)
 
 
 def bias(rate, eta, batch=128, hidden=32):
@@ -196,9 +183,7 @@ def bias(rate, eta, batch=128, hidden=32):
     for _ in range(round(WAY / rate)):
         chosen = rng.integers(len(x), size=batch)
         h = np.tanh(x[chosen] @ w[0])
-        logits = h @ w[1]
-        p = np.exp(logits - logits.max(1, keepdims=True))
-        error = (p / p.sum(1, keepdims=True) - y[chosen]) / batch
+        error = (softmax(h @ w[1], axis=1) - y[chosen]) / batch
         seen.append((chosen, h.mean(0)))
         slopes = x[chosen].T @ ((error @ w[1].T) * (1 - h**2)), h.T @ error
         w = [weight - rate * slope for weight, slope in zip(w, slopes)]

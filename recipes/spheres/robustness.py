@@ -35,6 +35,7 @@ Reference: Sun et al., AAAI 2020, Section 3.2. https://doi.org/10.1609/aaai.v34i
 """
 
 import dataclasses
+import itertools
 import math
 
 import keras
@@ -43,7 +44,7 @@ import pandas as pd
 from keras import ops
 
 from keras_norms import diagnostics
-from recipes.engine import classifier, command, figures, results
+from recipes.engine import classifier, command, figures, results, training
 from recipes.engine.settings import setting
 from recipes.spheres.weight_growth import Decays, label_of
 
@@ -139,8 +140,10 @@ def pixels(model, images, test_size=None):
 
 def run(settings):
     """Trains and attacks all, and returns the directory with the table and figure."""
+    outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows, panels = [], {}
-    for norm, decay, found in settings.outcomes(train):
+    for norm, decay in itertools.product(settings.norms, settings.weight_decays):
+        found = outcomes.of(norm=norm, weight_decay=decay)
         alive = [each.results for each in found if not each.results["diverged"]]
         row = {"norm": norm, "weight_decay": decay, "diverged": len(found) - len(alive)}
         lost = [lost_of(each.results) for each in found]

@@ -134,17 +134,15 @@ def small_batches(draws):
         y = np.random.default_rng(batch).normal(size=(draws, batch))
         near = float((y.std(1) < 0.01).mean())
         says = f"share of units with deviation below 1 % in a batch of {batch}"
-        yield Statement(
-            f"Section 2.2, W, B = {batch}", says, "near 1", near, near > 0.9
-        )
+        item = f"Section 2.2, W, B = {batch}"
+        yield Statement(item, says, "near 1", near, near > 0.9)
     _, X, W = data(2)
     bn = layers.BatchNormalization(epsilon=1e-12)
     error = np.abs(np.abs(value(bn, X @ W, training=True)) - 1).max()
     yield same("Section 2.2, B = 2", "outputs less +-1", error)
     error = np.abs(theorems.jacobian((X @ W)[:, 0])).max()
-    yield zero(
-        "Section 2.2, gradient", "largest element of BN's Jacobian, B = 2", error
-    )
+    says = "largest element of BN's Jacobian, B = 2"
+    yield zero("Section 2.2, gradient", says, error)
 
 
 def orthogonal(draws):

@@ -73,12 +73,6 @@ class Decays(classifier.Grid):
     norms: tuple[str, ...] = ("bn", "group", "layer", "wn", "cbn", "ws+gn", "cwn")
     weight_decays: tuple[float, ...] = (0, 5e-3)
 
-    def outcomes(self, train):
-        """Trains all; yields norm, decay and the outcomes, one a seed, of each."""
-        found = training.train_all(train, self.runs(), self.workers)
-        for norm, decay in itertools.product(self.norms, self.weight_decays):
-            yield norm, decay, found.of(norm=norm, weight_decay=decay)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growing(classifier.Training):
@@ -109,8 +103,8 @@ class Settings(Decays, Growing):
             runs += [run for run in on_sphere if run.norm != "cbn"]
         return runs
 
-    def outcomes(self, train):
-        """Trains all, as `Decays` does; the decay is `None` on the sphere."""
+    def outcomes(self):
+        """Trains all; yields norm, decay (`None`: on the sphere), outcomes."""
         found = training.train_all(train, self.runs(), self.workers)
         for norm, decay in itertools.product(self.norms, (*self.weight_decays, None)):
             sphere = True if decay is None else None
@@ -213,7 +207,7 @@ def run(settings):
     """
     layer, _ = LAYERS.get(settings.model, OTHERS)
     rows, panels, of_bn = [], {}, {}
-    for norm, decay, found in settings.outcomes(train):
+    for norm, decay, found in settings.outcomes():
         case = {"norm": norm, "weight_decay": decay or 0.0, "sphere": decay is None}
         rows.append(case | summary(found, layer))
         curves = [outcome.metrics for outcome in found]
