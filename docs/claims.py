@@ -32,20 +32,16 @@ def rows(text):
 
 def written(text):
     """The page of a text. A ValueError names the row that something is wrong with."""
+
+    def of_rows(match):
+        lines = [HEADER, ["---"] * len(HEADER)]
+        lines += [_checked(cells) for _, cells in rows(match[0])]
+        return "".join(f"{_row(cells)}\n" for cells in lines)
+
+    page = re.sub(r"(?:^\| .*\n?)+", of_rows, text, flags=re.M)
     counts = collections.Counter()
-    lines, before = [], ""
-    for line in text.splitlines():
-        if line.startswith("| "):
-            if not before.startswith("| "):
-                lines += [_row(HEADER), _row(["---"] * len(HEADER))]
-            ((_, cells),) = rows(line)
-            lines.append(_row(_checked(cells)))
-        else:
-            lines.append(line)
-        before = line
     for heading, cells in rows(text):
-        counts[heading, cells[4]] += 1
-    page = "\n".join(lines) + "\n"
+        counts.update([(heading, cells[4]), ("all", cells[4])])
     return page.replace("{counts}", _table(counts))
 
 
@@ -92,18 +88,11 @@ def _checked(cells):
 
 
 def _table(counts):
-    headings = list(dict.fromkeys(heading for heading, _ in counts))
+    papers = dict.fromkeys(heading for heading, _ in counts if heading != "all")
     lines = [["paper", *AGREEMENT, "all"], ["---"] + ["--:"] * (len(AGREEMENT) + 1)]
-    for heading in [*headings, None]:
-        found = [
-            sum(
-                n
-                for (of, is_), n in counts.items()
-                if of == (heading or of) and is_ == each
-            )
-            for each in AGREEMENT
-        ]
-        name = heading.partition(":")[0] if heading else "all"
+    for heading in (*papers, "all"):
+        found = [counts[heading, each] for each in AGREEMENT]
+        name = heading.partition(":")[0]
         lines.append([name, *map(str, [*found, sum(found)])])
     return "\n".join(map(_row, lines))
 

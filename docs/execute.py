@@ -34,15 +34,10 @@ def execute(page, output):
         return match[1] + (f"\n```text\n{text}\n```\n" if text else "")
 
     text, output = page.read_text(), output.resolve()
-    with tempfile.TemporaryDirectory() as folder:
-        before = os.getcwd()
-        os.chdir(folder)
-        try:
-            text = BLOCK.sub(run, text)
-            for picture in pathlib.Path().glob("*.png"):
-                shutil.copy(picture, output)
-        finally:
-            os.chdir(before)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        text = BLOCK.sub(run, text)
+        for picture in pathlib.Path().glob("*.png"):
+            shutil.copy(picture, output)
     (output / page.name).write_text(text)
 
 
