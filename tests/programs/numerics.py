@@ -23,7 +23,7 @@ from keras_norms.ops import weight_norms
 from tests.support.any_layer import QUIET
 from tests.support.autodiff import MODES, training_step
 from tests.support.backend import BACKEND, numpy
-from tests.support.normalizations import built, expected_step, linear_loss, set_rate
+from tests.support.normalizations import built, expected_step, linear_loss
 from tests.support.weight_reference import AsLayer, WeightReference
 
 CHANNELS = 3
@@ -137,7 +137,8 @@ def _compiled(name, policy, shape, mode):
     else:
         layer, arguments = LAYERS[name]
         layer, *parts = built(shape, rng, layer, dtype=policy, **arguments)
-        set_rate(layer, -1.0 if name == UNKNOWN else RATE)
+        if isinstance(layer, CBN) and name != UNKNOWN:
+            layer.set_learning_rate(RATE)
         start = layer.get_weights()
     g = rng.normal(size=shape).astype("float32")
     loss = linear_loss(g)

@@ -6,7 +6,6 @@ import numpy as np
 from keras import ops
 from keras.layers import BatchNormalization
 
-from keras_norms import CBN
 from tests.support import layer_reference
 from tests.support.autodiff import MODES
 from tests.support.backend import BACKEND, numpy, some
@@ -36,12 +35,6 @@ def built(shape, rng, layer, **arguments):
     layer.beta.assign(rng.normal(0, 0.3, shape[-1]))
     affine = (numpy(v).astype("float64") for v in (layer.gamma, layer.beta))
     return layer, reference, *affine
-
-
-def set_rate(layer, rate):
-    """Tell CBN the learning rate."""
-    if isinstance(layer, CBN):
-        layer.set_learning_rate(rate)
 
 
 def linear_loss(g):
