@@ -1,7 +1,4 @@
-"""A model in, a model out: other norms, folded for inference, smaller, frozen.
-
-And the callbacks that do such things while `fit` runs.
-"""
+"""Functions that change the norms of a model, fold, freeze or prune it; callbacks."""
 
 from keras_norms.surgery.convert import convert
 from keras_norms.surgery.fold import fold

@@ -1,4 +1,4 @@
-"""convert: the same network with another normalisation."""
+"""convert: a copy of a model with another normalisation."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -37,125 +37,124 @@ def convert(
     fused: bool = False,
     inline: bool = True,
 ) -> keras.Model:
-    """Make a copy of a model that normalises in another way, or not at all.
+    """Make a copy of a model with another normalisation, or with none.
 
-    **CBN** changes the place of the norm. Every `BatchNormalization` is removed, and a
-    `CBN` is put before every layer with a kernel (`Dense`, `EinsumDense`, convolutions
-    of all kinds): one for all layers that read the same tensor, shared where they are.
+    **CBN** takes other places than `BatchNormalization`. All `BatchNormalization`
+    layers are removed, and a `CBN` is put before each layer with a kernel (`Dense`,
+    `EinsumDense`, all convolutions). Layers that read the same tensor share one CBN,
+    and a shared layer has one for all its calls.
 
-    * Layers that read the raw input get none, also if it was only padded, rescaled,
-      resized, standardised, reshaped, augmented or concatenated before.
-    * Recurrent layers and `MultiHeadAttention` get none. A warning names each
-      `BatchNormalization` that only these read, and that is lost.
+    * Layers that read the raw input get none, even if it was padded, rescaled, resized,
+      standardised, reshaped, augmented or concatenated first.
+    * Recurrent layers and `MultiHeadAttention` get none. A `BatchNormalization` that
+      only these read is lost, and a warning names it.
     * Existing CBN layers keep their place and settings. Layers that read their output,
-      also pooled or reshaped, get no other one. Norms of other kinds stay, and so does
-      a `BatchNormalization` of another axis than the channels, or one called with a
-      mask or with `training=True`.
-    * CBN stands before zero padding and Dropout, so that its statistics are those of
-      the activations alone, and padding is zero after the normalisation, as with
-      `padding="same"`.
-    * Layers that lost the `BatchNormalization` after them get a bias.
+      pooled or reshaped too, get no other one.
+    * Norms of other kinds stay. So does a `BatchNormalization` of another axis than the
+      channels, or one called with a mask or with `training=True`.
+    * CBN goes before zero padding and Dropout. Its statistics are then those of the
+      activations alone, and padded zeros stay zero, as with `padding="same"`.
+    * A layer that loses the `BatchNormalization` after it gets a bias.
     * A new CBN is named after the first layer that reads it: `conv1_cbn`.
-    * `"relu"` and `"relu6"` become the same function of `keras_norms.activations`,
-      which takes less memory on JAX, where nothing else reads their input from a linear
-      layer or a sum, and with `fused=True` everywhere. Norms of Keras undo this.
+    * `"relu"` and `"relu6"` become the functions of `keras_norms.activations` where
+      they alone read the output of a linear layer or a sum, which takes less memory on
+      JAX; with `fused=True`, everywhere. Converting to norms of Keras undoes this.
 
-    **NoisyBN, LpNorm** and what a callable returns take the place and the name of each
-    `BatchNormalization`. **WS, CWN, WN** wrap every layer with a kernel, under its
-    name, and keep `BatchNormalization`. To remove it too: `convert(fold(model), "wn")`.
+    **NoisyBN, LpNorm** and what a function returns take the place and the name of each
+    `BatchNormalization`. **WS, CWN, WN** wrap each layer with a kernel, under its name,
+    and keep `BatchNormalization`. To remove it too: `convert(fold(model), "wn")`.
 
-    **Norms of Keras**, by name or class: `"group_norm"`, `"layer_norm"`, `"rms_norm"`
-    (each position, over its channels) and `"instance_norm"` (each channel, over its
-    positions) take the place of each BatchNormalization, CBN, NoisyBN and LpNorm, for
-    batches that are too small for statistics of their own. Groups are as many as divide
-    the channels, but at most 32 and of 4 channels or more. `"batch_norm"` takes the
-    place of all other norms. `"none"` takes all norms out. A norm stays where a single
-    number would be normalised alone, as by `"instance_norm"` after a `Dense` layer,
-    or where channels are not the last axis and Keras' norm is wrong along others, as
-    that of `"rms_norm"` is, and on PyTorch `"layer_norm"`. A warning names layers that
-    stay.
+    **Norms of Keras**, by name or class, suit batches that are too small for batch
+    statistics. `"group_norm"`, `"layer_norm"`, `"rms_norm"` (each position, over its
+    channels) and `"instance_norm"` (each channel, over its positions) replace each
+    BatchNormalization, CBN, NoisyBN and LpNorm. The number of groups is the largest
+    that divides the channels, is at most 32 and leaves 4 channels or more in each.
+    `"batch_norm"` replaces all other norms, and `"none"` removes all. A norm stays, and
+    a warning names it, where the new one would normalise single numbers, as
+    `"instance_norm"` after a `Dense` layer does, and where the channels are not the
+    last axis and Keras' norm is wrong on others: `"rms_norm"`, on PyTorch also
+    `"layer_norm"`.
 
-    With `preserve=True` the new model computes what the old one does, at inference, and
-    a warning names layers of which that is not so:
+    **With `preserve=True`** the new model computes at inference what the old one does,
+    and a warning names the layers where it does not:
 
-    * `BatchNormalization` is folded into the layer before it, or into the CBN after it.
-      Where neither is possible, as between a sum and an activation, its map stays: a
-      trainable scale and shift for each channel, as the `ChannelAffine` layer
-      `<name>_affine`, an `EinsumDense` that passes masks on.
-    * A new CBN starts as the identity. For that its statistics must be those of its
-      input, or the first training step changes the function. They are measured on
-      `data`, in one pass: with mean mu and mean square q of the input, beta = mu and
-      gamma = rho * sqrt(q + epsilon). Without `data`, a CBN that takes over from the
-      BatchNormalization at its place has that layer's statistics; the others start
-      empty, and a warning says so.
-    * Norms of single samples cannot compute what statistics of batches did, nor the
-      other way round: **the function changes**, and the network has to be trained on.
-      Gamma and beta are the deviation and mean that the old norm gave each channel (of
-      a BatchNormalization, its gamma and beta; RMSNormalization has no beta).
-      `"batch_norm"` is exact in the place of CBN, NoisyBN and LpNorm; in that of norms
-      of samples, it has the statistics of `data`.
-    * `"none"` folds what BatchNormalization, CBN, NoisyBN and LpNorm are at inference
-      into the layers next to them, or leaves `<name>_affine`, and is exact. Of norms of
-      samples, gamma and beta stay alone.
-    * NoisyBN takes all weights over. LpNorm gets a gamma that makes up for its norm.
-      An epsilon of 0 or a momentum of 1, which they refuse, become their defaults.
-    * WN is exact. WS and CWN cannot hold a kernel whose units have a mean. That units
-      have other lengths is made up for, by the gain with `gain=True`, or by the
-      statistics of the BatchNormalization that follows.
+    * `BatchNormalization` is folded into the layer before it or the CBN after it. Where
+      neither is possible, as between a sum and an activation, its scale and shift of
+      each channel stay, trainable, as the layer `<name>_affine`. This `ChannelAffine`
+      is an `EinsumDense` that passes masks on.
+    * A new CBN starts as the identity. It needs the statistics of its input for that,
+      or the first training step changes the function. They are measured in one pass
+      over `data`: with mean mu and mean square q of the input, beta = mu and
+      gamma = rho * sqrt(q + epsilon). Without `data`, a CBN that replaces a
+      BatchNormalization in the same place takes over its statistics. The others start
+      empty, and a warning names them.
+    * Norms of single samples cannot compute what batch statistics do, nor the other way
+      round: **the function changes**, and the network needs more training. Gamma and
+      beta are the deviation and mean that the old norm gave each channel (for
+      BatchNormalization, its gamma and beta; RMSNormalization has no beta).
+      `"batch_norm"` is exact in place of CBN, NoisyBN and LpNorm. In place of norms of
+      samples, it has the statistics of `data`.
+    * `"none"` is exact for BatchNormalization, CBN, NoisyBN and LpNorm: their scale and
+      shift at inference go into the layers next to them, or stay as `<name>_affine`. Of
+      norms of samples only gamma and beta stay.
+    * NoisyBN takes over all weights. LpNorm gets a gamma that makes up for its norm.
+      Both refuse an epsilon of 0 and a momentum of 1, which become their defaults.
+    * WN is exact. WS and CWN remove the mean of each unit's weights. They also change
+      the length of units: `gain=True` makes up for it, or else the statistics of a
+      BatchNormalization that follows.
+
+    **With `preserve=False`**, for models that are not trained yet, new layers start
+    with their initial weights. `data`, if given, sets their moving statistics as
+    `recalibrate` does.
 
     Blocks (custom layers with layers inside) and subclassed models are replaced by the
-    layers that their `call` calls, with the same weights. The class of a block is lost,
-    and of a model that is not plainly Functional also its methods and presets. Inner
-    layers that share a name get that of the block as a prefix. A block stays as it is
-    if its `call` cannot be traced with symbolic tensors: if it needs their values,
+    layers that their `call` calls, with the same weights. This loses the class of a
+    block, and the methods and presets of a model that is not plainly Functional. Inner
+    layers that share a name get the name of the block as a prefix. A block stays as it
+    is if its `call` cannot be traced with symbolic tensors: if it needs their values,
     reads or changes variables or attributes itself, adds losses, or differs between
-    training and inference in other ways than by passing `training` on. Layers that
-    Keras itself makes of others, such as `MultiHeadAttention` or `Bidirectional`, are
-    not entered.
+    training and inference other than by passing `training` on. Layers that Keras builds
+    from others, such as `MultiHeadAttention` or `Bidirectional`, are not entered.
 
-    A layer in the place of one that has `trainable=False`, or is frozen by `freeze`, is
-    so too. CBN, which has other places, has `trainable=False` where no layer that reads
-    it trains, unless it takes over from a `BatchNormalization` that trained.
-
-    With `preserve=False`, which is for models that are not trained yet, the new layers
-    start as they are made, and `data`, if there is any, sets their moving statistics as
-    `recalibrate` does.
+    A layer that replaces one with `trainable=False`, or one frozen by `freeze`, is
+    frozen in the same way. A new CBN has `trainable=False` if no layer that reads it
+    trains, unless it replaces a `BatchNormalization` that trained.
 
     Args:
         model: A built Functional, Sequential or subclassed model, nested or with shared
-            layers. It is not changed. A subclassed one is taken as what it computes of
+            layers. It is not changed. A subclassed one is read as what it computes from
             the inputs that it was built for.
         norm: `"cbn"`, `"noisy_bn"`, `"lp_norm"`, `"ws"`, `"cwn"`, `"wn"`,
             `"batch_norm"`, `"group_norm"`, `"instance_norm"`, `"layer_norm"`,
-            `"rms_norm"` or `"none"`; a class of these; a layer, such as `CBN(rho=2)`,
-            whose configuration all new layers have, but for axis, name and dtype; or a
-            function from each `BatchNormalization` to the layer in its place (`None` or
-            the same layer: it stays). `functools.partial(WS, gain=True)` gives
-            arguments to a wrapper.
+            `"rms_norm"` or `"none"`; a class of these, or a `functools.partial` of one:
+            `functools.partial(WS, gain=True)`; a layer, such as `CBN(rho=2)`, whose
+            settings all new layers get, except axis, name and dtype; or a function that
+            takes each `BatchNormalization` and returns its replacement (`None` or the
+            same layer: it stays).
         preserve: Boolean, see above.
         data: Inputs to measure statistics on, as in `recalibrate`.
-        skip: Layers to leave alone: names, or a predicate of a layer. A model or block
-            that is skipped is left alone with all its layers.
-        fused: Boolean, whether each CBN is fused with the layers that read it, as
-            `FusedCBN` layers under its name: the same weights and function, with less
-            memory and time in training. A CBN stays as it is before a layer that
-            `FusedCBN` does not take, such as one behind explicit zero padding.
-        inline: Boolean, whether blocks are entered, see above. If not, what is inside
-            of them stays, and subclassed models are refused.
+        skip: Layers to leave alone: names, or a function of a layer. A model or block
+            is left alone with all its layers.
+        fused: Boolean, whether each CBN is fused with the layers that read it, as a
+            `FusedCBN` under its name: the same weights and function, with less memory
+            and time in training. A CBN stays before a layer that `FusedCBN` does not
+            take, such as one after explicit zero padding.
+        inline: Boolean, whether blocks are entered, see above. If not, their layers
+            stay, and subclassed models are refused.
 
     Returns:
         A new model of the same name, with the names and weights of all layers that
-        stay, and compiled with the same optimizer, loss and metrics, if `model` is. The
-        optimizer starts anew. Several outputs keep their names, of layers that went as
-        those of `Identity` layers. Layers are made again from their configurations,
-        with the functions that they have; a layer of one's own without weights is
-        copied as it is.
+        stay. If `model` is compiled, so is the new one, with the same loss and metrics
+        and a new optimizer of the same settings. Several outputs keep their names; the
+        name of a layer that went is kept by an `Identity` layer. Layers are rebuilt
+        from their configurations, with the same functions; a custom layer without
+        weights is copied.
 
     Raises:
         ValueError: If the model is not built, if it is subclassed and cannot be traced,
-            if `norm` is none of the above, if a layer with weights cannot be made again
-            from its configuration, or if `data` is of another kind, has no end, or
-            gives activations that are not finite.
+            if `norm` is none of the above, if a layer with weights cannot be rebuilt
+            from its configuration, or if `data` is of another kind, endless, or gives
+            activations that are not finite.
 
     Example:
 
@@ -214,24 +213,29 @@ def convert(
         empty += [u.name for u in report.unknown if u.name not in empty]
     wanted = getattr(template.cls, "__name__", None)
     parts = {
-        f"there is no place for {wanted} in": [] if is_there else [model.name],
-        "these were there and keep the settings that they have": report.there,
-        "these normalise too, beside the new CBN layers": report.beside,
-        "these have seen no batch: the model is not trained, a CBN that keeps its "
-        "function hardly normalises at first, and it may not learn; pass "
-        "preserve=False": report.fresh,
-        "no layer with a kernel reads what these normalise, so that no CBN takes their "
-        "place; name them in `skip` to keep them": report.lost,
-        "the function could not be preserved, these layers change it": changed,
-        "these layers cannot be wrapped (units of one weight, LoRA, quantization, "
-        "FusedCBN, a class that overrides the kernel) and stay": report.unwrapped,
-        "the moving statistics of these layers are unknown, so that the first "
-        "training step changes the function; pass `data` to measure them, or "
-        "preserve=False to train from scratch": [] if report.fresh else empty,
-        "these do not normalise channels as they come (another axis, an explicit "
-        "mask, training=True), or one number, and stay as they are": report.kept,
-        "these are inside of other layers, or of classes that override `call`, "
-        "and stay as they are": hidden,
+        f"Found no place for {wanted} in model {{}}.": (
+            [] if is_there else [model.name]
+        ),
+        "Existing CBN layers keep their settings: {}.": report.there,
+        "Other norms stay beside the new CBN layers: {}.": report.beside,
+        "These have seen no batch: {}. If the model is not trained, pass "
+        "preserve=False: a CBN that keeps its function hardly normalises at first, "
+        "and it may not learn.": report.fresh,
+        "No CBN replaces {}, which no layer with a kernel reads. To keep them, name "
+        "them in `skip`.": report.lost,
+        "The function could not be preserved. These layers change it: {}.": changed,
+        "These layers cannot be wrapped and stay: {} (units of one weight, LoRA, "
+        "quantization, FusedCBN, or a class that overrides the kernel).": (
+            report.unwrapped
+        ),
+        "The moving statistics of {} are unknown, and the first training step changes "
+        "the function. Pass `data` to measure them, or preserve=False to train from "
+        "scratch.": [] if report.fresh else empty,
+        "These stay as they are: {}. They have another axis than the channels, an "
+        "explicit mask or training=True, or the new norm would normalise single "
+        "numbers.": report.kept,
+        "These stay as they are: {}. They are inside of other layers, or of a class "
+        "that overrides `call`.": hidden,
     }
     warn_of_layers("convert", parts)
     return fuse_cbn(result) if fused else result
@@ -256,7 +260,8 @@ def _skipped(graph, skip):
         if not isinstance(names, (list, tuple, set, frozenset)) or not all(
             isinstance(name, str) and name in known for name in names
         ):
-            wanted = "a predicate or a collection of names of layers of the model"
+            some = [unit.name for unit in units if unit.layer is not None][:5]
+            wanted = f"a function, or names of layers of the model, such as {some}"
             raise arguments.wrong("skip", wanted, skip)
         chosen = [unit for unit in units if unit.name in names]
     inside = [g for unit in chosen if unit.graph for g in unit.graph.walk()]
@@ -264,7 +269,7 @@ def _skipped(graph, skip):
 
 
 def _calibrate(model, report, new, data):
-    """Give new norms the statistics of their inputs, measured on data if there are.
+    """Give new norms the statistics of their inputs, measured on `data` if given.
 
     Returns the names of those without any.
     """

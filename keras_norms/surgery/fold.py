@@ -1,4 +1,4 @@
-"""fold: a model for inference whose normalisation is in its kernels and biases."""
+"""fold: a copy for inference, with the normalisation in kernels and biases."""
 
 import keras
 import numpy as np
@@ -17,45 +17,44 @@ from keras_norms.surgery._graph.remake import config_of
 def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     """Make a copy for inference, with normalisation folded into kernels and biases.
 
-    At inference every normalisation layer is `a * x + b` for each channel. After a
-    linear layer that nothing else reads, the map goes into the kernel and bias before
-    it; before linear layers, into those after it, in float64. Both pass Dropout,
-    pooling, cropping, upsampling, Flatten and Concatenate where the map commutes with
-    them. WS, CWN and WN become the layer inside of them, with the kernel that it is
-    called with.
+    At inference every normalisation layer is a map `a * x + b` of each channel. After a
+    linear layer that nothing else reads, the map goes into the kernel and bias of that
+    layer. Before linear layers, it goes into theirs. It passes Dropout, pooling,
+    cropping, upsampling, Flatten and Concatenate where it commutes with them. This is
+    computed in float64. WS, CWN and WN become the layer inside of them, with the
+    normalised kernel.
 
-    The result has layers of Keras only and loads where keras_norms is not installed.
-    Its outputs are those of `model` at inference, also at image borders. Two cases need
-    a layer in place of the normalisation, of the same name:
+    The result has only Keras layers and loads where keras_norms is not installed. Its
+    outputs are those of `model` at inference, also at image borders. In two cases a
+    layer of the same name replaces the normalisation:
 
-    * Before a zero-padded convolution `b` cannot go into the bias: the zeros at the
-      border are added after the map. The scale does go into the kernel, and the shift
+    * Before a zero-padded convolution `b` cannot go into the bias, because the zeros at
+      the border are added after the map. The scale goes into the kernel, and the shift
       `x + b / a` stays, as one `Rescaling` layer before the padding.
     * A map that no linear layer can take, such as one between a sum and an activation,
       stays as one frozen `BatchNormalization`. A warning names these.
 
-    Before int8, `prune` channels that are constant: the kernel row that reads one takes
-    its scale too, up to `gamma / (rho * sqrt(epsilon))`, and the range of int8 with it.
+    Before int8, `prune` constant channels. The kernel row that reads one takes its
+    scale, up to `gamma / (rho * sqrt(epsilon))`, which uses up the range of int8.
 
-    Blocks and subclassed models are entered as in `convert`. Those that cannot be
-    traced stay as they are, with a warning.
+    Blocks and subclassed models are entered as in `convert`. Blocks that cannot be
+    traced stay, with a warning.
 
     Args:
         model: A built Functional, Sequential or subclassed model, nested or with shared
             layers. It is not changed. Layers inside of layers of Keras, such as
             `TimeDistributed(BatchNormalization())`, stay as they are.
-        inline: Boolean, whether blocks are entered. If not, what is inside of them
-            stays, and subclassed models are refused.
+        inline: Boolean, whether blocks are entered. If not, their layers stay, and
+            subclassed models are refused.
 
     Returns:
-        A new model of the same name, with the names of its other layers, their dtype
-        policies, and compiled in the same way. Do not train it: BatchNormalization is
-        gone.
+        A new model of the same name, compiled in the same way. Its other layers keep
+        their names and dtype policies. Do not train it: BatchNormalization is gone.
 
     Raises:
         ValueError: If the model is not built, if it is subclassed and cannot be traced,
             if a layer is not affine at inference, or if a layer with weights cannot be
-            made again from its configuration.
+            rebuilt from its configuration.
 
     Example:
 
@@ -83,10 +82,10 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     for unit, affine in (maps | rests).items():
         _become_layer_of_keras(unit, affine, is_shift=unit in shifts)
     parts = {
-        "no linear layer can take the maps of these (or they have an explicit mask, or "
-        "training=True), which stay as BatchNormalization layers": left,
-        "these are inside of other layers, or of classes that override `call`, and "
-        "stay as they are": sorted(affine_lib.hidden_norms(units)),
+        "These stay as BatchNormalization layers: {}. No linear layer can take their "
+        "scale and shift, or they have an explicit mask or training=True.": left,
+        "These stay as they are: {}. They are inside of other layers, or of a class "
+        "that overrides `call`.": sorted(affine_lib.hidden_norms(units)),
     }
     warn_of_layers("fold", parts)
     take_relu_of_keras(units)
@@ -95,7 +94,7 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
 
 def _is_map(graph, unit, masked):
     if not affine_lib.has_statistics(unit):
-        # An EinsumDense may as well scale steps, and drops masks, as no norm does.
+        # An EinsumDense may also scale time steps, and it drops masks. Norms do not.
         drops = masked and unit.cls is not ChannelAffine
         if drops or linear.diagonal_axis(unit, 2) is None:
             return False
@@ -104,17 +103,19 @@ def _is_map(graph, unit, masked):
         if affine_lib.is_batch_norm(unit):
             return False
         raise ValueError(
-            f"Layer '{unit.name}' cannot be folded: it is called with training=True."
+            f"Layer '{unit.name}' cannot be folded: the model calls it with "
+            "training=True."
         )
     if unit.cls is NoisyBN and unit.config["noise_at_inference"]:
         raise ValueError(
-            f"Layer '{unit.name}' cannot be folded: it adds noise at inference."
+            f"Layer '{unit.name}' cannot be folded: it adds noise at inference. Set "
+            "noise_at_inference=False."
         )
     return all(node.input is not None for node in unit.nodes)
 
 
 def _fold_all(maps):
-    """Fold what can be folded. Returns what remains of units whose scale could."""
+    """Fold what can be folded. Returns the rest of those with only the scale folded."""
     rests, before = {}, None
     while len(maps) != before:
         before = len(maps)
@@ -151,6 +152,6 @@ def _become_layer_of_keras(unit, affine, is_shift):
         unit.become(keras.layers.Rescaling, config, {})
         return
     config = {**common, "axis": axis, "epsilon": 0.0, "trainable": False}
-    # Its mean of 0 and variance of 1 are those that it starts with.
+    # It starts with the mean 0 and variance 1 that it needs.
     arrays = {"gamma": affine.a, "beta": affine.b}
     unit.become(keras.layers.BatchNormalization, config, arrays)

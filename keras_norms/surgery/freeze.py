@@ -14,23 +14,23 @@ from keras_norms.surgery._graph.affine import NORM_CLASSES
 def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
     """Let all norms of a model run with their stored statistics, in training too.
 
-    For fine-tuning on few images or small batches, or if new data must not change the
-    statistics. `BatchNormalization`, `CBN`, `NoisyBN` and `LpNorm` layers at any depth
-    then do in training what they do at inference: they scale and shift each channel (a
-    `NoisyBN` with `noise_at_inference` keeps its noise). Everything else trains,
-    `gamma` and `beta` included.
+    Use it to fine-tune on few images or small batches, or if new data must not change
+    the statistics. `BatchNormalization`, `CBN`, `NoisyBN` and `LpNorm` layers at any
+    depth then do in training what they do at inference: they scale and shift each
+    channel. (A `NoisyBN` with `noise_at_inference` keeps its noise.) Everything else
+    trains, `gamma` and `beta` included.
 
     Keras' own `layer.trainable = False` fixes gamma and beta as well, and
     `model.trainable = True` undoes it. `BatchNormalization()(x, training=False)` has no
     effect in a Functional model, which passes its own `training` on. `freeze` lasts
     until `unfreeze`, also in saved files, which need `import keras_norms` to load.
-    `convert` freezes the norms that replace frozen ones, except CBN, which stands
-    elsewhere.
+    `convert` freezes norms that replace frozen ones, except CBN, which takes other
+    places.
 
     Args:
-        model: A built Keras model of any kind. It is changed in place. A larger model
-            that holds it, or this one with `affine=True`, must be compiled again, as
-            after each change of `layer.trainable`.
+        model: A built Keras model of any kind. It is changed in place. Compile a larger
+            model that holds it again, and with `affine=True` this one, as after each
+            change of `layer.trainable`.
         affine: Boolean, whether gamma and beta are fixed too.
 
     Returns:
@@ -38,7 +38,7 @@ def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
 
     Raises:
         ValueError: If the model is not built or has no such layer, or if `affine` is
-            no boolean.
+            not a boolean.
 
     Warns:
         UserWarning: If a layer is of a class derived from these. It gets
@@ -62,8 +62,8 @@ def freeze(model: keras.Model, affine: bool = False) -> keras.Model:
     _forget_step(model)
     if derived:
         warnings.warn(
-            "freeze: these layers are of classes derived from a norm, and their gamma "
-            f"and beta are fixed too: {derived}.",
+            f"freeze: Gamma and beta of {derived} are fixed too, because their classes "
+            "are derived from a norm.",
             stacklevel=2,
         )
     return model
@@ -109,7 +109,7 @@ def _norms_of(model):
 
 
 def _forget_step(model):
-    """Let `fit` trace its step anew: the old one has the old calls in it."""
+    """Let `fit` trace its step again: the old one has the old calls in it."""
     # Not `None`: a callback may call this while `fit` runs, which uses it.
     if model.train_function is not None:
         model.make_train_function(force=True)

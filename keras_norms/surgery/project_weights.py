@@ -21,38 +21,37 @@ Logs = dict[str, float] | None
 
 
 class ProjectWeights(keras.callbacks.Callback):
-    """Puts kernels back to the norm they start with, after each step of training.
+    """Keeps the norm of kernels constant, by scaling them after each training step.
 
-    What a normalisation makes does not depend on the scale of the kernel `W` before it.
-    Steps make `|W|` grow (`diagnostics.WeightGrowth`), so that the rate at which the
-    direction changes, `learning_rate / |W|^2`, falls by itself, and weight decay makes
-    it rise. With
+    The output of a normalisation does not depend on the scale of the kernel `W` before
+    it. Training steps make `|W|` grow (`diagnostics.WeightGrowth`). The rate at which
+    its direction changes, `learning_rate / |W|^2`, then falls by itself; weight decay
+    makes it rise. With
 
     ```
     W <- |W_0| W / |W|
     ```
 
-    after each step the function is the same, and the rate is what its schedule says.
-    The projection is a constraint of the variable, so that the optimizer does it in the
-    compiled step, with `steps_per_execution` too. It is there while `fit` runs, and not
-    in saved files; a `fit` that an exception ends leaves it there until the next one
-    that has this callback ends. Weight decay of these kernels has next to no effect
-    then.
+    after each step the function is the same, and the rate follows its schedule. The
+    projection is a constraint of the variable: the optimizer applies it in the compiled
+    step, with `steps_per_execution` too. It is there while `fit` runs, and not in saved
+    files. If an exception ends `fit`, it stays until the next `fit` with this callback
+    ends. Weight decay of these kernels has next to no effect then.
 
-    By default it takes the kernels that are scale-invariant by the layers around them:
-    those of linear layers with a `BatchNormalization` or `NoisyBN` alone
-    right behind them, or, where they have no bias, a `LayerNormalization`,
-    `GroupNormalization`, `RMSNormalization` or `LpNorm` (one with `norm_of="centered"`
-    also where they have); and those in `WS`, `CWN` and
-    `WN`. Before a CBN with beta the scale matters, and before a frozen norm too.
-    `diagnostics.weight_geometry` measures which are.
+    By default it takes the kernels that are scale-invariant because of the layers
+    around them. These are the kernels in `WS`, `CWN` and `WN`, and those of linear
+    layers whose output only a norm reads: `BatchNormalization`, `NoisyBN` or `LpNorm`
+    with `norm_of="centered"`, or for layers without a bias also `LayerNormalization`,
+    `GroupNormalization`, `RMSNormalization` or any `LpNorm`. Before a CBN with beta, or
+    a frozen norm, the scale matters. `diagnostics.weight_geometry` measures which
+    kernels are scale-invariant.
 
     Args:
-        layers: Layers or their names, of which all trainable kernels are projected,
-            those of layers inside too. `None`: see above.
+        layers: Layers or their names. All their trainable kernels are projected, those
+            of layers inside too. `None`: see above.
 
     Attributes:
-        norms: Dictionary from the path of each kernel to its norm, once training has
+        norms: Dictionary from the path of each kernel to its norm, after training has
             begun.
 
     Raises:
@@ -71,8 +70,7 @@ class ProjectWeights(keras.callbacks.Callback):
       2020, Section 2.5 and Lemmas 2 and 3. https://doi.org/10.1609/aaai.v34i04.6046
     - Karras et al., Analyzing and Improving the Training Dynamics of Diffusion Models,
       CVPR 2024, Section 2.3. https://arxiv.org/abs/2312.02696. They normalise each unit
-      of a kernel; here it is the kernel, on which the scale of units is the
-      optimizer's.
+      of a kernel, this the whole kernel: the optimizer sets the scales of its units.
     """
 
     def __init__(
@@ -97,16 +95,16 @@ class ProjectWeights(keras.callbacks.Callback):
         kernels = [v for v in kernels if v.trainable]
         if not kernels:
             raise ValueError(
-                "Argument `layers` must be given where no layer with a trainable "
-                "kernel has a norm right behind it. "
+                "Argument `layers` must be given if no norm stands right after a layer "
+                "with a trainable kernel. "
                 f"Received: layers=None with model '{model.name}'"
             )
-        # A training that was interrupted has left its own.
+        # An interrupted training leaves its own.
         none = type(None), _OnSphere
         constrained = [v.path for v in kernels if not isinstance(v.constraint, none)]
         if constrained:
             raise arguments.wrong(
-                "layers", "layers without a constraint of the kernel", constrained
+                "layers", "layers without a constraint on the kernel", constrained
             )
         self._kernels = kernels
         # Two kernels may have one path.
@@ -142,7 +140,7 @@ class _OnSphere(keras.constraints.Constraint):
 
 
 def scale_invariant_kernels(model: keras.Model) -> list[keras.Variable]:
-    """List the kernels of which the calls of a model say that they are."""
+    """List the kernels that are scale-invariant, by the calls of the model."""
     graph = graph_of(model, "ProjectWeights", True)
     chosen = []
     for unit in filter(linear.is_linear, graph.all_units()):
@@ -156,9 +154,9 @@ def scale_invariant_kernels(model: keras.Model) -> list[keras.Variable]:
 
 
 def _makes_invariant(norm, unit):
-    """Whether the output of a norm does not depend on the scale of what a layer adds.
+    """Whether the scale of a layer's kernel does not change the output of a norm.
 
-    A mean of each channel that it takes out takes a bias of each channel out.
+    A norm that removes the mean of each channel removes a bias of each channel too.
     """
     if norm.layer is None or norm.is_frozen:
         return False

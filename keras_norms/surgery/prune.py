@@ -1,4 +1,4 @@
-"""prune: fewer channels, up to an error that is stated, or as many as are asked."""
+"""prune: fewer channels, up to a given error or by a given share."""
 
 import contextlib
 import itertools
@@ -29,18 +29,18 @@ class Pruned(NamedTuple):
 
     Attributes:
         model: The smaller model.
-        removed: Dictionary from the name of each convolution and Dense layer that makes
-            fewer channels to the numbers of those that are gone, a sorted integer
-            vector. A layer of a nested model is called `model/layer`.
-        channels: How many channels the convolutions (but depthwise ones) and Dense
-            layers make, before and after: two integers. Not counted here and in `macs`
-            are EinsumDense and what is in wrappers, as WS.
+        removed: Dictionary from the name of each convolution or Dense layer that makes
+            fewer channels to the numbers of the removed ones, a sorted integer vector.
+            A layer of a nested model is called `model/layer`.
+        channels: How many channels the convolutions (without depthwise ones) and Dense
+            layers make, before and after: two integers. EinsumDense and layers in
+            wrappers, such as WS, are not counted, here and in `macs`.
         parameters: How many weights there are, before and after.
         macs: Multiply-accumulates of convolutions and Dense layers for one sample,
-            before and after; `None` where the model takes more than one size.
-        error: Root of the mean square of the change of the outputs over that of the
-            outputs themselves, over `data` and all outputs.
-        largest: Largest change of an output, over the largest output.
+            before and after; `None` if the model takes more than one size.
+        error: Root mean square of the change of the outputs, relative to that of the
+            outputs, over `data` and all outputs.
+        largest: Largest change of an output, relative to the largest output.
     """
 
     model: keras.Model
@@ -53,7 +53,7 @@ class Pruned(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of all channels that is gone, from 0 to 1."""
+        """The removed share of all channels, from 0 to 1."""
         return 1 - self.channels[1] / self.channels[0]
 
     def __str__(self) -> str:
@@ -85,85 +85,85 @@ def prune(
     ratio: float | None = None,
     round_to: int = 1,
 ) -> Pruned:
-    """Make a copy with fewer channels, which computes the same up to a stated error.
+    """Make a copy with fewer channels that computes the same, up to a given error.
 
-    At training a normalised channel differs from all others by gamma and beta alone:
-    they are its standard deviation and its mean. A channel of small gamma is close to a
-    constant; two channels of about the same gamma and beta whose values correlate are
-    one channel twice. Both are measured on `data`, at inference, where the next
-    convolutions and Dense layers read the channel: after the activation, which may have
-    taken all deviation out, and after sums.
+    In training, gamma and beta are the standard deviation and the mean of a normalised
+    channel. A channel with a small gamma is nearly constant. Two channels with about
+    the same gamma and beta whose values correlate are one channel twice. Both are
+    measured on `data`, at inference, where the next convolutions and Dense layers read
+    the channel: after sums, and after the activation, which may leave no deviation.
 
-    * **Constants**: a channel whose standard deviation is at most `gamma` there goes,
-      and its mean times the kernels that read it goes into their biases, or where a
-      norm follows, into the mean that this takes away.
-    * **Merging**: where x_c is alpha x_d + offset with a correlation of at least
-      `similarity` in magnitude, or but for a rest whose standard deviation is at most
-      `gamma`, c goes, and d does its work: alpha times the kernel rows of c are added
-      to those of d, and the offset goes into the biases.
+    * **Constants**: a channel with a standard deviation of at most `gamma` is removed.
+      Its mean times the kernels that read it goes into their biases, or if a norm
+      follows, into the mean that the norm subtracts.
+    * **Merging**: if x_c is about alpha x_d + offset, c is removed and d does its work:
+      alpha times the kernel rows of c are added to those of d, and the offset goes into
+      the biases. This needs a correlation of at least `similarity` in magnitude, or a
+      rest with a standard deviation of at most `gamma`.
 
-    The defaults, 0 and 1, remove only what is the same on `data` up to rounding:
-    channels that are constant, such as dead ReLUs, and duplicates. What is constant or
-    the same on `data` need not be so elsewhere: give data as the network will see.
+    The defaults, 0 and 1, remove only channels that are constant on `data`, such as
+    dead ReLUs, and duplicates, up to rounding. On other data they may differ: give data
+    like those that the network will see.
 
-    With `ratio`, the cheapest channels of the whole network go, that share of all,
-    whatever the error is. What a channel costs is the mean square that its substitute,
-    constant or multiple, leaves of it, times that of the kernel rows that read it, as a
-    share of what all rows of this layer make of the deviations of their channels;
-    summed over the layers that read it. Constants and merging compete for each channel.
+    With `ratio`, that share of all channels is removed, whatever the error, the
+    cheapest of the whole network first. The cost of a channel is a sum over the layers
+    that read it: the mean square that its substitute, constant or multiple, leaves of
+    it, times that of the kernel rows that read it, as a share of what all rows of this
+    layer make of the deviations of their channels. Constants and merging compete for
+    each channel.
 
     A convolution with `padding="same"` reads zeros outside of the image, not the
-    constant, so that a constant in its bias is right only where the kernel is inside.
+    constant. A constant in its bias is therefore wrong where the kernel reads padding.
     This error counts as if the channel deviated by its mean, as often as the kernel
-    reads padding: with `gamma=0` only channels of mean 0 become constants there, as
-    dead ReLUs do. Of several constants that are not 0, one stays and does the work of
+    reads padding: with `gamma=0` only channels of mean 0, such as dead ReLUs, become
+    constants there. Of several constants that are not 0, one stays and does the work of
     the others, which is exact at the border too.
 
     Channels pass norms (BatchNormalization, CBN, NoisyBN, LpNorm), activations,
     depthwise convolutions, pooling, padding, cropping, upsampling, Flatten, Reshape and
     Permute. Sums, products and concatenations along another axis bind channels
-    together: those go from all or from none. A shared layer has the same channels in
-    all calls. Inputs and outputs of the model stay, and what is read or made by layers
-    of other kinds: grouped convolutions, softmax, norms of samples, recurrent layers,
+    together: all of them are removed, or none. A shared layer has the same channels in
+    all calls. Inputs and outputs of the model stay, and so does what other layers read
+    or make: grouped convolutions, softmax, norms of samples, recurrent layers,
     attention, layers in wrappers such as `TimeDistributed` and WS (see `fold`),
-    EinsumDense, and subclasses. Each layer keeps one channel at least.
+    EinsumDense, and subclasses. Each layer keeps at least one channel.
 
     Blocks and subclassed models are entered as in `convert`.
 
     Args:
         model: A built Functional, Sequential or subclassed model, nested or with shared
             layers. It is not changed. A `FusedCBN` comes back as a CBN and its layers.
-        data: Inputs to measure on, as in `recalibrate`: a few hundred to thousand. They
-            are kept in memory.
+        data: Inputs to measure on, as in `recalibrate`: a few hundred to a few
+            thousand. They are kept in memory.
         gamma: Float >= 0, or `None` for no constants. Standard deviations up to it
-            count as none, also of what merging leaves. In units of what is read; after
-            BatchNormalization, which makes deviations of gamma, 0.01 is little and 0.3
-            is much in networks whose gamma starts at 1.
+            count as none, also of what merging leaves. In units of what is read. After
+            BatchNormalization, where deviations are gamma, 0.01 is little and 0.3 is
+            much if gamma starts at 1.
         similarity: Float from 0 (exclusive) to 1, the smallest magnitude of a
             correlation, or `None` for no merging.
-        steps: Optional integer, how many batches of `data` to use. Needed where it is
-            endless.
+        steps: Optional integer, how many batches of `data` to use. Needed for endless
+            data.
         batch_size: Integer, for arrays.
-        inline: Boolean, whether blocks are entered. If not, nothing inside of them
-            goes, and subclassed models are refused.
-        ratio: Share of all channels to remove, from 0 to 1 (exclusive), counted as
-            `Pruned.channels` does; fewer go where that many cannot, or do not fit
-            `round_to`. `None`: what `gamma` and `similarity` allow. With it, these are
-            0 and 1, or `None` to do without one of both.
+        inline: Boolean, whether blocks are entered. If not, they keep their channels,
+            and subclassed models are refused.
+        ratio: Share of all channels to remove, from 0 to 1 (exclusive), counted as in
+            `Pruned.channels`. Fewer are removed if that many cannot be, or do not fit
+            `round_to`. `None`: what `gamma` and `similarity` allow. With a ratio, these
+            are 0 and 1, or one of them `None` to do without it.
         round_to: Positive integer. A layer that loses channels keeps a multiple of it,
             such as 8 for hardware that computes in blocks: the most expensive ones
             stay.
 
     Returns:
-        A `Pruned`: the new model, of the same name, with the names of all layers and
-        compiled in the same way; which channels are gone; and the error on `data`. The
-        moving statistics and all other weights are those of `model`. The error grows
-        with each layer that loses channels that did vary: `recalibrate` the result on
-        training data then, or train it on.
+        A `Pruned`: the new model, with the same name and layer names and compiled in
+        the same way; which channels were removed; and the error on `data`. The moving
+        statistics and all other weights are those of `model`. The error grows with each
+        layer that loses channels that varied: then `recalibrate` the result on training
+        data, or train it more.
 
     Raises:
         ValueError: If the model is not built, if it is subclassed and cannot be traced,
-            if it has no channel that could go, if its outputs are not finite, or if an
+            if it has no channel to remove, if its outputs are not finite, or if an
             argument is out of its range.
 
     Example:
@@ -171,7 +171,7 @@ def prune(
     >>> pruned = prune(model, images, gamma=0.05, similarity=0.98)
     >>> print(pruned)
     >>> recalibrate(pruned.model, images).save("smaller.keras")
-    >>> half = prune(model, images, ratio=0.5, round_to=8).model  # to be trained on
+    >>> half = prune(model, images, ratio=0.5, round_to=8).model  # needs training
 
     Reference: Sun, Cao, Liang, Huang, Chen and Li, New Interpretations of Normalization
     Methods in Deep Learning, AAAI 2020, Section 2.2, which leaves it as future work.
@@ -195,8 +195,8 @@ def prune(
     made = {int(r) for each in roots for r in each}
     if all(map(channels.is_fixed, read & made)):
         raise ValueError(
-            "Argument `model` must have a channel that could go: one that a layer with "
-            "a kernel makes and another one reads, with nothing between that mixes "
+            "Argument `model` must have a channel that could go: one that one layer "
+            "with a kernel makes and another reads, with no layer between that mixes "
             f"channels. Received: model '{model.name}'"
         )
     batches = _collect(model, data, steps, batch_size)
@@ -209,7 +209,7 @@ def prune(
     removed = resize(channels, list(gone))
     pruned = graph.make()
     after = _macs_of(Graph(pruned))
-    # Names, by which `removed` goes, need not be unique.
+    # Not from `removed`: its names need not be unique.
     left = sum(np.sum(~np.isin(each, list(gone))) for each in roots)
     return Pruned(
         pruned,
@@ -240,8 +240,8 @@ def _check(gamma, similarity, steps, batch_size, ratio, round_to):
     arguments.number("ratio", ratio, at_least=0, below=1)
     if gamma not in (0, None) or similarity not in (1, None):
         raise ValueError(
-            "Argument `ratio` must be None where there are tolerances. Received: "
-            f"ratio={ratio} with gamma={gamma} and similarity={similarity}"
+            "Argument `ratio` must be None if `gamma` or `similarity` is a tolerance. "
+            f"Received: ratio={ratio} with gamma={gamma} and similarity={similarity}"
         )
 
 
@@ -270,8 +270,8 @@ def _measure(model, sites, batches):
         outputs = [_outputs(model, x) for x in batches]
     if not all(np.isfinite(y).all() for each in outputs for y in each):
         raise ValueError(
-            "Argument `data` must give outputs that are finite. Received: data of "
-            f"which model '{model.name}' makes others"
+            "Argument `data` must give outputs that are finite. Received: data for "
+            f"which model '{model.name}' computes NaN or infinity"
         )
     for site in sites:
         for group in site.groups:
@@ -316,9 +316,9 @@ def _macs_of(graph):
 
 
 def norms_of_one_maker(model: keras.Model) -> list[keras.layers.Layer]:
-    """List the norms whose channels can go, and that one layer alone makes.
+    """List the norms whose channels can go and are made by one layer alone.
 
-    Not those after a sum, of which two layers make each channel.
+    Not those after a sum, where two layers make each channel.
     """
     channels = Channels(Graph(model))
     makers = [channels.roots(labels.ids) for labels in channels.makers.values()]

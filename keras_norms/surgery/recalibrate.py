@@ -32,32 +32,31 @@ def recalibrate(
     batch_size: int | None = None,
     verbose: str | int = "auto",
 ) -> keras.Model:
-    """Measure the moving statistics of all normalisation layers anew ("precise BN").
+    """Measure the moving statistics of all normalisation layers again ("precise BN").
 
-    Use it after the weights were changed by other means than training: averaged (SWA,
-    EMA), pruned, loaded into another data domain; or where batches were too small for
-    good moving averages.
+    Use it after the weights changed other than by training: averaged (SWA, EMA),
+    pruned, loaded for another data domain. Also if batches were too small for good
+    moving averages.
 
-    One pass over the data. Every normalisation layer normalises each batch with the
-    statistics of this batch, as in training, but without noise; everything else runs in
-    inference mode, Dropout included. The new mean is that of all elements of the pass,
-    and the variance is that of all elements around it (Chan et al.), not an average of
-    batch variances. CBN's mean square follows from both with its `beta`. LpNorm's norm
-    is the average over batches, each with the weight of its elements.
+    It makes one pass over the data. Every normalisation layer normalises each batch
+    with the statistics of this batch, as in training, but without noise. Everything
+    else runs in inference mode, Dropout included. The new mean is that of all elements,
+    and the new variance is that of all elements around it (Chan et al.), not an average
+    of batch variances. CBN's mean square follows from both and its `beta`. LpNorm's
+    norm is the average over batches, weighted by their elements.
 
-    Layers that are frozen (`freeze`, or `layer.trainable = False`) use their statistics
-    and keep them, and so do, with a warning, layers that the model has but does not
-    call, and those of derived classes that override `call`. Layers inside of other
-    layers are measured like all others. All other weights, and the optimizer, stay as
-    they are.
+    Frozen layers (`freeze`, or `layer.trainable = False`) use and keep their
+    statistics. With a warning, so do layers that the model does not call, and those of
+    derived classes that override `call`. Layers inside of other layers are measured
+    like all others. All other weights and the optimizer stay as they are.
 
     Args:
         model: A built Keras model of any kind. It is changed in place.
         data: What `fit` takes: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset`,
             a PyTorch `DataLoader`, or any iterable of batches. `(x, y)` and
             `(x, y, sample_weight)` are recognised; only `x` is used.
-        steps: Optional positive integer, how many batches to use. Needed where data is
-            endless.
+        steps: Optional positive integer, how many batches to use. Needed for endless
+            data.
         batch_size: Optional positive integer, for arrays. 32 by default.
         verbose: `"auto"`, 0, 1, or 2, as in `Model.predict`.
 
@@ -68,7 +67,7 @@ def recalibrate(
         ValueError: If the model is not built, if it calls no layer to measure, if
             `data` is of another kind, empty, endless without `steps`, does not fit the
             model, or gives activations that are not finite, or if another argument is
-            out of its range. The model is then as it was.
+            out of its range. The model is then unchanged.
 
     Example:
 
@@ -97,8 +96,8 @@ def _layers_to_measure(model):
     others = [layer.name for layer in norms if layer not in found]
     if others:
         warnings.warn(
-            "recalibrate: these layers are of classes that override `call`, and keep "
-            f"their statistics: {others}.",
+            f"recalibrate: {others} keep their statistics, because their classes "
+            "override `call`.",
             stacklevel=3,
         )
     if not found:
@@ -118,7 +117,8 @@ def measure_anew(model, layers, data, steps=None, batch_size=None, verbose="auto
     unread = [layer.name for layer, s in zip(layers, measured) if s is None]
     if len(unread) == len(layers):
         raise ValueError(
-            f"Layers {unread} of model '{model.name}' were not called by the model."
+            f"Argument `model` must call a layer to measure. Received: model "
+            f"'{model.name}', which does not call {unread}"
         )
     for layer, statistics in zip(layers, measured):
         if statistics is None:
@@ -132,45 +132,45 @@ def measure_anew(model, layers, data, steps=None, batch_size=None, verbose="auto
             assign(getattr(layer, name), value)
     if unread:
         warnings.warn(
-            f"recalibrate: model '{model.name}' does not call these layers, which keep "
-            f"their statistics: {unread}.",
+            f"recalibrate: {unread} keep their statistics, because model "
+            f"'{model.name}' does not call them.",
             stacklevel=3,
         )
     return max(s.batches for s in measured if s is not None)
 
 
 class Recalibrate(keras.callbacks.Callback):
-    """Measures moving statistics anew for what is validated and saved ("precise BN").
+    """Callback: measures moving statistics before weights are validated or saved.
 
     Averaged weights (`use_ema=True` with `SwapEMAWeights`, SWA, schedule-free
-    optimisers) need statistics of their own, and without them may be no better than
-    chance. This calls `recalibrate(model, data)`
+    optimisers) need statistics of their own. Without them they may be no better than
+    chance. This calls `recalibrate(model, data)` ("precise BN")
 
-    * in `fit`, before the first batch of each validation, with the weights that it
-      uses, whatever other callbacks swap in at its beginning;
+    * in `fit`, before the first batch of each validation, with the weights that the
+      validation uses, whatever other callbacks swap in when it begins;
     * at the end of an epoch, and when training ends, if the model then has other
       weights than those measured last.
 
-    Training goes on with the statistics that it had: they are put back when the next
-    epoch begins. When training ends the measured ones stay. Where activations are not
-    finite, as after a training that diverged, statistics stay, with a warning.
+    Training continues with its own statistics: they return when the next epoch begins.
+    When training ends, the measured ones stay. If activations are not finite, as after
+    a training that diverged, statistics stay, with a warning.
 
     Put it after callbacks that change weights (`SwapEMAWeights`), and before those that
     save (`ModelCheckpoint`) or remember weights (`EarlyStopping`). The checkpoint of an
-    epoch is of the weights that the model has at its end: those averaged need
+    epoch has the weights that the model has at its end. To save averaged ones, use
     `SwapEMAWeights(swap_on_epoch=True)`.
 
-    What it took is in the logs of the epoch as `recalibration_seconds`; for that when
-    training ends only in `history`.
+    The logs of the epoch have the time it took, `recalibration_seconds`. For the
+    measurement when training ends, only `history` has it.
 
     Args:
-        data: Training inputs, as in `recalibrate`. They are read anew each time, the
-            first `steps` batches of them: no iterator that ends, and no sorted data.
-        steps: Optional positive integer, how many batches to use; a few thousand images
+        data: Training inputs, as in `recalibrate`. Each measurement reads their first
+            `steps` batches: give no iterator that ends, and no sorted data.
+        steps: Optional positive integer, how many batches to use. A few thousand images
             are enough.
         batch_size: Optional positive integer, for arrays. 32 by default.
-        every: Positive integer: in epochs `every`, 2 `every` ..., and when training
-            ends. In other epochs, validation has the statistics of training.
+        every: Positive integer: measure in epochs `every`, 2 `every` ..., and when
+            training ends. In other epochs, validation uses the statistics of training.
 
     Attributes:
         history: Dictionary of lists with an element for each measurement: `"epoch"`,
@@ -221,7 +221,7 @@ class Recalibrate(keras.callbacks.Callback):
     def _detach(self):
         self._in_fit = self._is_due = False
         self._epoch = 0
-        self._kept = None  # the statistics of training, while others are there
+        self._kept = None  # the statistics of training, while the model has others
         self._measured = None  # the weights that the statistics belong to
         self._seconds = 0.0
 
@@ -281,7 +281,7 @@ class Recalibrate(keras.callbacks.Callback):
             batches = measure_anew(
                 model, layers, self.data, self.steps, self.batch_size, verbose=0
             )
-        except NotFinite as error:  # Whether a diverged training ends is not for this.
+        except NotFinite as error:  # Other callbacks end a training that diverged.
             warnings.warn(f"Recalibrate measured nothing. {error}", stacklevel=2)
             batches = 0
         seconds = time.perf_counter() - start
@@ -297,7 +297,7 @@ def _copy(variable):
 
 
 def _are_equal(weights, others):
-    """Whether weights are others, up to the rounding of swapping them by sums."""
+    """Whether weights equal others, up to the rounding of swapping them by sums."""
     return all(
         np.linalg.norm(np.subtract(a, b, dtype="float64"))
         <= 1e-5 * np.linalg.norm(np.asarray(a, "float64"))

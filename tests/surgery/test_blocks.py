@@ -302,12 +302,12 @@ def fills_batch(self, x):
         (lambda self, x: x if ops.max(x) > 9 else self.inside(x), "symbolic|KerasT"),
         (
             lambda self, x: ops.cond(ops.max(x) > 9, lambda: 2 * x, lambda: x),
-            "it gives 'cond.*' a function|__jax_array__",
+            "it passes a function to 'cond.*'|__jax_array__",
         ),
         (asks_training, "other calls in training"),
         (
             lambda self, x: self.inside(x, training=False),
-            "calls 'inner_norm' with training=False",
+            "always calls 'inner_norm' with training=False",
         ),
         (also(lambda self, x: self.add_loss(ops.ones(()))), "adds losses"),
         (lambda self, x: Unknown()(self.inside(x)), "which has no configuration"),
@@ -316,7 +316,7 @@ def fills_batch(self, x):
 )
 def test_what_cannot_be_entered_is_named(call, reason):
     model = with_block(of_call(call, Stays, "stays"))
-    says = rf"what is inside of .* 'stays' \(Own\): .*({reason})"
+    says = rf"with all layers inside.* 'stays' \(Own\): .*({reason})"
     with pytest.warns(UserWarning, match=says):
         folded = fold(model)
     assert isinstance(folded.get_layer("stays"), Stays)
@@ -338,7 +338,7 @@ def test_blocks_of_which_more_is_needed_than_their_calls_are_named():
         ("penalised", "it has an activity regularizer"),
         ("trained", "it is called with training=True"),
         ("other", "it makes other calls in training"),
-        ("sized", "Keras takes it to make other shapes"),
+        ("sized", "Keras computes other output shapes"),
     ):
         assert isinstance(folded.get_layer(name), Stays)
         assert re.search(rf"'{name}' \(\w+\): {reason}", said)

@@ -102,7 +102,7 @@ def test_a_share_of_all_channels():
     pruned = prune(model, x, ratio=5 / 14, round_to=2)
     sizes = [pruned.model.get_layer(name).filters for name in ("one", "two")]
     assert sizes in ([4, 2], [2, 4]) and pruned.channels == (14, 9)
-    with pytest.raises(ValueError, match="`ratio` must be None where.*gamma=0.1"):
+    with pytest.raises(ValueError, match="`ratio` must be None if.*gamma=0.1"):
         prune(model, x, gamma=0.1, ratio=0.5)
 
 

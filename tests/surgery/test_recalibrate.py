@@ -197,7 +197,7 @@ def test_activations_that_are_not_finite():
     lost = np.where(x == x[5], np.nan, x)
     before = [numpy(v).copy() for v in model.variables]
     for function in (quietly, lambda *_: convert(model, CBN, data=lost)):
-        with pytest.raises(ValueError, match=r"layers \['.*'\] read is not"):
+        with pytest.raises(ValueError, match="inputs of layers.*are not"):
             function(model, lost)
     assert all(map(np.array_equal, map(numpy, model.variables), before))
     model.compile(keras.optimizers.SGD(1e30), "mse")
@@ -264,7 +264,7 @@ def test_subclassed_models():
     quietly(model, x)
     assert_measured(model.norm, x, mean=(1e-4, 1e-6))
     model.call = lambda x, training=None: x
-    with pytest.raises(ValueError, match="'first'.*'own' were not called"):
+    with pytest.raises(ValueError, match="does not call .*'first'.*'own'"):
         quietly(model, x)
 
 
@@ -285,7 +285,7 @@ def test_a_derived_class_that_computes_something_else():
     model = m.model_of((4,), apply(Damped, name="damped"), plain)
     damped, x = model.get_layer("damped"), m.images(64, 4)
     before, expected = damped.get_weights(), damped(x, training=False)
-    with pytest.warns(UserWarning, match="override `call`.*'damped'"):
+    with pytest.warns(UserWarning, match="'damped'.*override `call`"):
         quietly(model, x)
     assert all(map(np.array_equal, damped.get_weights(), before))
     assert_measured(model.get_layer("plain"), expected, mean=(1e-4, 1e-5))

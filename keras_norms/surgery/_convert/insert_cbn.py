@@ -1,6 +1,6 @@
-"""CBN layers before the layers with a kernel, in the place of BatchNormalization.
+"""CBN layers before layers with a kernel, instead of BatchNormalization.
 
-But not on the raw input of the model.
+Not on the raw input of the model.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ _PREPROCESSING = (
     *(layers.Reshape, layers.Flatten, layers.Permute, layers.RepeatVector),
     *(layers.Concatenate, layers.Masking),
 )
-# What may stand between a CBN and a linear layer that is to get no other one.
+# What may stand between a CBN and a linear layer that needs no other one.
 _PASSING_ON = (
     *(*_PADDING_OR_NOISE, *moves.CROPPING, *moves.UPSAMPLING, *moves.MAX),
     *(*moves.AVERAGE, *moves.GLOBAL_MAX, *moves.GLOBAL_AVERAGE),
@@ -87,7 +87,8 @@ def insert_cbn(report, graph, graphs, units, template, preserve):
 def _normalising_instead(norm, cbns):
     """The CBN layers that normalise what a norm does.
 
-    And `None`, where that leaves the model or enters another one: it cannot be told.
+    With `None` among them where its output leaves the model or enters another one: it
+    is not known who normalises there.
     """
     values = [value for node in norm.nodes for value in node.outputs]
     found, met = set(), set()
@@ -153,9 +154,9 @@ def _heirs_of_statistics(unit, cbns):
 
 
 class _Insertion(NamedTuple):
-    """One CBN: the linear layers that read it, by the first of which it is named.
+    """One CBN: the linear layers that read it, named after the first.
 
-    `calls` has the tensors that it is called on, each with who reads the result.
+    `calls` has the tensors that it is called on, each with the readers of the result.
     """
 
     graph: Graph
@@ -165,7 +166,7 @@ class _Insertion(NamedTuple):
 
 
 def _mark_raw(graph, flags, raw):
-    """Mark tensors that are the raw input but for preprocessing, in all calls."""
+    """Mark tensors that are the raw input, preprocessed at most, in all calls."""
     inputs = {id(v): flag for v, flag in zip(tree.flatten(graph.inputs), flags)}
     for node in graph.nodes:
         arguments = [raw[id(v)] for v in node.inputs]
@@ -206,7 +207,7 @@ def _places(graph, eligible, raw):
         ((_, readers),) = place.calls
         if reader not in readers:
             readers.append(reader)
-    # A shared layer has one CBN for all its calls, and so has what they share.
+    # A shared layer has one CBN for all its calls. Places that share a layer are one.
     merged = []
     for place in places.values():
         for other in list(merged):

@@ -1,4 +1,4 @@
-"""Norms in the place of others, under their name, and none in the place of any."""
+"""Replace norms by others of the same name, or remove them."""
 
 import math
 
@@ -79,8 +79,8 @@ def place_keras_norms(report, units, template, preserve):
 def remove_norms(report, units, preserve):
     """Take all norms out, those of samples too.
 
-    With `preserve=True` each leaves its scale and shift, in the layers next to it or as
-    a layer of its own.
+    With `preserve=True` its scale and shift stay, in the layers next to it or as a
+    layer of its own.
     """
     maps = {}
     for unit in filter(_is_norm, units):
@@ -91,7 +91,7 @@ def remove_norms(report, units, preserve):
         maps[unit], _ = _map_of(unit)
         if unit.cls in OF_SAMPLES:
             report.changed.append(unit.name)
-            # As the map of channels that it is after normalising.
+            # The map of channels that it is after normalising.
             config = {"name": unit.name, "dtype": unit.config["dtype"], "axis": axis}
             config["trainable"] = unit.layer.trainable
             unit.become(keras.layers.BatchNormalization, config, {})
@@ -164,7 +164,7 @@ def _carried(unit, affine, statistics, cls):
 
 
 def _own_settings(unit, template):
-    """What a new norm has of the one whose place it takes, if it was not given."""
+    """The settings that a new norm takes from the old one, if none were given."""
     cls, names = template.cls, {"epsilon"}
     if template.is_given:
         return {}
@@ -176,7 +176,7 @@ def _own_settings(unit, template):
     if cls is LpNorm:
         names -= {"epsilon", "scale"}  # Its scale makes up for its norm.
     own = {name: unit.config[name] for name in names if name in unit.config}
-    if cls in (NoisyBN, LpNorm):  # which do not take all that BatchNormalization does
+    if cls in (NoisyBN, LpNorm):  # They refuse values that BatchNormalization takes.
         if not 0 <= own.get("momentum", 0) < 1:
             del own["momentum"]
         if own.get("epsilon", 1) <= 0:
@@ -187,8 +187,8 @@ def _own_settings(unit, template):
 def _settings_for(unit, template, axis):
     """Groups, where the template has none; `None` where the norm cannot stand.
 
-    One number that is normalised alone is 0. Of Keras' norms some are right along the
-    last axis only.
+    A single number normalised alone is 0. Some norms of Keras are right on the last
+    axis only.
     """
     if axis is None:
         return None

@@ -1,4 +1,4 @@
-"""What the argument `norm` of `convert` asks for, and what comes of it."""
+"""What the argument `norm` of `convert` asks for, and what became of layers."""
 
 import functools
 
@@ -32,20 +32,20 @@ NAMES = {
 
 
 class Report:
-    """What becomes of layers: names, but for `new`.
+    """What becomes of layers, by name.
 
-    That has units of norms with moving statistics, each with the map that it shall be
-    and the `Statistics` of its input.
+    `new` has units instead: norms with moving statistics, each with the map that it
+    shall be and the `Statistics` of its input.
     """
 
     def __init__(self):
         self.new = {}
         self.changed = []  # the function
         self.kept, self.unwrapped = [], []
-        self.fresh = []  # BatchNormalization in whose place CBN starts as the identity
-        self.lost = []  # BatchNormalization in whose place nothing normalises
-        self.unknown = []  # BatchNormalization of whose input nothing is known: units
-        self.there = []  # CBN of other settings than the new ones
+        self.fresh = []  # BatchNormalization that has seen no batch
+        self.lost = []  # BatchNormalization that no CBN replaces
+        self.unknown = []  # new BatchNormalization without statistics: units
+        self.there = []  # CBN with other settings than the new ones
         self.beside = []  # other norms than BatchNormalization in a model with new CBN
 
 
@@ -77,9 +77,9 @@ class Template:
         is_no_norm = self.cls is not None and issubclass(self.cls, _NO_NORMS)
         if is_no_norm or (self.cls is self.function and not self.is_none):
             names = ", ".join(repr(name) for name in [*NAMES, "none"])
-            wanted = f"one of {names}, a layer or a class of layers that normalise, or "
-            wanted += "a function from a BatchNormalization layer to a layer (FusedCBN "
-            wanted += "comes of CBN and `fused=True`)"
+            wanted = f"one of {names}, a normalisation layer or its class, or a "
+            wanted += "function from a BatchNormalization layer to its replacement. "
+            wanted += "For FusedCBN pass CBN and `fused=True`"
             raise arguments.wrong("norm", wanted, norm)
 
     def fits(self, unit):

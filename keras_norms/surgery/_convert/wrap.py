@@ -34,9 +34,9 @@ def _can_wrap(layer, cls):
 def keep_function(report, units):
     """Keep as much of the function as the wrappers of made units can hold.
 
-    The gain of WN takes the lengths over, so that nothing changes. WS and CWN take the
-    mean of each unit's weights out for good; their gain takes the lengths over, and
-    where there is none, a BatchNormalization that follows takes them.
+    The gain of WN takes over the lengths, and nothing changes. WS and CWN lose the mean
+    of each unit's weights; their gain takes over the lengths, or without one, a
+    BatchNormalization that follows.
     """
     for unit in [unit for unit in units if unit.wrapper is not None]:
         wrapper = unit.made
@@ -65,7 +65,7 @@ def _are_close(new, old):
 
 
 def _ratio(wrapper, kernel, stored):
-    """How much longer units are than they were, their means taken out."""
+    """How much longer units are than they were, both without their means."""
     centered = stored - stored.mean(kernel.fan_in, keepdims=True)
     new = to_float64(wrapper.normalized_kernels()[kernel.name])
     old, new = (np.sqrt(np.sum(np.square(v), kernel.fan_in)) for v in (centered, new))
@@ -76,9 +76,9 @@ def _ratio(wrapper, kernel, stored):
 def _scale_statistics(unit, ratio):
     """Let the BatchNormalization after a layer see `ratio` times what it saw.
 
-    With m' = ratio * m and v' = ratio^2 * v its output is the same, but for epsilon,
-    which gamma makes up for, or v' where there is none. Returns whether there is such a
-    norm.
+    With m' = ratio * m and v' = ratio^2 * v its output is the same except for epsilon.
+    Gamma makes up for that, or v' where there is no gamma. Returns whether there is
+    such a norm.
     """
     norm = affine.norm_after(unit, affine.is_batch_norm)
     is_linear = not kernels.overrides_call(unit.cls)

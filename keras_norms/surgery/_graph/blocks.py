@@ -1,13 +1,12 @@
 """Layers inside of layers: the `call` of a block as the calls that it makes.
 
-A block is a layer of one's own that has layers in it, or a subclassed model. Called
-with symbolic tensors, its `call` calls these layers with symbolic tensors too, and
-Keras records that. The graph of a model then has these calls in the place of the block,
-with the same layers; nested blocks are entered alike.
+A block is a custom layer with layers in it, or a subclassed model. Called with symbolic
+tensors, its `call` calls these layers with symbolic tensors too, and Keras records
+that. In the graph of a model these calls replace the block, with the same layers.
+Nested blocks are entered too.
 
-What such a graph cannot hold makes a block stay as it is: variables that `call` reads
-itself, state that it changes, losses that it adds, and whatever else depends on more
-than its tensors. That it has the same values is tried on random data.
+A block stays if its `call` reads variables itself, changes state, adds losses, or
+depends on anything else than its tensors. Random data show that the values are equal.
 """
 
 import collections
@@ -26,7 +25,7 @@ from keras_norms.surgery._graph.remake import is_of
 from keras_norms.surgery._graph.trace import Tracer
 
 NORMALIZING = (*NORM_CLASSES, *linear.WRAPPERS, FusedCBN)
-# Bases that say nothing of how a layer calls what is in it.
+# Bases that do not say how a layer calls what is in it.
 _BASES = (
     *(keras.layers.Layer, keras.layers.Wrapper),
     *(keras.Model, keras.Sequential, _keras.Functional),
@@ -38,8 +37,8 @@ _SHOWN = 10  # names of layers in a warning
 def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=None):
     """The graph of a model, with the calls inside of its blocks.
 
-    In the name of `caller` it warns of blocks that stay and have a layer of the classes
-    `holding`. Those that `skip` names, or is true of, are not entered.
+    In the name of `caller` it warns of blocks that stay and hold a layer of the classes
+    `holding`. Blocks that match `skip` are not entered.
     """
     arguments.boolean("inline", inline)
     if not inline or not isinstance(model, keras.Model):
@@ -63,8 +62,8 @@ def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=Non
         except ValueError as e:
             reason = left.get(id(model), (None, "it is not built"))[1]
             raise ValueError(
-                f"{e}. Its `call` cannot be traced: {reason}. If it can with inputs "
-                "that you know, pass `keras.Model(inputs, model(inputs))`"
+                f"{e}. Its `call` cannot be traced: {reason}. Call it on data first, "
+                "or pass `keras.Model(inputs, model(inputs))` with symbolic inputs"
             ) from e
     graph = Graph(model, traced=tracer.traced)
     _make_names_unique(graph, blocks)
@@ -75,7 +74,7 @@ def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=Non
     ]
     if named:
         warnings.warn(
-            f"{caller}: what is inside of these layers stays as it is, for their "
+            f"{caller}: These layers stay, with all layers inside, because their "
             f"`call` cannot be traced: {'; '.join(named)}.",
             stacklevel=3,
         )
@@ -83,7 +82,7 @@ def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=Non
 
 
 def is_block(layer):
-    """Whether it is a layer of one's own with layers inside that surgery knows."""
+    """Whether it is a custom layer with layers inside that surgery knows."""
     if is_graph(layer) or type(layer) is keras.Sequential:
         return False
     for cls in type(layer).__mro__:
@@ -95,10 +94,10 @@ def is_block(layer):
 
 
 def warn_of_layers(caller, parts):
-    """Warn of layers, in the name of what the user called: what of them, and which."""
-    said = [f"{text}: {_listed(names)}" for text, names in parts.items() if names]
+    """Warn of layers in the name of `caller`. `parts`: texts with `{}`, and names."""
+    said = [text.format(_listed(names)) for text, names in parts.items() if names]
     if said:
-        warnings.warn(f"{caller}: {'; '.join(said)}.", stacklevel=3)
+        warnings.warn(f"{caller}: {' '.join(said)}", stacklevel=3)
 
 
 def _listed(names):
@@ -109,13 +108,13 @@ def _listed(names):
 def _is_skipped(skip, layer):
     if callable(skip):
         return bool(skip(layer))
-    # What else it may be is not for this to say.
+    # `convert` checks what else it may be.
     is_collection = isinstance(skip, (list, tuple, set, frozenset))
     return layer.name in skip if is_collection else layer.name == skip
 
 
 def _make_names_unique(graph, blocks):
-    """Put the name of the block before names that are there more than once."""
+    """Put the name of the block before names that occur more than once."""
     owners = {
         id(layer): block
         for block in blocks

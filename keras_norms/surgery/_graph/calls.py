@@ -44,7 +44,7 @@ def functional_of(model):
         return _keras.functional_in(model) if is_sequential else model
     if is_sequential:
         raise ValueError(
-            "Argument `model` must be built: give it a `keras.Input`, or call it "
+            "Argument `model` must be built: start it with a `keras.Input`, or call it "
             f"on data. Received: Sequential model '{model.name}' without an input "
             "shape"
         )

@@ -1,4 +1,4 @@
-"""CBN and the linear layers behind it as one FusedCBN layer, and back."""
+"""CBN and the linear layers after it as one FusedCBN layer, and back."""
 
 import keras
 
@@ -9,7 +9,7 @@ from keras_norms.surgery._graph.unit import Unit
 
 
 class _FusedUnit(Unit):
-    """A FusedCBN layer to be, with the units of what is in it."""
+    """A future FusedCBN layer, with the units of the layers in it."""
 
     def __init__(self, norm, linears):
         super().__init__(cls=FusedCBN, config={"name": norm.name})
@@ -28,8 +28,8 @@ class _FusedUnit(Unit):
 def fuse_cbn(model):
     """Make a copy in which each CBN is fused with all layers that read it.
 
-    A CBN stays where something else reads it than layers that `FusedCBN` takes, or
-    where it or one of these is shared.
+    A CBN stays if a layer reads it that `FusedCBN` does not take, or if it or one of
+    its readers is shared.
     """
     graph = Graph(model)
     for unit in graph.all_units():
@@ -70,9 +70,9 @@ def _fuse(node):
 
 
 def split_fused_cbn(graph, skipped=()):
-    """Put a CBN and its linear layers in the place of every FusedCBN of a graph.
+    """Replace every FusedCBN of a graph by a CBN and its linear layers.
 
-    But of those that are shared, and of the units whose ids are in `skipped`.
+    Not those that are shared, or whose ids are in `skipped`.
     """
     for unit in graph.all_units():
         if unit.cls is FusedCBN and len(unit.nodes) == 1 and id(unit) not in skipped:
@@ -81,7 +81,7 @@ def split_fused_cbn(graph, skipped=()):
 
 def _split(node):
     graph, layer, inputs = node.graph, node.unit.layer, node.inputs
-    for value in inputs:  # x, and it may be a mask
+    for value in inputs:  # x, and perhaps a mask
         value.readers.remove(node)
     norm = Node(Unit(layer.norm), node.args, dict(node.kwargs), graph)
     value = Value(inputs[0].shape, norm)

@@ -151,7 +151,7 @@ class Graph:
             reader.replace_input(value, result)
 
     def remove(self, node):
-        """Take a call out: who read its result reads its input."""
+        """Take a call out: readers of its result read its input instead."""
         value, result = node.input, node.output
         for reader in list(result.readers):
             reader.replace_input(result, value)
@@ -189,7 +189,7 @@ class Graph:
             for value, result in zip(node.outputs, tree.flatten(results)):
                 tensors[id(value)] = result
         cls, is_sequential = type(self.model), isinstance(self.model, keras.Sequential)
-        # That of a Sequential takes layers, whatever its signature says.
+        # The constructor of a Sequential takes layers, whatever its signature says.
         takes_tensors = _keras.functional_like_constructor(cls) and not is_sequential
         if not takes_tensors or not is_graph(self.model):
             cls = keras.Model
@@ -203,7 +203,7 @@ class Graph:
         flags = [layer.trainable for layer in layers]
         model.trainable = False  # and all layers in it, new ones too
         if any(variable.trainable for variable in self.model.variables):
-            # Some were told to train after the model was told not to.
+            # The model was set not to train first, and then some layers to train.
             for layer, trains in zip(layers, flags):
                 layer.trainable = trains
         return model
@@ -217,7 +217,7 @@ class Graph:
         )
 
     def _keep_names_of_outputs(self):
-        """Let outputs have their names, by which losses and targets may be given."""
+        """Let outputs keep their names: losses and targets may be given by name."""
         # Subclassed models have none.
         names = getattr(self.model, "output_names", [])
         is_one = len(names) == 1 and not remake.is_compiled_by_names(self.model)

@@ -19,12 +19,12 @@ from keras_norms.ops.shapes import per_channel, reduction_axes
 from keras_norms.surgery._graph.affine import Statistics, moving_statistics
 from keras_norms.surgery._graph.remake import is_of
 
-# So many batches are not worth compiling well for.
+# Up to so many batches are not worth compiling well for.
 _FEW = 8
 
 
 def inputs_of(model, data):
-    """What `predict` takes of data, or an error where the model does not take it."""
+    """The part of `data` that `predict` takes, or an error if it does not fit."""
     if isinstance(data, (str, bytes, type, set)) or data is None or np.isscalar(data):
         raise wrong_data(data)
     one_input = _keras.number_of_inputs(model) == 1
@@ -76,22 +76,22 @@ def wrong_data(data):
 
 
 class NotFinite(ValueError):
-    """Of activations that are not finite nothing is measured."""
+    """Activations are not finite, and nothing is measured."""
 
 
 def check_end(x, steps):
-    """An error where all batches are asked for, and there is no last one."""
+    """Raise ValueError if all batches are asked for and there is no last one."""
     if steps is not None:
         return
     if isinstance(x, keras.utils.PyDataset):
         is_endless = x.num_batches is None
     else:
-        # A tf.data.Dataset says -1 of no end, -2 of one that it does not know.
+        # Of a tf.data.Dataset: -1 if it has no end, -2 if it does not know.
         is_endless = hasattr(x, "cardinality") and int(x.cardinality()) == -1
     if is_endless:
         raise ValueError(
-            "Argument `data` must have an end, or `steps` be given where that is an "
-            "argument. `data.take(100)` is a part of a tf.data.Dataset. "
+            "Argument `data` must have an end. Pass `steps` if there is such an "
+            "argument, or a part of a tf.data.Dataset: `data.take(100)`. "
             f"Received: data of class {type(x).__name__}"
         )
 
@@ -139,9 +139,9 @@ def measure(
     ]
     if lost:
         raise NotFinite(
-            "Argument `data` must give activations that are finite, and what layers "
-            f"{lost} read is not: there is NaN, infinity or too large a number in the "
-            f"data or in weights. Received: data of class {type(data).__name__}"
+            "Argument `data` must give activations that are finite, but the inputs of "
+            f"layers {lost} are not. Look for NaN, infinity or very large numbers in "
+            f"the data and weights. Received: data of class {type(data).__name__}"
         )
     return found
 
@@ -153,7 +153,7 @@ def _is_few(x, steps, batch_size):
     first = (tree.flatten(x) or [()])[0]
     try:
         length = len(first)
-    except TypeError:  # it has none, or a dataset does not know it
+    except TypeError:  # It has none, or a dataset does not know it.
         return False
     return length <= _FEW * ((batch_size or 32) if hasattr(first, "shape") else 1)
 
@@ -161,9 +161,8 @@ def _is_few(x, steps, batch_size):
 class _Probe(keras.Model):
     """A model whose outputs are statistics of what layers of another read.
 
-    A list for each layer, with an array for each of its calls, a row for each batch. So
-    that `predict` brings what is needed: compilation, data of all kinds, devices, and a
-    progress bar.
+    A list for each layer, with an array for each of its calls, a row for each batch.
+    `predict` brings compilation, data of all kinds, devices, and a progress bar.
     """
 
     def __init__(self, model, norms, with_batch_statistics):
@@ -215,7 +214,7 @@ def _recording(layer, rows, with_batch_statistics):
 def stored(layer, statistics, convert):
     """The moving statistics that a norm has of the `Statistics` of its input, by name.
 
-    `convert` makes an array of a variable, of the kind that the statistics are of.
+    `convert` turns a variable into an array of the same kind as the statistics.
     """
     decouples = isinstance(layer, CBN) and layer.decouple and layer.center
     shift = convert(layer.beta) if decouples else 0.0

@@ -1,4 +1,4 @@
-"""The ReLUs of Keras, and the functions of this package in their place."""
+"""Replace the ReLUs of Keras by the functions of this package, and back."""
 
 import keras
 
@@ -10,7 +10,7 @@ _OWN = relu, relu6
 
 
 def take_own_relu(units, everywhere):
-    """Let layers with a ReLU have one whose gradient reads the output.
+    """Give layers with a ReLU one whose gradient reads the output.
 
     Unless `everywhere`, only where nothing else reads the input of the ReLU. In a
     DenseNet later layers read it too, and keeping the output as well costs memory.
@@ -23,7 +23,7 @@ def take_own_relu(units, everywhere):
 
 
 def take_relu_of_keras(units):
-    """Let layers have no function of this package."""
+    """Give layers the functions of Keras back."""
     _exchange(units, _OWN, _OF_KERAS)
 
 
@@ -38,7 +38,7 @@ def _become_activation(unit):
 
 
 def _input_is_its_own(unit):
-    """Whether what the ReLU reads is made by a linear layer or a sum, for it alone."""
+    """Whether a linear layer or a sum makes what the ReLU reads, for it alone."""
     if unit.cls not in (keras.layers.Activation, keras.layers.ReLU):
         return True
     makers = [node.input.node.unit for node in unit.nodes if node.input.is_private]

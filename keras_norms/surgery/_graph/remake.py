@@ -1,7 +1,8 @@
-"""A layer made again: from its configuration, with the functions that it had.
+"""Rebuilds a layer from its configuration, with the functions that it had.
 
-A configuration names functions, and a name may stand for nothing, as that of a closure,
-or for something else, as that of a function called `relu`. Here it holds them.
+A configuration names functions. A name may mean nothing, as that of a closure, or
+something else, as that of a custom function called `relu`. Here the configuration holds
+the functions themselves.
 """
 
 import inspect
@@ -82,7 +83,7 @@ def from_config(cls, config, source=None):
 
 
 def _untaken(cls, config):
-    """Arguments that all layers have, and a constructor of one's own may not take."""
+    """Arguments that all layers have, but a custom constructor does not take."""
     if is_of(cls, "keras") or not issubclass(cls, keras.layers.Layer):
         return {}
     taken = inspect.signature(cls.__init__).parameters
@@ -93,12 +94,13 @@ def _untaken(cls, config):
 
 
 def pairs_of_variables(new, old):
-    """Pair the variables of a layer made again with those of the one it is made from.
+    """Pair the variables of a rebuilt layer with those of the old one.
 
-    `None` stands for what it had not: it may have gained a bias, or lost one.
+    `None` stands for a variable that the old one does not have, such as a new bias.
 
     Raises:
-        ValueError: If layers inside of it have others than its configuration makes.
+        ValueError: If layers inside of it have other variables than their configuration
+            makes.
     """
     ours, theirs = _variables(new), _variables(old)
     if _shapes(ours) == _shapes(theirs):
@@ -111,9 +113,9 @@ def pairs_of_variables(new, old):
         if _shapes(ours) != _shapes(theirs):
             names = [[v.name for v in each] for each in (theirs, ours)]
             raise ValueError(
-                f"Layer '{old.name}' could not be made again from its configuration: "
+                f"Layer '{old.name}' could not be rebuilt from its configuration: "
                 f"'{(other or one).name}' in it has the weights {names[0]}, and would "
-                f"have {names[1]}. Enable LoRA, or quantize, after this."
+                f"have {names[1]}. Enable LoRA, or quantize, afterwards."
             )
         found += zip(ours, theirs)
     return found
@@ -138,7 +140,7 @@ def _own(layer):
 
 
 def warn_of_what_is_left_out(old, new):
-    """Warn where a layer made again is another, for its configuration is not whole."""
+    """Warn if a rebuilt layer differs, because its configuration is incomplete."""
     if is_of(type(old), "keras", "keras_norms"):
         return
     of_all_layers = vars(keras.layers.Layer())
@@ -151,15 +153,14 @@ def warn_of_what_is_left_out(old, new):
     ]
     if found:
         warnings.warn(
-            f"Layer '{old.name}' was made again from its configuration, and its "
-            f"function may have changed: {type(old).__name__}.get_config() leaves out "
-            + ", ".join(found),
+            f"Layer '{old.name}' may compute something else in the new model: "
+            f"{type(old).__name__}.get_config() leaves out " + ", ".join(found),
             stacklevel=5,
         )
 
 
 def warn_of_what_is_shared(operations, model):
-    """Warn where functions refer to layers or weights of a model, and so do copies."""
+    """Warn of functions that refer to layers or weights of a model: copies do too."""
     own = {id(each): each for each in (*_keras.layers_of(model), *model.variables)}
     found = {
         f"{own[id(each)].name} (in {operation.name})"
@@ -170,8 +171,8 @@ def warn_of_what_is_shared(operations, model):
     }
     if found:
         warnings.warn(
-            "Functions of the model refer to layers or weights by themselves. The new "
-            f"model shares these with the old one: {sorted(found)}",
+            "Some functions of the model use layers or weights directly. The new model "
+            f"shares these with the old one: {sorted(found)}",
             stacklevel=4,
         )
 
@@ -204,7 +205,7 @@ def is_copied(operation):
 def compile_as(old, new):
     """Compile with the same optimizer, loss and metrics, functions as they are.
 
-    Slots are not carried over. What cannot be made again is a warning.
+    Slots are not carried over. It warns if something cannot be rebuilt.
     """
     if not getattr(old, "compiled", False):
         return
@@ -222,7 +223,7 @@ def compile_as(old, new):
     except Exception as e:
         warnings.warn(
             f"The new model '{new.name}' is not compiled: the optimizer, loss or "
-            f"metrics of the old one could not be made again: {e}",
+            f"metrics of the old one could not be rebuilt: {e}",
             stacklevel=4,
         )
 
@@ -234,7 +235,7 @@ def is_compiled_by_names(model):
 
 
 def _made_again(setting):
-    """An optimizer or a metric made again; a loss has no state."""
+    """A rebuilt optimizer or metric; a loss has no state."""
     if isinstance(setting, (keras.optimizers.Optimizer, keras.metrics.Metric)):
         return from_config(type(setting), config_of(setting))
     return setting
@@ -254,7 +255,7 @@ def _own_classes(thing):
 
 
 def _functions(thing):
-    """What a name in a configuration may not stand for: (owner, attribute, value)."""
+    """Functions that a name may not find again: (owner, attribute, value)."""
     return [
         (part, name, value)
         for part in _parts(thing)

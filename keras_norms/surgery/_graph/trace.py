@@ -1,4 +1,4 @@
-"""Traces the `call` of a block, and tries what it found on random data."""
+"""Traces the `call` of a block, and checks the result on random data."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from keras_norms.surgery._graph.measure import quick_compilation
 
 
 class _Scope(keras.StatelessScope):
-    """Takes down which variables are read and changed."""
+    """Records which variables are read and changed."""
 
     def __init__(self):
         super().__init__(collect_losses=True, initialize_variables=False)
@@ -38,14 +38,14 @@ class _CannotTrace(Exception):
 class Tracer:
     """Traces `blocks` of a model that has `layers`: `traced` is what `Graph` takes.
 
-    `left` has the blocks that cannot be traced and why, by `id`. It only grows: a block
-    in it is a layer like any other, and what was found before it was there is void.
-    So whoever adds to it starts again: `_trace` the block that it is at, `graph_of` the
-    model, with a new tracer. When nothing is added, all that was found holds.
+    `left` has the blocks that cannot be traced and why, by `id`. It only grows. A block
+    in it is a layer like any other, so when one is added, earlier results are void:
+    `_trace` starts again with its block, and `graph_of` with the model and a new
+    tracer. When nothing is added, the results hold.
 
-    While a tracer is entered, the call of a block with symbolic tensors runs its `call`
-    and returns aliases of what that makes: Keras then records the block as their maker,
-    as it does without a tracer, and `_real_tensor` leads from them to what is inside.
+    While a tracer is entered, calling a block with symbolic tensors runs its `call` and
+    returns aliases of the results. Keras then records the block as their maker, as it
+    does without a tracer, and `_real_tensor` leads from them to what is inside.
     """
 
     def __init__(self, blocks, layers, left):
@@ -56,7 +56,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def entering(self):
-        """Let calls of blocks with symbolic tensors go inside; leave no trace of it."""
+        """Let calls of blocks with symbolic tensors go inside, and record nothing."""
         before = [
             (nodes, len(nodes))
             for layer in self.layers
@@ -92,7 +92,7 @@ class Tracer:
         """Read a model whose inputs are known from what it was built for."""
         shapes = _keras.shapes_built_for(model)
         if not shapes or None in shapes:
-            self._leave(model, "the shapes of the inputs it is built for are not known")
+            self._leave(model, "its input shapes are not known")
             return
         reads_numbers = _keras.layers_of(model, keras.layers.Embedding)
         dtype = "int32" if reads_numbers else model.input_dtype
@@ -128,7 +128,7 @@ class Tracer:
             return [call]
         made = tree.flatten(entry.outputs)
         if [x.shape for x in call.outputs] != [y.shape for y in made]:
-            self._leave(block, "Keras takes it to make other shapes")
+            self._leave(block, "Keras computes other output shapes for it")
             return [call]
         self._same |= {id(x): (x, y) for x, y in zip(call.outputs, made)}
         calls = self._calls(made, known)
@@ -138,9 +138,9 @@ class Tracer:
     # Blocks
 
     def _trace(self, block, args, kwargs):
-        """A call of a block without what cannot be traced in it, or `None`.
+        """A call of a block, in which blocks that cannot be traced stay, or `None`.
 
-        In training and in inference it must make the same calls.
+        It must make the same calls in training and at inference.
         """
         while id(block) not in self.left:
             count = len(self.left)
@@ -151,7 +151,7 @@ class Tracer:
             found = self._difference(first[-1], second[-1])
             if found is None:
                 return first[-1]
-            # Which of the blocks inside is it? Inner ones come first.
+            # Find the block inside that differs. Inner ones come first.
             for one, other in zip(first, second):
                 same = one.operation is other.operation
                 reason = self._difference(one, other) if same else None
@@ -216,7 +216,7 @@ class Tracer:
             (scope.read, f"it reads its variables {sorted(set(scope.read))}"),
             (scope.losses, "it adds losses"),
             (failure, failure),
-            (others, "it returns other things than tensors"),
+            (others, "it returns something that is not a tensor"),
         ):
             if is_so:
                 raise _CannotTrace(reason)
@@ -227,7 +227,7 @@ class Tracer:
                 if isinstance(leaf, keras.Variable):
                     raise _CannotTrace(f"it reads its variables ['{leaf.name}']")
                 if inspect.isroutine(leaf):
-                    raise _CannotTrace(f"it gives '{name}' a function")
+                    raise _CannotTrace(f"it passes a function to '{name}'")
             try:
                 is_graph(call.operation) or call.operation.get_config()
             except Exception as e:
@@ -239,7 +239,7 @@ class Tracer:
     # Whether a block is the calls that it makes
 
     def _difference(self, one, other):
-        """Say why calls of a block at inference and in training are not one."""
+        """Say how calls of a block at inference and in training differ, or `None`."""
         ours, others = self._calls_of(one), self._calls_of(other)
         if self._form(one, ours) != self._form(other, others):
             return "it makes other calls in training than at inference"
@@ -247,13 +247,12 @@ class Tracer:
             modes = [call.kwargs.get("training", "any") for call in (mine, yours)]
             if modes not in (["any", "any"], [False, True]):
                 return (
-                    f"it calls '{mine.operation.name}' with training={modes[0]} "
-                    "whether it is trained or not"
+                    f"it always calls '{mine.operation.name}' with training={modes[0]}"
                 )
         return self._wrong_values(one, ours)
 
     def _form(self, entry, calls):
-        """A call of a block as text, in which tensors are counted."""
+        """A call of a block as text, in which tensors are numbered."""
         numbers = {}
 
         def text(leaf):
@@ -271,7 +270,7 @@ class Tracer:
         return [*lines, str(tree.map_structure(text, entry.outputs))]
 
     def _wrong_values(self, entry, calls):
-        """What is wrong with what `calls` make of random data, or `None`."""
+        """Say how `calls` fail on random data, or `None`."""
         leaves = tree.flatten((entry.args, entry.kwargs))
         inputs = [self._real_tensor(x) for x in leaves if is_keras_tensor(x)]
         block = entry.operation
@@ -300,14 +299,14 @@ class Tracer:
         if keras.backend.backend() == "jax":
             import jax
 
-            run = jax.jit(run)  # It would compile each operation by itself.
+            run = jax.jit(run)  # Otherwise JAX compiles each operation by itself.
         rng = np.random.default_rng(0)
         try:
             with quick_compilation():
                 state = [v.value for v in block.variables]
                 made = run(state, [_draw(rng, x) for x in inputs])
         except Exception as e:
-            return f"it cannot be tried on random data: {_first_line(e)}"
+            return f"it fails on random data: {_first_line(e)}"
         limit = 1e-2 if "16" in block.compute_dtype else 1e-5
         for x, y in zip(*made, strict=True):
             x, y = to_float64(x), to_float64(y)
@@ -315,7 +314,7 @@ class Tracer:
             if x.shape != y.shape or not np.allclose(
                 x, y, rtol=0, atol=limit * size, equal_nan=True
             ):
-                return "its layers called one by one give other values"
+                return "its layers, called one by one, give other values"
         return None
 
     # Tensors and calls
@@ -381,7 +380,7 @@ def _draw(rng, tensor):
 
 
 def _first_line(error):
-    """What an error says, less what Keras puts before it."""
+    """What an error says, without what Keras puts before it."""
     text = re.sub(r"\x1b\[\d*m", "", str(error))
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Exception encountered"):

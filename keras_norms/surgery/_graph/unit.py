@@ -1,4 +1,4 @@
-"""A layer of a graph, from which a new one is made: class, configuration, weights."""
+"""A layer of a graph, to build a new one from: class, configuration, weights."""
 
 import tempfile
 
@@ -14,12 +14,12 @@ class Unit:
 
     Attributes:
         source: The layer or operation it stands for, or `None` for a new one.
-        arrays: Dictionary of weights in float64, by name: those read of `source`, and
-            those that take their place.
+        arrays: Dictionary of weights in float64, by name: those read from `source`, and
+            those that replace them.
         nodes: Its calls.
-        graph: That of a model, which it is then.
-        made: The new layer, once it is made.
-        wrapper: A partial of a class, whose instance takes the new layer in.
+        graph: If the layer is a model, the graph of that.
+        made: The new layer, after it is made.
+        wrapper: A partial of a class that wraps the new layer.
     """
 
     def __init__(self, source=None, cls=None, config=None):
@@ -36,8 +36,8 @@ class Unit:
                 self._config = remake.config_of(self.source)
             except Exception as e:
                 raise ValueError(
-                    f"Layer '{self.source.name}' has no configuration to copy it from: "
-                    f"{e}"
+                    f"Layer '{self.source.name}' cannot be rebuilt: it has no "
+                    f"configuration. {e}"
                 ) from e
         return self._config
 
@@ -48,8 +48,8 @@ class Unit:
     def name(self):
         if self.graph is not None:
             return self.graph.name
-        # Operations made by an operator (x + y), and layers whose constructor does not
-        # take it, have no name in their configuration.
+        # Operations that an operator makes (x + y), and layers whose constructor takes
+        # no name, have none in their configuration.
         known = self._config is not None and "name" in self._config
         return self._config["name"] if known else self.source.name
 
@@ -114,7 +114,7 @@ class Unit:
             if self._config is None:
                 raise
             raise ValueError(
-                f"Layer '{self.name}' could not be made again from its configuration, "
+                f"Layer '{self.name}' could not be rebuilt: "
                 f"{self.cls.__name__}.from_config() failed: {e}"
             ) from e
 
