@@ -21,9 +21,11 @@ from keras_norms.ops.shapes import out_of_groups, reduction_axes
 
 @keras.saving.register_keras_serializable(package="keras_norms")
 class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
-    """Complete batch normalization: before a linear layer, where BN comes after it.
+    """Complete batch normalization. Place it before each `Conv` or `Dense` layer.
 
-    With `mu` the mean and `sq` the mean square, both per channel:
+    It goes after the activation, and not before the layer that reads the raw input.
+    Leave `BatchNormalization` out. With `mu` the mean and `sq` the mean square, both
+    per channel:
 
     ```
     mu_A = eta * mu_A + (1 - eta) * mean(x)
@@ -32,81 +34,77 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     y    = (gamma / rho) * x' / sqrt(sq_A + epsilon)
     ```
 
-    **In training** (`training=True`), the averages are updated with the current batch
-    first and then used, with `eta = max(1 - omega * learning_rate, 0)` (AMAT). The
-    `keras_norms.AMAT` callback tells the layer the learning rate. Without it, each
-    batch is normalised with its own statistics, and the stored averages, which
-    inference uses, follow `momentum`. The averages are debiased: the first batch counts
-    alone.
+    **In training** (`training=True`), the averages first take in the current batch and
+    are then used, with `eta = max(1 - omega * learning_rate, 0)`. The callback
+    `keras_norms.AMAT` tells the layer the learning rate. Without it, each batch is
+    normalised with its own statistics, and the stored averages, which inference uses,
+    follow `momentum`. Averages are debiased: the first batch counts alone.
 
-    A channel whose batch mean or mean square is not finite keeps its averages. Its
-    output in that batch is NaN; later batches are not affected.
+    If the mean or mean square of a channel is not finite in a batch, its averages stay
+    and its output in that batch is NaN. Later batches are not affected.
 
-    **At inference**, `y` is the same map with the stored averages, affine in `x`. As in
+    **At inference**, the stored averages are used, and `y` is affine in `x`. As in
     `keras.layers.BatchNormalization`, `layer.trainable = False` means inference mode.
 
     **In groups** (`group_size=k`, "ghost batches"), each `k` consecutive samples of a
-    training batch are normalised as a batch of their own would be, all with the
-    averages from before the step. These become the means over groups of the `mu_A` and
-    `sq_A` that the equations above make of each group, so that inference has the spread
-    within groups. The batch size is a multiple of `k`. See docs/groups.md.
+    training batch are normalised as a batch of their own, all with the averages from
+    before the step. The new averages are the means over groups of the `mu_A` and `sq_A`
+    that the equations above give for each group. At inference the spread is therefore
+    the one within groups. The batch size must be a multiple of `k`. See docs/groups.md.
 
     **Batches of one** (one element for each channel, before `Dense` layers) have no
-    variance. Where `eta` is 0, the output is `gamma / rho * sign(beta)`, whatever the
-    input. Elsewhere SGD diverges at rates above about `rho**2 / channels`, where larger
-    batches train. The layer warns where it knows the size; train with 16 or more
-    samples, at a smaller rate, or with `layer.trainable = False` and stored averages.
+    variance. Where `eta` is 0, the output is `gamma / rho * sign(beta)` for any input.
+    Elsewhere SGD diverges at rates above about `rho**2 / channels`, where larger
+    batches train. The layer warns if it knows the size. Train with 16 or more samples,
+    at a smaller rate, or with `layer.trainable = False` and stored averages.
 
-    Gradients may be taken of gradients in reverse mode. In training there is no forward
-    mode (`jax.jvp`, `tf.autodiff.ForwardAccumulator`): it is an error. With
-    `keras.remat`, averages move once a step (docs/recomputation.md).
-
-    Place it after the nonlinearity and before each `Conv` or `Dense` layer, except the
-    one that reads the raw input, and leave `BatchNormalization` out.
+    Gradients of gradients work in reverse mode. Forward mode (`jax.jvp`,
+    `tf.autodiff.ForwardAccumulator`) is an error in training. With `keras.remat`,
+    averages move once a step (docs/recomputation.md).
 
     Args:
         axis: Integer, the channel axis. Use 1 after a convolution with
             `data_format="channels_first"`.
-        rho: Positive float, the magnitude of the normalisation. The layer's output has
-            root mean square `gamma / rho`. The paper tries 1/4 to 8; 1 and 2 are good
-            first choices. It is a scalar weight: `layer.rho = 2.0` assigns to it, and
-            takes effect at once (on JAX, a callback reads `self.model` before: in an
-            epoch the trainer holds all state).
-        omega: Non-negative float, how fast the averages follow: a batch enters with
-            weight `omega * learning_rate`, at most 1. With Adam at 0.001, 100 was
-            better than 10 (docs/results/adam.md). A compiled step keeps the one that it
-            was compiled with.
-        momentum: Float in [0, 1), decay of the averages while no learning rate is
-            known.
+        rho: Positive float. The output has the root mean square `gamma / rho`. The
+            paper tries 1/4 to 8; 1 and 2 are good first choices. It is a scalar weight:
+            `layer.rho = 2.0` takes effect at once. (On JAX, the trainer holds all state
+            during an epoch: a callback must read `self.model` first.)
+        omega: Non-negative float. A batch enters the averages with the weight
+            `omega * learning_rate`, at most 1. With Adam at 0.001, 100 was better than
+            10 (docs/results/adam.md). A compiled step keeps the value that it was
+            compiled with.
+        momentum: Float in [0, 1), decay of the averages while the learning rate is
+            unknown.
         epsilon: Positive float, added to the mean square inside the root.
         center: Boolean, whether there is a `beta`.
         scale: Boolean, whether there is a `gamma`.
         decouple: Boolean. `False` is the coupled form of batch normalization,
             `y = (gamma / rho) * (x - mu_A) / sqrt(var_A + epsilon) + beta`.
         mean_gradient: `"shift"` or `"ratio"`, how the gradient passes the moving mean.
-            The values are the same. `"shift"` sends it to the batch mean with weight 1,
-            `"ratio"` with weight `mu_A / mean(x)` (bounded by 10), as in the paper.
-        synchronized: Boolean, whether statistics are those of all replicas, of a
-            `tf.distribute` strategy or of `torch.distributed`, on one device the same
-            as `False`. On JAX they always are those of the whole batch. If not, the
-            averages of replicas are their mean on TensorFlow, and on PyTorch those of
-            each process: a warning says so.
+            The values of `y` are the same. `"shift"` sends it to the batch mean with
+            weight 1, `"ratio"` with weight `mu_A / mean(x)` (at most 10 in magnitude),
+            as in the paper.
+        synchronized: Boolean, whether statistics are those of all replicas of a
+            `tf.distribute` strategy or of `torch.distributed`. On one device it changes
+            nothing. On JAX, statistics are always those of the whole batch. If `False`,
+            the averages are the mean over replicas on TensorFlow, and differ between
+            processes on PyTorch, with a warning.
         beta_initializer, gamma_initializer: Initializers of the affine weights.
         moving_mean_initializer, moving_square_initializer: Those of the averages.
         beta_regularizer, gamma_regularizer: Optional regularizers.
         beta_constraint, gamma_constraint: Optional constraints.
         group_size: Optional positive integer. In training, each group of that many
-            consecutive samples of a batch is normalised with its own statistics, see
-            above. Not with `synchronized`.
+            consecutive samples is normalised with its own statistics, see above. Not
+            with `synchronized`.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
         inputs: Tensor of rank 2 or more.
         training: Boolean, see above.
-        mask: Optional boolean tensor. Elements where it is `False` are kept out of the
+        mask: Optional boolean tensor. Where it is `False`, elements are kept out of the
             statistics. Its shape is that of `inputs` without the channel axis, or the
-            leading part of it, or any shape of the rank of `inputs` that broadcasts to
-            `inputs`. Where it hides a whole channel, the averages stay and are used.
+            first axes of that, or any shape of the rank of `inputs` that broadcasts to
+            `inputs`. If it hides a whole channel, the averages stay and are used.
             Inference ignores it.
 
     Input and output shape:
@@ -116,13 +114,13 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         `gamma` and `beta`, trainable, of shape `(channels,)`; `moving_mean` and
         `moving_square`, of shape `(channels,)`; the scalars `average_weight` (how much
         of the averages is filled, 0 to 1), `rho`, and `learning_rate` (negative while
-        unknown). On JAX the `AMAT` callback adds a counter, `step`, where the learning
-        rate follows a schedule. All are float32, float64 under the policy float64.
+        unknown). On JAX the `AMAT` callback adds a counter, `step`, if the learning
+        rate follows a schedule. All are float32, or float64 under the policy float64.
 
     Raises:
         ValueError: If an argument is out of its range, if `axis` is not an axis of the
             input or has no known size, if a mask does not fit the input, or if
-            `group_size` does not divide the batch size (where TensorFlow knows the size
+            `group_size` does not divide the batch size (if TensorFlow knows the size
             only at run time, a `tf.errors.InvalidArgumentError`).
 
     Example:
@@ -142,16 +140,21 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     - Hoffer, Hubara and Soudry, Train Longer, Generalize Better, NeurIPS 2017,
       Algorithm 1: ghost batches. https://arxiv.org/abs/1705.08741
 
-    It departs from the printed algorithm as follows. Algorithm 1 normalises with
-    averages that do not hold the current batch yet, which diverges where `eta` is 0;
-    its Appendix I and this layer include the batch. Its last line squares `eta`; Eq. 9
-    and this layer do not. The printed gradient is `mean_gradient="ratio"`; its weight
-    has no bound where the batch mean is near 0, so `"shift"` is the default. Averages
-    are debiased, `epsilon` is inside of the root (Eqs. 4-9 have none), and a batch
-    enters with weight 1e-6 at least, so that averages start at learning rate 0 too. At
-    rates of `1 / omega` and more, as in the paper's first 60 epochs, `eta` is 0 and
-    inference has the statistics of the last batch alone: `recalibrate` takes better
-    ones. The paper does not say how averages are made without AMAT; here by `momentum`.
+    This layer differs from the printed Algorithm 1:
+
+    * The algorithm normalises with averages that do not hold the current batch yet,
+      which diverges where `eta` is 0. This layer includes the batch, as Appendix I of
+      the paper does.
+    * The last line of the algorithm squares `eta`; Eq. 9 and this layer do not.
+    * The printed gradient is `mean_gradient="ratio"`. Its weight has no bound where the
+      batch mean is near 0, so the default is `"shift"`.
+    * Averages are debiased, and `epsilon` is inside the root (Eqs. 4-9 have none).
+    * A batch enters with weight 1e-6 at least: averages start at learning rate 0 too.
+    * The paper does not say how to average without AMAT. Here `momentum` is used.
+
+    At rates of `1 / omega` and more, as in the paper's first 60 epochs, `eta` is 0, and
+    inference has the statistics of the last batch alone. `recalibrate` measures better
+    ones.
     """
 
     averages = "moving_mean", "moving_square"
@@ -224,7 +227,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 
     @property
     def rho(self) -> Any:
-        """The weight, which can be assigned to; `None` before the layer is built."""
+        """The weight, which takes assignments; `None` before the layer is built."""
         return self._rho
 
     @rho.setter
@@ -250,9 +253,9 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     def scale_and_shift(
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What `call` does with `inputs`, as vectors: `scale * inputs + shift`.
+        """Return what `call` does as two vectors: `scale * inputs + shift`.
 
-        In training it updates the statistics as `call` does, in place of it.
+        Use it instead of `call`: in training it updates the statistics too.
 
         Args:
             inputs, training, mask: See the call arguments.
@@ -271,7 +274,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         )
 
     def _train(self, function, inputs, mask):
-        """What a function of `normalize` makes of a batch, by which the state moves."""
+        """Apply a function of `normalize` to a batch, and move the state."""
         state, rho = self._state_and_rho()
         state = state._replace(weight=snapshot(state.weight))
         rate = ops.cast(self.learning_rate_of_this_step(), self.statistics_dtype)
@@ -319,9 +322,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
 @functools.cache
 def _explain_batches_of_one_once():
     warnings.warn(
-        "CBN is trained with a batch of one element for each channel, which has no "
-        "variance. Without a learning rate its output does not depend on the input; "
-        "with one, training diverges at rates where larger batches train. Use larger "
+        "CBN is trained with one element for each channel, which has no variance: its "
+        "output may not depend on the input, or training may diverge. Use larger "
         "batches, a learning rate well below `rho**2 / channels`, or "
         "`layer.trainable = False`.",
         stacklevel=2,

@@ -8,9 +8,9 @@ from keras import ops
 class ChannelAffine(keras.layers.EinsumDense):
     """A trainable scale and shift for each channel: `kernel * x + bias`.
 
-    What `convert` leaves of a `BatchNormalization` that no other layer takes in: an
-    `EinsumDense` whose kernel has the one letter of the channels, and which passes
-    masks on, as normalisation layers do and `EinsumDense` does not.
+    `convert` puts it where no other layer can take the scale and shift of a
+    `BatchNormalization`. It is an `EinsumDense` whose kernel has only the letter of the
+    channels. Unlike `EinsumDense` it passes masks on, as normalisation layers do.
 
     Args:
         *args, **kwargs: Those of `keras.layers.EinsumDense`; `bias_axes` is the letter

@@ -1,4 +1,4 @@
-"""What the layers that normalise the channels of an activation have in common."""
+"""Base of the layers that normalise the channels of an activation."""
 
 import keras
 
@@ -15,10 +15,10 @@ from keras_norms.ops.shapes import in_groups
 class ChannelNormalization(keras.layers.Layer):
     """Base of a layer with averages, `gamma` and `beta` for each channel.
 
-    A subclass names its averages, passes its arguments on (`of_weights`: initializers
-    of the four weights, regularizers and constraints of two, by name), and in `call`
-    gets what maps take from `affine` and `stored`, in training from `in_groups`. All
-    weights are float64 under the policy float64, and float32 under all others.
+    A subclass names its averages and passes its arguments on (`of_weights`:
+    initializers of the four weights, regularizers and constraints of two, by name). Its
+    `call` uses `affine` and `stored`, and in training `in_groups`. All weights are
+    float64 under the policy float64, and float32 under all others.
     """
 
     averages: tuple[str, str]
@@ -56,8 +56,8 @@ class ChannelNormalization(keras.layers.Layer):
         channels = arguments.channels(self, input_shape)
         if self.group_size and self.axis % len(input_shape) == 0:
             raise ValueError(
-                "Argument `group_size` must be None where the first axis is that of "
-                f"channels, not of samples. Received: group_size={self.group_size} "
+                "Argument `group_size` must be None if the first axis is the channel "
+                f"axis. Received: group_size={self.group_size} "
                 f"with axis={self.axis}"
             )
         for name, is_there in (("gamma", self.scale), ("beta", self.center)):
@@ -80,8 +80,8 @@ class ChannelNormalization(keras.layers.Layer):
         )
 
     def add_statistic(self, name, shape, initializer):
-        # Replicas that normalise each with their own batch keep one common average.
-        # Those that are synchronized compute the same one.
+        # Replicas that normalise with their own batches keep one common average.
+        # Synchronized ones compute the same one.
         return self.add_weight(
             name=name,
             shape=shape,
@@ -100,7 +100,7 @@ class ChannelNormalization(keras.layers.Layer):
         )
 
     def update_statistics(self, stored, count, *statistics):
-        """Move the averages on by `momentum`, after a batch of `count` elements."""
+        """Update the averages by `momentum`, after a batch of `count` elements."""
         warn_of_drift(self)
         moved = moving_averages(stored, statistics, self.momentum, count)
         for name, value in zip(self.averages, moved):
@@ -124,7 +124,7 @@ class ChannelNormalization(keras.layers.Layer):
     def in_groups(self, inputs, mask):
         """What maps of training take; see `keras_norms.ops.shapes.in_groups`."""
         mask = arguments.broadcast_mask(mask, inputs, self.axis)
-        # JAX and PyTorch make up a size of the batch in a symbolic call.
+        # JAX and PyTorch invent a batch size in a symbolic call.
         size = None if _keras.in_symbolic_scope() else self.group_size
         return in_groups(inputs, *self.affine(), mask, self.axis, size)
 

@@ -15,23 +15,23 @@ from keras_norms.ops import weight_norms
 class CWN(KernelNormalization):
     """CWN: centered weight normalization.
 
-    A wrapper around a layer with a kernel. With `w` the weights that one unit of the
-    layer sums over, the layer is called with
+    A wrapper around a layer with a kernel. Let `w` be the weights that one unit of the
+    layer sums over. The layer is called with
 
     ```
     w_hat = scale * (w - mean(w)) / sqrt(|w - mean(w)|^2 + epsilon)
     ```
 
     in place of `w`: a point on the sphere of radius `scale`. For `n` weights per unit,
-    this is WS divided by `sqrt(n)`, with an `epsilon` of `n` times its own. What a
-    unit is, which layers may be wrapped, call arguments, shapes, weights and errors are
-    the same as for `WS`.
+    this is WS divided by `sqrt(n)`, with `n` times the `epsilon`. `WS` says what a unit
+    is, which layers may be wrapped, and what call arguments, shapes, weights and errors
+    there are.
 
     Args:
         layer: A layer with a kernel, see `WS`.
         scale: Positive. `sqrt(2 / (1 - 1 / pi))`, 1.71, keeps the variance of outputs
-            where a ReLU comes before the layer. The paper's `sqrt(2)` makes 0.68 of it,
-            for these kernels do not pass the mean of their inputs.
+            if a ReLU comes before the layer. The paper's `sqrt(2)` multiplies it by
+            0.68, because these kernels do not pass the mean of their inputs.
         gain: Whether `w_hat` is also multiplied by a learned number per unit.
         gain_initializer: Initializer of that number.
         epsilon: Positive, added to the squared length inside the root.

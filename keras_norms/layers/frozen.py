@@ -13,8 +13,8 @@ from keras_norms.layers.noisy_bn import NoisyBN
 class Frozen:
     """Mixin before a norm: every call is one at inference; gamma and beta may train.
 
-    The classes differ from those that they freeze in nothing else, so that a layer
-    becomes one, and itself again, by a change of its class.
+    Nothing else differs from the classes that they freeze. A layer is frozen, and
+    unfrozen, by a change of its class.
     """
 
     def call(
@@ -37,7 +37,7 @@ def _frozen(plain):
 
 FrozenBatchNormalization = _frozen(keras.layers.BatchNormalization)
 FrozenCBN, FrozenNoisyBN, FrozenLpNorm = map(_frozen, (CBN, NoisyBN, LpNorm))
-# From each class to that of the same layer, frozen.
+# From each class to its frozen one.
 FROZEN = {
     cls.__mro__[2]: cls
     for cls in (FrozenBatchNormalization, FrozenCBN, FrozenNoisyBN, FrozenLpNorm)
@@ -64,5 +64,5 @@ def is_frozen(layer: keras.layers.Layer) -> bool:
 
 
 def plain_class(cls: type) -> type:
-    """The class of a layer, of a frozen one that which was frozen."""
+    """The class of a layer; of a frozen one, the class that was frozen."""
     return cls.__mro__[2] if issubclass(cls, Frozen) else cls

@@ -27,38 +27,36 @@ from keras_norms.ops.linear_of_affine import linear_of_affine, taps_inside
 class FusedCBN(Recomputable, keras.layers.Layer):
     """Fused complete batch normalization: `layer(CBN(x))` without writing `CBN(x)`.
 
-    CBN is `scale * x + shift` with vectors over the channels, so that with kernel `W`
+    CBN is `scale * x + shift` with vectors over the channels. With kernel `W`
 
     ```
     conv(scale * x + shift, W) = conv(x, scale * W) + conv(shift, W)
     ```
 
-    where the last convolution is that of one constant image, which makes zero padding
-    exact. No normalised tensor is written or kept for the backward pass, and the
-    gradients of `scale` and `shift` come from that of the kernel.
+    where the last convolution reads one constant image, which makes zero padding exact.
+    No normalised tensor is written or kept for the backward pass, and the gradients of
+    `scale` and `shift` come from the gradient of the kernel.
 
     Weights, statistics and results are those of the two layers, in training and at
-    inference. With a mean much larger than the standard deviation it loses digits that
-    CBN keeps, for it subtracts the mean last. In float16, where inputs deviate by 1000
-    or more, the gradient of a kernel overflows before it is scaled, so that a
-    `LossScaleOptimizer` goes to smaller scales; bfloat16 has the range.
+    inference. If the mean is much larger than the standard deviation, it loses digits
+    that CBN keeps, because it subtracts the mean last. In float16, if inputs deviate by
+    1000 or more, the gradient of a kernel overflows before it is scaled, and a
+    `LossScaleOptimizer` takes smaller scales. bfloat16 has the range.
 
-    With a `norm` that has a `group_size`, layers are called on the tensor that CBN
-    writes in training, as without fusion: no one kernel has the scales of all groups in
-    it. Inference is fused.
+    With a `group_size` in `norm`, training is not fused, because no single kernel can
+    hold the scales of all groups. Inference is fused.
 
-    Layers may have LoRA, enabled before or after. Layers that are quantized
-    (`model.quantize`) are called on the tensor that CBN writes, as without fusion.
-    It costs as much accuracy as with BatchNormalization (`python -m
-    benchmarks.quantization`).
+    Layers may have LoRA, enabled before or after. Quantized layers (`model.quantize`)
+    are not fused. Quantization costs as much accuracy as with BatchNormalization
+    (`python -m benchmarks.quantization`).
 
     Args:
         layer: A `Dense`, `Conv1D`, `Conv2D`, `Conv3D`, `DepthwiseConv1D` or
             `DepthwiseConv2D` layer, or a list of such layers that read the same tensor.
-        norm: The `CBN` layer in front of it. Its axis is the channel axis of the
-            layers. Defaults to a `CBN` with that axis.
+        norm: The `CBN` layer before it. Its axis is the channel axis of the layers.
+            Defaults to a `CBN` with that axis.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name`. `dtype` is that of
-            the layers; another one is that of inputs and outputs.
+            inputs and outputs, by default that of the layers.
 
     Call arguments:
         inputs: Tensor that fits the layers.
@@ -129,8 +127,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         size = self.norm.group_size if training and self.norm.trainable else None
         in_groups = size is not None and size != inputs.shape[0]
         if in_groups or any(each.quantization_mode for each in self.layers):
-            # There is a scale for each group; quantized kernels are no numbers to
-            # multiply by one.
+            # Each group has its own scale, and quantized kernels cannot be scaled.
             inputs = self.norm(inputs, training=training, mask=mask)
             outputs = [each(inputs) for each in self.layers]
         else:
@@ -164,7 +161,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
 
 
 def can_be_fused(layer: keras.layers.Layer, norm: CBN) -> bool:
-    """Whether `FusedCBN(layer, norm)` is one that writes no normalised tensor."""
+    """Whether `FusedCBN(layer, norm)` exists and writes no normalised tensor."""
     try:
         FusedCBN(layer, norm)
     except ValueError:
@@ -177,8 +174,8 @@ def _check(layer):
         advice = "a Dense, Conv or DepthwiseConv layer. Put a CBN before this one"
     elif overrides_call(layer):
         advice = (
-            "of a class that computes what that of Keras does: this one has a `call` "
-            "or `convolution_op` of its own. Put a CBN before it"
+            "of a class that does not override `call` or `convolution_op`. Put a CBN "
+            "before this one"
         )
     elif getattr(layer, "padding", None) == "causal":
         advice = "without causal padding. Put a CBN before this one"

@@ -1,4 +1,4 @@
-"""What the wrappers that normalise the kernel of a layer have in common."""
+"""Base of the wrappers that normalise the kernel of a layer."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ class KernelNormalization(keras.layers.Wrapper):
     """Base of wrappers that call a layer with its kernel normalised.
 
     The layer keeps its weights, which are trained and saved. It is called in a scope
-    in which a function of the kernel takes the place of the kernel.
+    that replaces the kernel by a function of it.
 
     A subclass defines `_normalize` and `_gain_initializer_of`, and may set
     `smallest_fan_in`.
@@ -29,12 +29,12 @@ class KernelNormalization(keras.layers.Wrapper):
         super().__init__(layer, **{"dtype": layer.dtype_policy, **kwargs})
         if not self.trainable:
             layer.trainable = False
-        layer.quantize = self._refuse_quantization  # as layers that cannot do it
+        layer.quantize = self._refuse_quantization  # as in layers that cannot do it
         self.epsilon = arguments.number("epsilon", epsilon, above=0)
         self.gains: dict[str, keras.Variable] = {}
 
     def _refuse_quantization(self, *args, **kwargs):
-        # `model.quantize` warns of it, and goes on with the next layer.
+        # `model.quantize` warns of it, and continues with the next layer.
         raise NotImplementedError(
             f"Layer '{self.layer.name}' in '{self.name}' cannot be quantized: its "
             "kernel is normalised in each call. Quantize `keras_norms.fold(model)`."
@@ -55,8 +55,8 @@ class KernelNormalization(keras.layers.Wrapper):
             if math.prod(shape[i] for i in kernel.fan_in) < self.smallest_fan_in:
                 raise ValueError(
                     f"{type(self).__name__} cannot normalise `{kernel.name}` of layer "
-                    f"'{self.layer.name}', in which a unit has a single weight: less "
-                    "its mean it is zero. Use WN, or leave the layer unwrapped. "
+                    f"'{self.layer.name}': its units have a single weight, which is "
+                    "zero without its mean. Use WN, or leave the layer unwrapped. "
                     f"Received: {kernel.name}.shape={shape}"
                 )
             initializer = self._gain_initializer_of(kernel)
@@ -74,7 +74,7 @@ class KernelNormalization(keras.layers.Wrapper):
     def _kernels(self):
         if not self.built:
             raise ValueError(
-                f"Layer '{self.name}' has no weights yet. Call it, or its `build`."
+                f"Layer '{self.name}' has no weights yet. Call it or its `build` first."
             )
         return kernels_of(self.layer)
 
@@ -143,7 +143,7 @@ class KernelNormalization(keras.layers.Wrapper):
             if value is not before.get(id(variable)):
                 variable.assign(value)
         for loss in scope.losses:
-            # They are known to be the layer's, or a layer's in it, where scopes count.
+            # Keras knows which layer added them, which counts in scopes.
             (layer.add_loss if outer is None else outer.add_loss)(loss)
         return outputs
 
@@ -162,5 +162,5 @@ class KernelNormalization(keras.layers.Wrapper):
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
-        # The method of Keras takes the layer out of the dict that it is given.
+        # The method of Keras removes the layer from the dict that it gets.
         return super().from_config(dict(config), custom_objects)

@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
     fan_in: tuple[int, ...]
 
     def unit_shape(self, shape: Shape) -> Shape:
-        """The sizes of the other axes, one element a unit."""
+        """The sizes of the other axes, with one element for each unit."""
         kept = (i for i in range(len(shape)) if not is_one_of(i, self.fan_in))
         return tuple(shape[i] for i in kept)
 
@@ -39,8 +39,8 @@ class Kernel(NamedTuple):
 def overrides(layer: keras.layers.Layer | type, *names: str) -> bool:
     """Whether an attribute of a layer, or of a class, is not that of Keras' own class.
 
-    What this package computes in place of a layer of Keras, it computes only where a
-    class derived from that one leaves it as it is.
+    This package computes things in place of a Keras layer only if the class does not
+    override them.
     """
     cls = layer if isinstance(layer, type) else type(layer)
     own = next(c for c in cls.__mro__ if c.__module__.startswith("keras."))
@@ -66,10 +66,10 @@ def check_layer(layer: Any) -> None:
     if not isinstance(layer, WITH_A_KERNEL):
         advice = (
             "a Dense, EinsumDense, Conv, DepthwiseConv or SeparableConv layer of Keras "
-            "or of a class derived from one, not a wrapper or a model around it"
+            "or a derived class, not a wrapper or model around one"
         )
     elif found := obstacle(layer):
-        advice = f"a layer without it: this one {found}"
+        advice = f"a layer with a plain kernel: this one {found}"
     else:
         return
     raise arguments.wrong("layer", advice, layer)
@@ -79,19 +79,18 @@ def obstacle(layer: keras.layers.Layer) -> str | None:
     """What is true of a layer with kernels that may not be normalised."""
     if getattr(layer, "lora_rank", None):
         return (
-            f"has LoRA enabled (lora_rank={layer.lora_rank}), so that its kernel is a "
-            "sum of weights. Leave it unwrapped, or wrap a new layer that holds the "
-            "merged kernel"
+            f"has LoRA enabled (lora_rank={layer.lora_rank}): its kernel is a sum of "
+            "weights. Leave it unwrapped, or wrap a new layer with the merged kernel"
         )
     if layer.quantization_mode:
         return (
             f"is quantized (mode '{layer.quantization_mode}'). Wrap a layer that is "
-            "not, and quantize what `keras_norms.fold` makes of the model"
+            "not, and quantize `keras_norms.fold(model)`"
         )
     if overrides(type(layer), "kernel", "depthwise_kernel", "pointwise_kernel"):
         return (
-            "is of a class that overrides the kernel, so that it is not a weight. "
-            "Compute what it is made into in `call`, or leave the layer unwrapped"
+            "is of a class that overrides the kernel. Change the kernel in `call` "
+            "instead, or leave the layer unwrapped"
         )
     return None
 
@@ -127,7 +126,7 @@ def unit_axes(layer: keras.layers.Layer, rank: int) -> tuple[int, ...]:
 
 
 def is_channels_first(layer: keras.layers.Layer) -> bool:
-    """Whether axis 1 of what a layer reads counts channels, and not the last one."""
+    """Whether axis 1 of the input is the channel axis, and not the last one."""
     return getattr(layer, "data_format", None) == "channels_first"
 
 
@@ -142,7 +141,7 @@ def kernels_by_name(
 ) -> dict[str, keras.Variable]:
     """Return the kernels of a built model by the name of their layer, or their path.
 
-    Of all layers, or of those in `layers`, given themselves or by name, and in them.
+    Of all layers, or of `layers` (layers or names) and those inside of them.
     """
     owners = {
         id(kernel): layer
@@ -151,7 +150,7 @@ def kernels_by_name(
     }
     holders = [model]
     if layers is not None:
-        # A name may be that of a wrapper and of what is inside.
+        # A wrapper and the layer inside may share a name.
         holders = [each for one in layers for each in matching_layers(model, one)]
     chosen: dict[int, keras.Variable] = {}
     for holder in holders:
@@ -168,7 +167,7 @@ def kernels_by_name(
 
 
 def unique_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Return names, or paths where several have that name, counted where these do."""
+    """Return names, paths where names are equal, and counted paths where these are."""
     found, seen = [], collections.Counter[str]()
     for name, path in zip(names, paths):
         name = name if names.count(name) == 1 else path

@@ -20,9 +20,9 @@ from keras_norms.ops.functions import ops
 class FollowsLearningRate(keras.layers.Layer):
     """Base of a layer that needs the learning rate of each step.
 
-    The rate is a scalar weight, `learning_rate`, negative while it is unknown. Either
-    it is set, or it follows a schedule inside the compiled training step. The `AMAT`
-    callback does one or the other for every such layer of a model. A layer calls
+    The rate is a scalar weight, `learning_rate`, negative while it is unknown. It is
+    either set, or follows a schedule inside the compiled training step. The `AMAT`
+    callback does one or the other for every such layer of a model. A subclass calls
     `build_learning_rate` in `build`, and `learning_rate_of_this_step` once in each
     training call.
     """
@@ -38,28 +38,32 @@ class FollowsLearningRate(keras.layers.Layer):
         self._accumulation_steps = 1
         self._iterations: weakref.ref | None = None
         self._counted_scope: weakref.ref | None = None
-        # What training warns of; `None` once a rate was told.
+        # What training warns of; `None` after a rate was set.
         self._hint: str | None = _UNKNOWN_RATE
 
     def set_learning_rate(self, rate: Tensor) -> None:
-        """Say which learning rate the coming steps use, also before the layer is built.
+        """Set the learning rate of the coming steps, also before the layer is built.
 
-        In a compiled step, such as a `train_step` of one's own, it assigns the rate
-        each time that the step runs: `layer.set_learning_rate(optimizer.learning_rate)`
-        before the model is called. On JAX, whose steps hold all state, it does so in a
-        `keras.StatelessScope` of that state (docs/guides/loop_jax.md), and a callback
-        reads `self.model` before, or what it sets within an epoch is lost.
+        In a compiled step, such as a custom `train_step`, call
+        `layer.set_learning_rate(optimizer.learning_rate)` before the model: it assigns
+        the rate each time that the step runs. On JAX, where the step holds all state,
+        this needs a `keras.StatelessScope` of that state (docs/guides/loop_jax.md). A
+        callback on JAX must read `self.model` first, or the rate is lost within an
+        epoch.
 
         Args:
-            rate: Float, or such a scalar tensor or `keras.Variable`; negative for
-                unknown.
+            rate: Float, scalar tensor or `keras.Variable`; negative means unknown. For
+                a schedule, call `follow`.
 
         Raises:
-            ValueError: If it is not a finite number, as far as its value is known; if
-                it is known only when a compiled step runs and the layer is not built;
-                in a compiled step on JAX, without a `keras.StatelessScope` of it.
+            ValueError: If the rate is known and not a finite number; if it is known
+                only when a compiled step runs and the layer is not built; in a compiled
+                step on JAX, without a `keras.StatelessScope`.
         """
-        if self.built:  # before that, JAX need not be running
+        if isinstance(rate, LearningRateSchedule):
+            wanted = "a number. For a schedule call `layer.follow(schedule)`"
+            raise arguments.wrong("rate", wanted, rate)
+        if self.built:  # Before that, JAX need not be running.
             self._check_state(rate)
         is_tensor = (
             not isinstance(rate, numbers.Real)
@@ -82,17 +86,17 @@ class FollowsLearningRate(keras.layers.Layer):
             self.learning_rate.assign(rate)
 
     def _check_state(self, rate):
-        """Raise where JAX would lose what is assigned, or keep it for good."""
+        """Raise where JAX would lose what is assigned, or keep it forever."""
         if keras.backend.backend() != "jax" or _value(ops.zeros(())) is not None:
             return
         scope = _keras.get_stateless_scope()
         if scope is None:
             raise ValueError(
-                f"The learning rate of layer '{self.name}' cannot be set in a compiled "
-                "step on JAX, whose state is in its arguments. Set it in a "
-                "`keras.StatelessScope` that maps `model.non_trainable_variables` and "
-                "`optimizer.variables` to their values (docs/guides/loop_jax.md), or "
-                "pass `callbacks=[keras_norms.AMAT()]` to `fit()`."
+                f"The learning rate of layer '{self.name}' cannot be set in this "
+                "compiled step: on JAX its state is in its arguments. Set it in a "
+                "`keras.StatelessScope` with `model.non_trainable_variables` and "
+                "`optimizer.variables` (docs/guides/loop_jax.md), or pass "
+                "`callbacks=[keras_norms.AMAT()]` to `fit()`."
             )
         if isinstance(rate, keras.Variable):
             self._check_is_state(rate, scope)
@@ -103,26 +107,26 @@ class FollowsLearningRate(keras.layers.Layer):
         iterations: keras.Variable | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> bool:
-        """Say whether the learning rate follows a schedule.
+        """Let the learning rate follow a schedule, or no longer.
 
         Args:
             schedule: The layer evaluates it in each training step. `None`: the rate is
                 the one that was set.
             iterations: The optimizer's counter, `optimizer.iterations` (with gradient
                 accumulation, the first of `optimizer.variables`). On TensorFlow and
-                PyTorch a training step needs it: the layer cannot tell two calls in one
-                step from two steps. On JAX leave it out, unless the state of the step
-                holds it: the layer owns a counter, the variable `step`, and a step is
-                one `stateless_call` of the model, as in `fit`.
+                PyTorch a training step needs it, because the layer cannot tell two
+                calls in one step from two steps. On JAX leave it out, unless the state
+                of the step holds it: there the layer has its own counter, the variable
+                `step`, and a step is one `stateless_call` of the model, as in `fit`.
             gradient_accumulation_steps: The optimizer's. The rate of the schedule is
-                divided by it, so that averages span the batches of one update.
+                divided by it: averages then span the batches of one update.
 
         Returns:
-            Whether a compiled training function must be made again.
+            Whether a compiled training function must be compiled again.
 
         Raises:
-            ValueError: If an argument is of another class; in a training step, where
-                the counter is missing or, on JAX, not part of the state.
+            ValueError: If an argument is of another class; in a training step, if the
+                counter is missing or, on JAX, not part of the state.
         """
         if not isinstance(schedule, (LearningRateSchedule, type(None))):
             raise arguments.wrong(
@@ -168,7 +172,7 @@ class FollowsLearningRate(keras.layers.Layer):
         )
 
     def learning_rate_of_this_step(self) -> Tensor:
-        """The rate as a scalar; moves on along the schedule, if there is one."""
+        """The rate as a scalar. If there is a schedule, take its next step."""
         if self._hint:
             _warn_once(self._hint)
         if self._schedule is None:
@@ -188,7 +192,7 @@ class FollowsLearningRate(keras.layers.Layer):
                 self.step.assign(self.step + 1)
         elif not is_jax:  # Where a call without a scope trains nothing.
             raise ValueError(
-                f"Layer '{self.name}' follows a schedule and cannot count the steps of "
+                f"Layer '{self.name}' follows a schedule but cannot count the steps of "
                 "this training loop. Call `layer.follow(schedule, "
                 "iterations=optimizer.iterations)`. Received: iterations=None"
             )
@@ -201,15 +205,15 @@ class FollowsLearningRate(keras.layers.Layer):
         if scope.get_current_value(variable) is None:
             raise ValueError(
                 f"The learning rate of layer '{self.name}' comes from a variable that "
-                "is not part of the state of this step, so that its value would stay. "
-                "Map it in the `keras.StatelessScope`, or call "
+                "is not part of the state of this step, and would not change. Map the "
+                "variable in the `keras.StatelessScope`, or call "
                 "`layer.follow(schedule)` without `iterations`. "
                 f"Received: {variable!r}"
             )
 
     @property
     def weights(self):
-        """All but `step`: AMAT, which adds it, takes it from the optimizer."""
+        """All except `step`, which AMAT adds and takes from the optimizer."""
         return [v for v in super().weights if v is not self.step]
 
     def save_own_variables(self, store):
@@ -217,7 +221,7 @@ class FollowsLearningRate(keras.layers.Layer):
             store[variable.name] = variable  # by name
 
     def load_own_variables(self, store):
-        if not self.built:  # nothing to load; Keras' own error if there is
+        if not self.built:  # Nothing to load, or Keras' own error.
             super().load_own_variables(store)
             return
         weights = {variable.name: variable for variable in self.weights}
@@ -251,14 +255,13 @@ def _warn_once(hint):
 
 _TELL_IT = (
     "Pass `callbacks=[keras_norms.AMAT()]` to `fit()`, or call "
-    "`layer.set_learning_rate(rate)` in a training loop of your own."
+    "`layer.set_learning_rate(rate)` in your own training loop."
 )
 _UNKNOWN_RATE = (
-    "CBN is trained without a learning rate: with the statistics of each batch alone, "
-    "as BatchNormalization is, and not with adaptive moving averages (AMAT). "
-    f"{_TELL_IT}"
+    "CBN does not know the learning rate, and normalises with the statistics of each "
+    f"batch alone, as BatchNormalization does. {_TELL_IT}"
 )
 _SAVED_RATE = (
-    "CBN is trained at the learning rate that was saved with it, the last one of an "
-    f"earlier training, which sets how fast its averages follow. {_TELL_IT}"
+    "CBN does not know the learning rate, and its averages follow the last one of an "
+    f"earlier training, which was saved with it. {_TELL_IT}"
 )

@@ -16,7 +16,7 @@ from keras_norms.ops.shapes import out_of_groups
 
 @keras.saving.register_keras_serializable(package="keras_norms")
 class LpNorm(Recomputable, ChannelNormalization):
-    """l_p normalization: the mean is removed, the scale is an average l_p norm.
+    """l_p normalization: subtracts the mean, divides by an average l_p norm.
 
     With `mean` and `s_p` of each channel:
 
@@ -31,7 +31,7 @@ class LpNorm(Recomputable, ChannelNormalization):
 
     Place it where `keras.layers.BatchNormalization` would be. With `p=2` and
     `norm_of="centered"` it is BatchNormalization in training, except for the place of
-    `epsilon`; its moving average is of standard deviations, not of variances.
+    `epsilon`. Its moving average is of standard deviations, not of variances.
 
     Second derivatives, forward mode and `keras.remat` work as in `CBN`.
 
@@ -50,17 +50,17 @@ class LpNorm(Recomputable, ChannelNormalization):
         moving_mean_initializer, moving_norm_initializer: Those of the averages.
         beta_regularizer, gamma_regularizer: Optional regularizers.
         beta_constraint, gamma_constraint: Optional constraints.
-        group_size: Optional positive integer, how many consecutive samples of a
-            training batch are normalised with statistics of their own, see `CBN`; the
+        group_size: Optional positive integer. In training, each group of that many
+            consecutive samples is normalised with its own statistics, see `CBN`. The
             moving ones follow their mean over groups.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
         inputs: Tensor of rank 2 or more.
         training: Boolean, see above.
-        mask: Optional boolean tensor, see `CBN`. Where it hides a whole channel, the
-            mean and norm of the batch are 0, so that what it hides is divided by
-            `epsilon`, and the moving ones stay.
+        mask: Optional boolean tensor, see `CBN`. If it hides a whole channel, the mean
+            and norm of the batch are 0, the hidden elements are divided by `epsilon`,
+            and the moving averages stay.
 
     Input and output shape:
         Any of rank 2 or more, with a known size of `axis`.
@@ -85,9 +85,9 @@ class LpNorm(Recomputable, ChannelNormalization):
     - Santurkar, Tsipras, Ilyas and Madry, How Does Batch Normalization Help
       Optimization?, NeurIPS 2018, Section 3.3. https://arxiv.org/abs/1805.11604
 
-    The paper gives no formula and no `epsilon`; it says that the norm is taken before
-    the mean is removed, which is `norm_of="input"`. The gradient of the maximum goes in
-    equal parts to all elements that attain it.
+    The paper gives no formula and no `epsilon`. It takes the norm before it removes the
+    mean, which is `norm_of="input"`. The gradient of the maximum goes in equal parts to
+    all elements that attain it.
     """
 
     averages = "moving_mean", "moving_norm"

@@ -16,7 +16,7 @@ from keras_norms.ops.shapes import out_of_groups
 
 @keras.saving.register_keras_serializable(package="keras_norms")
 class NoisyBN(Recomputable, ChannelNormalization):
-    """Noisy batch normalization: noise that shifts and scales what BN has stabilised.
+    """Noisy batch normalization: BN, then noise that shifts and scales its output.
 
     With `mean` and `var` of each channel `j`, over all other positions `i`:
 
@@ -28,12 +28,12 @@ class NoisyBN(Recomputable, ChannelNormalization):
     sigma_j ~ U(1, scale_range)         s_ij ~ N(sigma_j, scale_jitter)
     ```
 
-    The distribution of a channel changes from step to step. A network that trains well
-    with this layer does not owe that to stable distributions.
+    The distribution of a channel changes from step to step. If a network trains well
+    with this layer, stable distributions are not the reason.
 
     **In training** (`training=True`), `mean` and `var` are those of the batch, the
-    moving statistics follow them with `momentum`, and the noise is drawn anew at each
-    call. It is a constant for the gradient.
+    moving statistics follow them with `momentum`, and each call draws new noise. The
+    gradient treats it as a constant.
 
     **At inference**, `mean` and `var` are the moving statistics and there is no noise:
     `y = y0`, as in `keras.layers.BatchNormalization`. `layer.trainable = False` means
@@ -56,15 +56,15 @@ class NoisyBN(Recomputable, ChannelNormalization):
         scale_jitter: Not negative, standard deviation of an element's scale
             around that of its channel.
         noise_at_inference: Whether there is noise at inference as well.
-        seed: 0 to 2^31 - 1, or `None`. The same seed gives the same noise again,
-            call by call.
+        seed: 0 to 2^31 - 1, or `None`. The same seed gives the same noise, call by
+            call.
         synchronized: Whether statistics are those of all replicas, see `CBN`.
         beta_initializer, gamma_initializer: Initializers of the affine weights.
         moving_mean_initializer, moving_variance_initializer: Those of the averages.
         beta_regularizer, gamma_regularizer: Optional regularizers.
         beta_constraint, gamma_constraint: Optional constraints.
-        group_size: Optional positive integer, how many consecutive samples of a
-            training batch are normalised with statistics of their own, see `CBN`; the
+        group_size: Optional positive integer. In training, each group of that many
+            consecutive samples is normalised with its own statistics, see `CBN`. The
             moving ones follow their mean over groups. The noise of a channel is that of
             the whole batch.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
@@ -72,8 +72,8 @@ class NoisyBN(Recomputable, ChannelNormalization):
     Call arguments:
         inputs: Tensor of rank 2 or more.
         training: Boolean, see above.
-        mask: Optional boolean tensor, see `CBN`. Where it hides a whole channel, the
-            mean and variance of the batch are 0 and the moving ones stay.
+        mask: Optional boolean tensor, see `CBN`. If it hides a whole channel, the mean
+            and variance of the batch are 0 and the moving ones stay.
 
     Input and output shape:
         Any of rank 2 or more, with a known size of `axis`.

@@ -24,11 +24,11 @@ class _Pass(NamedTuple):
 
 
 class Recomputable:
-    """Mixin for a `keras.layers.Layer` whose training calls move its state on.
+    """Mixin for a `keras.layers.Layer` whose training calls change its state.
 
-    A second run of a call, in the backward pass, reads the state that the first one
-    read, random seeds included, and leaves the state as it is. `moves_state` decorates
-    the methods that do.
+    If a call runs again in the backward pass, it reads the state that the first run
+    read, random seeds included, and does not change the state. `moves_state` decorates
+    such methods.
     """
 
     def __init__(self, **kwargs):
@@ -36,13 +36,13 @@ class Recomputable:
         self._first_passes = _FirstPasses()
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
-        # The layer keeps little but its input, which has to be kept anyway: inside of a
-        # `keras.RematScope` it is run once, which works in every mode.
+        # The layer keeps little except its input, which must be kept anyway. Inside of
+        # a `keras.RematScope` it therefore runs once, which works in every mode.
         return layer_call
 
 
 def moves_state(call):
-    """Decorate a method of a `Recomputable` that moves state on in training."""
+    """Decorate a method of a `Recomputable` that changes state in training."""
 
     @functools.wraps(call)
     def once(self, inputs, training=None, mask=None):
@@ -63,9 +63,9 @@ def moves_state(call):
         if which == "lost":
             raise ValueError(
                 f"Layer '{self.name}' cannot update its statistics inside of "
-                "`keras.remat`, `keras.RematScope` or `jax.checkpoint` on JAX. Call "
-                "`stateless_call` of the layer, or of a block, in the function that is "
-                "recomputed, and assign the state that it returns outside."
+                "`keras.remat`, `keras.RematScope` or `jax.checkpoint` on JAX. In the "
+                "recomputed function call `stateless_call` of the layer or its block, "
+                "and assign the state that it returns outside."
             )
         variables = self.non_trainable_variables
         if which == "second":
@@ -98,15 +98,15 @@ class _FirstPasses:
         in_graph = _current_graph() is not None
         if not self._passes or in_graph != (self._graph is not None):
             raise ValueError(
-                f"Layer '{name}' was called in training mode in a backward pass, where "
+                f"Layer '{name}' was called in training mode in a backward pass, but "
                 "no forward pass is known that this call repeats. Call it under the "
                 "gradient tape, or in the graph, that differentiates it."
             )
         self._repeated += 1
         if len(self._passes) == 1:
             return self._passes[0].before
-        # The one that leads again to where it has led; of several such, for equal
-        # batches, the latest one that was not repeated yet.
+        # The pass that leads to the same state again. If several do, for equal batches,
+        # the latest one that was not repeated yet.
         gaps = []
         for each in self._passes:
             with without_gradient():
@@ -115,7 +115,8 @@ class _FirstPasses:
         if len(gaps) == _MOST and ops.convert_to_numpy(nearest) > _SAME:
             raise ValueError(
                 f"Layer '{name}' was called more than {_MOST} times before the "
-                "backward pass, and cannot tell which of these calls is repeated."
+                "backward pass, and cannot tell which call is repeated. Call it fewer "
+                "times in a step, or outside of the recomputed function."
             )
         ranks = [
             ops.where(gap < _SAME, each.uses, gap * _LARGE)
@@ -196,8 +197,7 @@ def _in_jax():
     return None if scope and any(value is scope for value in names) else "lost"
 
 
-# Which run of a function that is run again in the backward pass this is: "first" where
-# what runs now may be run once more in a backward pass, "second" where it is, and
-# `None` elsewhere. On JAX, which differentiates the program of the first run, "lost"
-# where no update can leave the function that is traced, and `None` elsewhere.
+# "first" if the current run may be repeated in a backward pass, "second" if it is that
+# repetition, else `None`. JAX differentiates the program of the first run: there it is
+# "lost" if no update can leave the traced function, else `None`.
 _WHICH = {"tensorflow": _in_tensorflow, "jax": _in_jax, "torch": _in_torch}

@@ -18,21 +18,21 @@ from keras_norms.ops import weight_norms
 class WN(KernelNormalization):
     """WN: weight normalization.
 
-    A wrapper around a layer with a kernel. With `w` the weights that one unit of the
-    layer sums over and `g` a learned number per unit, the layer is called with
+    A wrapper around a layer with a kernel. Let `w` be the weights that one unit of the
+    layer sums over, and `g` a learned number per unit. The layer is called with
 
     ```
     w_hat = g * w / sqrt(|w|^2 + epsilon)
     ```
 
-    in place of `w`, so that length and direction are trained apart. `g` starts at
-    `sqrt(|w|^2 + epsilon)`: wrapping a layer, also a trained one, leaves its function
-    as it was. What a unit is, which layers may be wrapped, call arguments, shapes,
-    weights and errors are the same as for `WS` with a gain. Units of a single weight
-    are allowed too.
+    in place of `w`: length and direction are trained separately. `g` starts at
+    `sqrt(|w|^2 + epsilon)`, so wrapping a layer, trained or not, does not change its
+    function. `WS` says what a unit is, which layers may be wrapped, and what call
+    arguments, shapes, weights (those with a gain) and errors there are. Units of a
+    single weight are allowed too.
 
-    If you give the wrapped layer other weights after the wrapper is built, `g` stays.
-    `reset_gain()` then makes `w_hat` equal to `w` again.
+    If the wrapped layer gets other weights after the wrapper is built, `g` stays. Call
+    `reset_gain()` to make `w_hat` equal to `w` again.
 
     Args:
         layer: A layer with a kernel, see `WS`.
@@ -63,7 +63,7 @@ class WN(KernelNormalization):
         return weight_norms.norm(self._stored(kernel), kernel.fan_in, self.epsilon)
 
     def reset_gain(self) -> None:
-        """Set `g` so that the wrapped layer is called with its kernel as it is stored.
+        """Set `g` to the lengths of the stored kernel: the layer is called with that.
 
         Use it after the kernel of the wrapped layer was assigned or loaded.
         """
@@ -73,10 +73,10 @@ class WN(KernelNormalization):
     def data_init(self, x: Tensor) -> None:
         """Start with normalised pre-activations (Salimans and Kingma, Section 3).
 
-        Sets `g` and the bias such that, for each unit, the outputs for `x` before the
-        activation function have mean 0 and variance 1 over all samples and positions.
-        The kernel stays. In a separable convolution, this is done with the gain of the
-        pointwise kernel, and the depthwise stage is left as it is.
+        Sets `g` and the bias of each unit. Its outputs for `x` before the activation
+        function then have mean 0 and variance 1 over all samples and positions. The
+        kernel stays. In a separable convolution it sets the gain of the pointwise
+        kernel, and the depthwise stage stays.
 
         Apply it to one layer after the other, each on the outputs of those before.
 
@@ -86,8 +86,8 @@ class WN(KernelNormalization):
 
         Raises:
             ValueError: If the wrapped layer has no bias for each unit, if a unit has
-                the same output everywhere, or if the layer is of a class that does more
-                to outputs before the activation function.
+                the same output everywhere, or if the class of the layer changes outputs
+                in another way before the activation function.
         """
         given = x
         x = ops.convert_to_tensor(x if ops.is_tensor(x) else arguments.array("x", x))
@@ -101,8 +101,7 @@ class WN(KernelNormalization):
         if getattr(layer, "bias", None) is None:
             raise ValueError(
                 f"`data_init` cannot center the outputs of layer '{layer.name}', which "
-                "has no bias. Make it with `use_bias=True` (`bias_axes` in "
-                "EinsumDense)."
+                "has no bias. Use `use_bias=True` (in EinsumDense, `bias_axes`)."
             )
         zeros = ops.zeros(layer.bias.shape, layer.variable_dtype)
         outputs = self._before_activation(x, None, zeros)
@@ -114,7 +113,7 @@ class WN(KernelNormalization):
             raise ValueError(
                 "`data_init` needs inputs for which the outputs of each unit vary. "
                 f"Received: x.shape={tuple(x.shape)}, for which {constant} of "
-                f"{deviation.size} units of layer '{layer.name}' do not."
+                f"{deviation.size} units of layer '{layer.name}' are constant."
             )
         bias = self._as_bias(np.expand_dims(-mean / deviation, others))
         gain = self.gains[self._kernels[-1].name]
@@ -134,8 +133,8 @@ class WN(KernelNormalization):
         if not ops.all(ops.abs(outputs - expected) < 1e-2):
             raise ValueError(
                 f"`data_init` cannot normalise the outputs of '{self.layer.name}', "
-                f"whose class, {type(self.layer).__name__}, overrides `call`: they do "
-                "not follow from those of the kernel by its gain and bias."
+                f"whose class, {type(self.layer).__name__}, overrides `call`: gain and "
+                "bias do not scale and shift them."
             )
 
     def _before_activation(self, x, gain, bias):

@@ -14,8 +14,8 @@ from keras_norms.ops import weight_norms
 class WS(KernelNormalization):
     """WS: weight standardization.
 
-    A wrapper around a layer with a kernel. With `w` the weights that one unit of the
-    layer sums over, the layer is called with
+    A wrapper around a layer with a kernel. Let `w` be the weights that one unit of the
+    layer sums over. The layer is called with
 
     ```
     w_hat = (w - mean(w)) / sqrt(var(w) + epsilon)
@@ -30,24 +30,25 @@ class WS(KernelNormalization):
     convolution are normalised.
 
     Without a gain, `w_hat` has a variance of `var(w) / (var(w) + epsilon)`, near 1
-    (0.96 for 4,096 inputs as Keras starts them), so that outputs grow with the root of
-    the fan-in: use it before a normalisation of activations.
+    (0.96 for 4,096 inputs with Keras' initializer). Outputs grow with the root of the
+    fan-in: use WS before a normalisation of activations.
 
     Args:
         layer: `Dense`, `EinsumDense`, `Conv1D` to `3D`, `Conv1DTranspose` to `3D`,
-            `DepthwiseConv1D` or `2D`, `SeparableConv1D` or `2D`, or a layer of a class
-            derived from one of these. A `call` of that class' own reads `w_hat` as the
-            kernel; a `kernel` of its own is refused. It may be built and trained.
+            `DepthwiseConv1D` or `2D`, `SeparableConv1D` or `2D`, or a layer of a
+            derived class. A `call` that this class overrides reads `w_hat` as the
+            kernel; a class that overrides `kernel` is refused. The layer may be built
+            and trained.
         gain: Whether `w_hat` is multiplied by a learned number per unit, which
             starts at 1.
         epsilon: Positive, added to the variance inside the root.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name`. `dtype` is that of
-            the wrapped layer; another one is that of inputs and outputs, as in the
-            wrappers of Keras, and the layer computes in its own.
+            inputs and outputs, by default that of the wrapped layer, which computes in
+            its own.
 
     Call arguments:
         inputs: The input of the wrapped layer.
-        training, mask: Passed on where the wrapped layer takes them.
+        training, mask: Passed on if the wrapped layer takes them.
 
     Input and output shape:
         Those of the wrapped layer.

@@ -78,7 +78,7 @@ def test_a_loaded_model_warns_of_the_rate_that_was_saved(tmp_path):
         for name in ("told", "untold")
     )
     assert hints_of(told, "saved with it") == 1
-    assert hints_of(untold, "without a learning rate") == 1
+    assert hints_of(untold, "each batch alone") == 1
 
 
 # Batches of one

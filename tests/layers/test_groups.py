@@ -54,7 +54,7 @@ def test_a_batch_of_unknown_size_is_checked_as_it_runs(compiled):
 
 
 def test_what_no_group_can_be_of():
-    with pytest.raises(ValueError, match="`group_size` must be None where the first"):
+    with pytest.raises(ValueError, match="`group_size` must be None if the first"):
         CBN(axis=0, group_size=2).build((4, 3))
     with pytest.raises(ValueError, match="group_size=2 with synchronized=True"):
         CBN(synchronized=True, group_size=2)
