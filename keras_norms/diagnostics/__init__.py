@@ -1,4 +1,4 @@
-"""A model and a batch in, numbers out; nothing of the model changes."""
+"""Functions that measure a model on a batch, and do not change it."""
 
 from keras_norms.diagnostics import theorems
 from keras_norms.diagnostics._engine.objective import Objective

@@ -1,4 +1,4 @@
-"""Which terms of a loss a normalisation does not pass to what is before it."""
+"""Which terms of a loss a normalisation does not pass to the layers before it."""
 
 from typing import NamedTuple
 
@@ -76,11 +76,11 @@ def blindness(
     seed: int = 0,
     training: bool = True,
 ) -> Blindness:
-    """Measure how much of a term of the loss in a layer's output arrives at its input.
+    """Measure how much of a loss term in a layer's output arrives at its input.
 
-    To the mean loss of a batch, one of these terms is added, with `y_i` the layer's
-    output for sample `i` and `c_i = y_i - mean(y)`; for the gradient, `mean(y)` is a
-    constant:
+    One of these terms is added to the mean loss of a batch, with `y_i` the layer's
+    output for sample `i` and `c_i = y_i - mean(y)`. The gradient treats `mean(y)` as a
+    constant.
 
     ```
     first          mean_i  sum_d e_d y_id                e_d, E_de ~ N(0, deviation^2)
@@ -100,29 +100,28 @@ def blindness(
     term: all samples have the same formula for them. The printed formulas of the paper
     compare the disturbed losses with each other, which cannot give the printed values.
 
-    Sums go over the batch and over positions, so that a channel of a convolution is one
-    feature, without what a mask hides. Features of `X` that do not vary in the batch
-    are left out, unless none does: there batch normalization has a gradient of the size
-    of `epsilon^(-1/2)`.
+    Sums go over the batch and over positions, without what a mask hides: a channel of a
+    convolution is one feature. Features of `X` that do not vary in the batch are left
+    out, because batch normalization has a gradient of the size of `epsilon^(-1/2)`
+    there. If none varies, all are kept.
 
     Nothing of the model changes. It costs six gradients for each layer and batch,
     seven with `source`.
 
     Args:
         model, x, y, loss, training: See `Objective`.
-        layers: Layers of the model or their names; every normalisation of Keras and
-            of this package if `None`.
-        source: `None`, or a layer before it or its name: `X` is the input of this layer
-            instead, and what is between it and the output counts as one.
-        labels: Integers of shape `(samples,)`, the classes; `y` if `None` and if it
-            is such an array. They give a second batch, the samples of the most
-            frequent label.
-        deviation: Positive, of `e` and `E`.
+        layers: Layers of the model or their names. `None`: every normalisation of Keras
+            and of this package.
+        source: `None`, or an earlier layer or its name: `X` is then the input of that
+            layer, and all layers from there to the output count as one.
+        labels: Integers of shape `(samples,)`, the classes. `None`: `y`, if it is such
+            an array. They give a second batch, the samples of the most frequent label.
+        deviation: Positive, the standard deviation of `e` and `E`.
         axis: The axis of features of `X` and `Y`.
         seed: Of the random numbers `e` and `E`.
 
     Returns:
-        A `Blindness`. Where the loss has no gradient at all, numbers are not finite.
+        A `Blindness`. If the loss has no gradient at all, numbers are not finite.
 
     Reference:
 
@@ -201,7 +200,7 @@ def _layers(model, layers):
         return [find_layer(model, layer, "layers") for layer in layers]
     found = norms_in(model, _NORM_CLASSES)
     if not found:
-        expected = "given where a model has no normalisation"
+        expected = "given if a model has no normalisation"
         raise arguments.wrong("layers", expected, None)
     return found
 
@@ -223,7 +222,7 @@ def _batches(x, y, labels):
 
 
 def _take(batch, chosen):
-    """Take samples of a batch, as arrays, which have one way of that."""
+    """Take samples of a batch, as arrays, which all index in one way."""
     return tree.map_structure(
         lambda a: None if a is None else ops.convert_to_numpy(a)[chosen], batch
     )

@@ -60,20 +60,20 @@ def covariate_shift(
     G'_i = grad_i L(W_1', ..., W_{i-1}', W_i, ..., W_k)      ' after their step t + 1
     ```
 
-    Without shift the distance of both is 0 and their cosine 1. The batch, moving
-    statistics, dropout and noise are the same for both. Nothing of the model changes.
+    Without shift their distance is 0 and their cosine 1. The batch, moving statistics,
+    dropout and noise are the same for both. The model does not change.
 
     The layers before layer `i` are those whose weights come before its own in
-    `model.trainable_variables`: in a Functional or Sequential model the order of
-    `model.layers`, in a subclassed one that in which it has made its layers.
+    `model.trainable_variables`. In a Functional or Sequential model this is the order
+    of `model.layers`, in a subclassed one the order in which it created its layers.
 
     Args:
         model, x, y, loss, training: See `Objective`.
-        layers: Layers of the model or their names; a layer may hold others, whose
-            weights are taken together. `None`: every layer that owns a kernel.
+        layers: Layers of the model or their names. If a layer holds others, all their
+            weights count as one. `None`: every layer that owns a kernel.
         updated: Arrays, `model.trainable_variables` after step `t + 1`. `None`:
             after a step of gradient descent on this batch.
-        learning_rate: Positive, of that step; the optimizer's if `None`.
+        learning_rate: Positive, of that step. `None`: the optimizer's.
 
     Returns:
         A `CovariateShift`. It costs one gradient, and one for each layer but the first.
@@ -148,7 +148,7 @@ class CovariateShiftProbe(Probe):
     """Measures `covariate_shift` in training, for the steps that the optimizer takes.
 
     Its numbers are `<layer>_distance` and `<layer>_cosine` of each layer. A step is one
-    execution: with `steps_per_execution=N` it is that of N batches.
+    execution: with `steps_per_execution=N`, of N batches.
 
     Args:
         batch: A batch `(x, y)`, or a function of the step that returns one: Definition

@@ -1,4 +1,4 @@
-"""Vectors as points on spheres, and the linear maps that batch normalization makes."""
+"""Vectors as points on spheres; linear layers with their batch normalization."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,9 +34,9 @@ from keras_norms.ops.weight_norms import Decomposition
 def decompose(v: Tensor, axes: int | Sequence[int] = -1) -> Decomposition:
     """Split vectors `v = gamma * N(v) + beta`, with `N(v) = (v - mean(v)) / std(v)`.
 
-    `N(v)` lies on the sphere of radius `sqrt(n)` and is orthogonal to `(1, ..., 1)`, so
-    that `|v|^2 = n * (gamma^2 + beta^2)`. It is computed in float64; for tensors, with
-    a gradient, there is `keras_norms.ops.weight_norms.decompose`.
+    `N(v)` lies on the sphere of radius `sqrt(n)` and is orthogonal to `(1, ..., 1)`.
+    Hence `|v|^2 = n * (gamma^2 + beta^2)`. It is computed in float64. For tensors, with
+    a gradient, use `keras_norms.ops.weight_norms.decompose`.
 
     Args:
         v: Array of real numbers, or a tensor.
@@ -51,12 +51,12 @@ def decompose(v: Tensor, axes: int | Sequence[int] = -1) -> Decomposition:
         raise arguments.wrong("v", "an array with an axis", v)
     v = float64(v)
     along = _axes(axes, v.ndim)
-    # Less its first element, a constant vector is exactly zero.
+    # Minus its first element, a constant vector is exactly zero.
     first = v[tuple(slice(0, 1) if i in along else slice(None) for i in range(v.ndim))]
     shifted = v - first
     mean = shifted.mean(along, keepdims=True)
     centred = shifted - mean
-    # Divided by the largest, so that no square vanishes.
+    # Divided by the largest: then no square vanishes.
     size = np.abs(centred).max(along, keepdims=True)
     centred = centred / np.where(size > 0, size, 1)
     deviation = centred.std(along, keepdims=True)
@@ -96,31 +96,30 @@ class EffectiveWeight(NamedTuple):
 def effective_weights(
     model: keras.Model, x: Data, *, training: bool = True
 ) -> dict[str, EffectiveWeight]:
-    """Compute the maps that linear layers and batch normalization after them make.
+    """Compute linear layers and the batch normalization after them as one map each.
 
-    For each `BatchNormalization` that reads the output of a linear layer, and
-    normalises its units, `W` one of these in the kernel:
+    For each `BatchNormalization` that normalises the units of a linear layer whose
+    output it reads, with `W` one unit of the kernel:
 
     ```
     W' = gamma W / sqrt(W Sigma W^T + epsilon)      b' = beta - W' mean
     ```
 
-    with `mean` and `Sigma` the mean and covariance of what the linear layer reads in
-    this batch, patches for a convolution, so that `BN(W x) = W' x + b'` over the batch.
-    What a mask hides from the `BatchNormalization` is left out. `W Sigma W^T` is the
-    variance of the output of the linear layer, and is taken from there. Nothing of the
-    model changes.
+    where `mean` and `Sigma` are the mean and covariance of what the linear layer reads
+    in this batch (for a convolution, patches). Then `BN(W x) = W' x + b'` over the
+    batch. What a mask hides from the `BatchNormalization` is left out. `W Sigma W^T` is
+    taken as the variance of the output of the linear layer. The model does not change.
 
     Args:
         model: A built `keras.Model` of any kind.
         x: A batch of inputs.
-        training: If `False`, `moving_mean` and `moving_variance` take the
-            place of the statistics of the batch.
+        training: If `False`, `moving_mean` and `moving_variance` replace the statistics
+            of the batch.
 
     Returns:
-        A dict from the name of each such `BatchNormalization`, or its path where
-        several have that name, to the `EffectiveWeight` of its last call. For a linear
-        layer in `WS`, `CWN` or `WN`, `W` is the normalised kernel.
+        A dict from the name of each such `BatchNormalization`, or its path if several
+        have that name, to the `EffectiveWeight` of its last call. For a linear layer in
+        `WS`, `CWN` or `WN`, `W` is the normalised kernel.
 
     Raises:
         ValueError: If the model is not built, the batch is empty, or no
@@ -149,8 +148,8 @@ def effective_weights(
     if not found:
         raise ValueError(
             "Argument `model` must have a BatchNormalization of the units of a Dense, "
-            "Conv or DepthwiseConv layer without activation function, whose output it "
-            f"reads. Received: model '{model.name}'"
+            "Conv or DepthwiseConv layer, right after it and without an activation "
+            f"function between. Received: model '{model.name}'"
         )
     return found
 
@@ -199,14 +198,14 @@ class WeightGeometry(NamedTuple):
         norms: `|W|`.
         gradient_norms: `|g|`.
         cosines: Of the angle between `W` and `g`; `nan` where one is zero.
-        unit_cosines: The largest `|cosine|` of one unit and its gradient; `nan` for
-            what is not a kernel.
+        unit_cosines: The largest `|cosine|` of one unit and its gradient; `nan` if the
+            weight is not a kernel.
         deviations: `|2 g(2 W) - g| / |g|`, 0 where the loss is scale-invariant; `nan`
             where `g` is zero.
-        unit_deviations: The same with a factor for each unit; `nan` for what is not a
-            kernel.
-        invariance: `"units"` where the scale of each unit alone has no effect,
-            `"whole"` where that of all weights together has none, and `"none"`.
+        unit_deviations: The same with a factor for each unit; `nan` if the weight is
+            not a kernel.
+        invariance: `"units"` if the scale of each single unit has no effect, `"whole"`
+            if only the scale of the whole weight has none, else `"none"`.
         effective_learning_rates: `learning_rate / |W|^2`, the rate for `W / |W|`
             where the loss is scale-invariant.
     """
@@ -242,25 +241,24 @@ def weight_geometry(
     seed: int = 0,
     training: bool = True,
 ) -> WeightGeometry:
-    """Tell which weights the loss does not depend on the scale of, and what follows.
+    """Find the weights whose scale does not change the loss, and what follows from it.
 
     If `L(a W) = L(W)` for `a > 0`, the gradient `g` is orthogonal to `W` (Lemma 2), a
     step of gradient descent makes `|W|^2` larger by `learning_rate^2 |g|^2` (Lemma 3),
     and `W / |W|` moves as with the rate `learning_rate / |W|^2`.
 
-    Vectors of many elements are nearly orthogonal by chance, so that a small cosine
-    proves little. Invariance is decided by `g(a W) = g(W) / a`, which it implies: for
-    `a = 2`, and with a factor between 1/2 and 2 for each unit of a kernel (its weights
-    of one output channel). An `epsilon` that is not small next to a variance makes both
-    deviate, and so do regularizers, which are part of the loss. A weight that is zero
-    or has no gradient does not count as invariant.
+    Vectors of many elements are nearly orthogonal by chance, and a small cosine proves
+    little. Invariance is therefore decided by `g(a W) = g(W) / a`, which it implies:
+    for `a = 2`, and with a factor between 1/2 and 2 for each unit of a kernel (its
+    weights of one output channel). Both deviate if an `epsilon` is not small next to a
+    variance, or with regularizers, which are part of the loss. A weight that is zero or
+    has no gradient does not count as invariant.
 
-    Nothing of the model changes. It costs one gradient, and at most two for each
-    weight.
+    The model does not change. It costs one gradient, and at most two for each weight.
 
     Args:
         model, x, y, loss, training: See `Objective`.
-        learning_rate: Positive; the optimizer's present one if `None`.
+        learning_rate: Positive. `None`: the optimizer's present one.
         tolerance: Positive, the largest deviation of an invariant weight.
         seed: Of the factors of units.
 

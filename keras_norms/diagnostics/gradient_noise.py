@@ -20,7 +20,7 @@ from keras_norms.diagnostics.probe import Probe
 
 
 class GradientNoise(NamedTuple):
-    """What `gradient_noise` returns, all of it over the batches with a finite gradient.
+    """What `gradient_noise` returns, over the batches with a finite gradient.
 
     The sum of `variance` and `squared_norm` is the mean of `|g_i|^2`.
 
@@ -60,16 +60,16 @@ def gradient_noise(
     squared_norm   = |mean|^2 - variance / n
     ```
 
-    Every batch starts from the same moving statistics and seeds, so that the variance
-    is that of the choice of samples alone. Nothing of the model changes.
+    Every batch starts from the same moving statistics and seeds: only the choice of
+    samples makes the variance. The model does not change.
 
     Args:
         model, loss, training: See `Objective`.
         batches: Batches `(x, y)`, at least two, of one size.
 
     Returns:
-        A `GradientNoise`. Its numbers are NaN where fewer than two batches have a
-        finite gradient.
+        A `GradientNoise`. Its numbers are NaN if fewer than two batches have a finite
+        gradient.
 
     Reference:
 
@@ -84,7 +84,7 @@ def gradient_noise(
     if pairs is None or isinstance(batches, (str, bytes)):
         raise arguments.wrong("batches", "an iterable of pairs", batches)
     if isinstance(batches, (list, tuple)):
-        pairs = list(pairs)  # which checks all before one is used
+        pairs = list(pairs)  # Check all before one is used.
     objective, index = None, -1
     losses, not_finite = [], []
     mean, spread = np.zeros(()), 0.0

@@ -45,7 +45,7 @@ def value_and_grad(
         model, x, y, loss, layer, side, training: See `Objective`.
 
     Returns:
-        A `LossAndGradient`, in float32, or float64 where a weight has it.
+        A `LossAndGradient`, in float32, or float64 if a weight has it.
     """
     objective = Objective(model, x, y, loss, layer=layer, side=side, training=training)
     value, gradient = objective.value_and_grad()
@@ -68,9 +68,9 @@ def hessian_vector_product(
     It is the derivative of `<gradient, vector>`, reverse over reverse, exact up to
     rounding, at the cost of about two gradients.
 
-    CBN with a known learning rate holds the ratio of its averages to the batch's
-    statistics constant in its gradient. So does the Hessian, which is symmetric, but
-    then not the derivative of that gradient.
+    The gradient of CBN with a known learning rate treats the ratio of its averages to
+    the batch's statistics as a constant. So does the Hessian. It is symmetric, but then
+    not the derivative of that gradient.
 
     Args:
         model, x, y, loss, layer, side, training: See `Objective`.

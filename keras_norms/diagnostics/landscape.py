@@ -62,12 +62,12 @@ def landscape(
     With the weights `W`, `g = grad L(W)` on this batch and a direction `d`, it looks at
     `W - s d` for each step length `s`. `Landscape` has the formulas.
 
-    All points have the same dropout and noise. Nothing of the model changes. A step of
-    SGD without momentum goes along this line; those of Adam and others do not.
+    All points have the same dropout and noise. The model does not change. A step of SGD
+    without momentum goes along this line; steps of Adam and others do not.
 
     Args:
         model, x, y, loss, training: See `Objective`.
-        learning_rate: Positive; the optimizer's present one if `None`.
+        learning_rate: Positive. `None`: the optimizer's present one.
         step_range: `(least, largest)` step length, in units of `learning_rate`. The
             paper has (1/2, 4), and (1/100, 30) for the deep linear network.
         points: Number of step lengths, evenly spaced.
@@ -118,7 +118,7 @@ def _measure(objective, gradient, displacement):
     """Compute loss, gradient distance and length of a displacement from the start."""
     point = objective.start - displacement.astype(objective.start.dtype)
     loss, there = objective.value_and_grad(point)
-    # The step that rounding has left of it.
+    # The step after rounding.
     step = point.astype("float64") - objective.start
     with np.errstate(invalid="ignore", over="ignore"):
         distance = np.linalg.norm(there.astype("float64") - gradient)

@@ -1,4 +1,4 @@
-"""How much of a gradient a BatchNormalization layer takes away."""
+"""How much of a gradient a BatchNormalization layer removes."""
 
 from typing import NamedTuple
 
@@ -23,13 +23,13 @@ class LipschitzTerms(NamedTuple):
     """What `lipschitz_terms` returns, arrays of shape `(channels,)`, float64.
 
     Attributes:
-        gradient: `|g|^2`, what the loss's gradient would be without the layer.
-        mean: `<1, g>^2 / m`, taken away because the mean is.
-        correlation: `<g, y_hat>^2 / m`, taken away because the scale is.
-        scale: `gamma^2 / sigma^2`, what is left is multiplied by.
+        gradient: `|g|^2`, the squared gradient of the loss without the layer.
+        mean: `<1, g>^2 / m`, removed with the mean.
+        correlation: `<g, y_hat>^2 / m`, removed with the scale.
+        scale: `gamma^2 / sigma^2`, the factor of what is left.
         bound: `scale * (gradient - mean - correlation)`.
-        measured: The squared norm of the gradient that passes the layer, which the
-            theorem says is `bound`.
+        measured: The squared norm of the gradient that passes the layer. According to
+            the theorem it is `bound`.
     """
 
     gradient: np.ndarray
@@ -53,12 +53,12 @@ def lipschitz_terms(
     gamma^2 / sigma^2 * (|g|^2 - <1, g>^2 / m - <g, y_hat>^2 / m)
     ```
 
-    The layer's `epsilon` is in `sigma`, and then `|y_hat|^2 = m r` with `r < 1`. The
-    last term is `(2 - r) <g, y_hat>^2 / m` here, with which the equality stays exact.
-    With a mask, `m` and the statistics are those of what is visible. If what is hidden
-    has a gradient too, and with `g_v` that of the visible elements alone, the terms are
-    `<1, g> (2 <1, g_v> - <1, g>) / m` and `<g, y_hat> (2 <g_v, y_hat> - r <g, y_hat>) /
-    m`. Nothing of the model changes.
+    The layer's `epsilon` is in `sigma`, which makes `|y_hat|^2 = m r` with `r < 1`. The
+    last term is therefore `(2 - r) <g, y_hat>^2 / m` here, and the equality exact. With
+    a mask, `m` and the statistics are those of the visible elements. If hidden ones
+    have a gradient too, the terms are `<1, g> (2 <1, g_v> - <1, g>) / m` and
+    `<g, y_hat> (2 <g_v, y_hat> - r <g, y_hat>) / m`, with `g_v` the gradient of the
+    visible elements alone. The model does not change.
 
     Args:
         model, x, y, loss: See `Objective`.

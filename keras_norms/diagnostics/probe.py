@@ -1,4 +1,4 @@
-"""The base of callbacks that measure a model in training, and leave it as it is."""
+"""The base of callbacks that measure a model in training without changing it."""
 
 import functools
 import os
@@ -18,23 +18,23 @@ class Probe(keras.callbacks.Callback):
     """Base of callbacks that measure every so many steps.
 
     A subclass defines `measure`, which returns a dict of numbers, or `before_step` and
-    `after_step`, which record one. Each number goes into the `logs` of the step and of
-    the epoch under `<prefix>_<key>`, so that it is shown and kept in the `History`; to
-    TensorBoard, if there is a `log_dir`; and into `history`.
+    `after_step`, which record one. Each number goes into `history`, to TensorBoard if
+    there is a `log_dir`, and into the `logs` of the step and the epoch as
+    `<prefix>_<key>`: Keras shows it and keeps it in the `History`.
 
-    It measures on batches that it is given: Keras does not show the batch of a step to
+    It measures on given batches, because Keras does not show the batch of a step to
     callbacks. Put a probe after `AMAT`.
 
     Args:
         every: Positive: measure before steps 0, `every`, 2 `every` ... A step is a
-            batch, also where the optimizer accumulates gradients of several. With
+            batch, even if the optimizer accumulates the gradients of several. With
             `steps_per_execution` it is the first execution that reaches such a step.
-        log_dir: Directory where an event file for TensorBoard is written, or `None`.
-            The package `tensorboard` must be installed; TensorFlow need not.
+        log_dir: Directory for an event file for TensorBoard, or `None`. The package
+            `tensorboard` must be installed; TensorFlow need not.
 
     Attributes:
-        history: Dict of lists: `"step"`, and one for each number. It goes on over
-            several `fit`s.
+        history: Dict of lists: `"step"`, and one for each number. Several `fit`s add to
+            the same lists.
     """
 
     prefix: str | None = None
@@ -49,7 +49,7 @@ class Probe(keras.callbacks.Callback):
         self._writer = None
         self._latest: dict[str, float] = {}
         if log_dir is not None:
-            # Here, so that it is not missing only when training begins.
+            # Here: the error should not come only when training begins.
             summary = optional("tensorboard.summary", "`log_dir`", "TensorBoard")
             self._open_writer = summary.Writer
 
@@ -59,7 +59,7 @@ class Probe(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         optimizer = self.model.optimizer
-        # Not `iterations`, which counts updates where gradients are accumulated.
+        # Not `iterations`, which counts updates if gradients are accumulated.
         done = 0 if optimizer is None else _keras.step_counter(optimizer)
         self._step = int(ops.convert_to_numpy(done))
         self._next = -(-self._step // self.every) * self.every
@@ -93,9 +93,9 @@ class Probe(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         if not self._has_measured:
             warnings.warn(
-                f"{type(self).__name__} has measured nothing: the optimizer's steps in "
-                f"this training, up to {self._step - 1}, have no multiple of "
-                f"every={self.every}.",
+                f"{type(self).__name__} has measured nothing: no step of this "
+                f"training, up to {self._step - 1}, is a multiple of "
+                f"every={self.every}. Pass a smaller `every`.",
                 stacklevel=2,
             )
         if self._writer is not None:
@@ -103,11 +103,11 @@ class Probe(keras.callbacks.Callback):
             self._writer = None
 
     def before_step(self):
-        """Called with the weights that a step starts from."""
+        """Called with the weights before a step."""
         self.record(self.measure())
 
     def after_step(self):
-        """Called with the weights that the step has made."""
+        """Called with the weights after it."""
 
     def record(self, numbers: dict[str, float]) -> None:
         """Put a dict of numbers where they belong."""

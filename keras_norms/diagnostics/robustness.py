@@ -1,4 +1,4 @@
-"""Accuracy under noise, and under attack: inputs that a classifier is wrong about."""
+"""Accuracy of a classifier under noise and under attack."""
 
 from typing import NamedTuple
 
@@ -45,16 +45,17 @@ def bim(
 
     with `g` the gradient of a sample's loss at `x_t`, `project` to the ball of radius
     `epsilon` around `x`, and `clip` to `bounds`. It is white-box, untargeted and
-    deterministic. Layers run in inference mode, so that no sample depends on another.
-    Nothing of the model changes.
+    deterministic. Layers run in inference mode: no sample depends on another. The model
+    does not change.
 
     Args:
         model: A built `keras.Model` with one input, and an output of shape `(samples,
-            classes)`: rather logits than probabilities, with which a loss saturates.
+            classes)`. Use logits rather than probabilities, with which a loss
+            saturates.
         x: Array of floats, `(samples, ...)`.
         y: Labels: integers, `(samples,)` or `(samples, 1)`, or numbers, `(samples,
             classes)`.
-        loss: What `model.compile` takes as `loss`, or `None`: the compiled one.
+        loss: As in `model.compile`. `None`: the compiled one.
         epsilon: Non-negative, the radius of the ball in units of `x`.
         norm: `"inf"` or 2.
         steps: Positive.
@@ -68,11 +69,10 @@ def bim(
         Array of the shape and dtype of `x`, up to rounding within the ball.
 
     Raises:
-        ValueError: If an argument is out of its range, if `x` is empty, is not of
-            floats or not within `bounds`, if labels or outputs have another shape or
-            labels are of other classes, or
-            if the loss has no gradient at any sample of the first batch, as with a
-            model that begins with an `Embedding`.
+        ValueError: If an argument is out of its range, if `x` is empty, not of floats
+            or not within `bounds`, if labels or outputs have another shape, if labels
+            are of other classes, or if the loss has no gradient at any sample of the
+            first batch, as with a model that begins with an `Embedding`.
 
     Reference:
 
@@ -93,8 +93,8 @@ class Robustness(NamedTuple):
         attacked: The accuracy under the attack.
         noise_difference: `clean - noise`, "Acc-Diff1" of the paper.
         attack_difference: `clean - attacked`, "Acc-Diff2".
-        without_gradient: The share of samples whose loss has a gradient of exactly zero
-            at `x`, where it is saturated: the attack does not move them.
+        without_gradient: The share of samples whose loss is saturated at `x`, with a
+            gradient of exactly zero: the attack does not move them.
         samples: How many there are.
     """
 
@@ -144,7 +144,7 @@ def robustness(
     hits, still = np.zeros(3), 0
     for x, y, size in attack.batches(batch_size, verbose):
         disturbance = np.zeros(x.shape)
-        # So that the noise of a sample does not depend on the size of batches.
+        # The noise of a sample must not depend on the size of batches.
         disturbance[:size] = rng.standard_normal(x[:size].shape)
         noisy = attack.clip(x + noise * disturbance)
         attacked, without_gradient = attack.run(x, y)
@@ -156,8 +156,8 @@ def robustness(
     return Robustness(clean, noisy, attacked, *differences, still / n, n)
 
 
-# Of the loss. The gradients of confident samples vanish at small ones, those of others
-# are infinite at large ones: each sample has the largest at which its own are finite.
+# Scales of the loss. At small ones the gradients of confident samples vanish, at large
+# ones those of others overflow: each sample uses the largest with finite gradients.
 _SCALES_OF_FLOAT16 = (2.0**-12, 1.0, 2.0**12, 2.0**24, 2.0**36)
 
 
@@ -169,7 +169,7 @@ class _Attack:
         self._x = x = arguments.array("x", x)
         if not np.issubdtype(x.dtype, np.floating):
             raise ValueError(
-                "Argument `x` must be of floats, for integers have no gradient. "
+                "Argument `x` must hold floats: integers have no gradient. "
                 f"Received: x of dtype {x.dtype} and shape {x.shape}"
             )
         check_inputs(model, x)
@@ -194,7 +194,7 @@ class _Attack:
         self._outputs = compiled(self._pure.outputs)
 
     def batches(self, batch_size, verbose):
-        """Yield batches of one size, so that one compilation does, and what is new."""
+        """Yield batches of one size, to compile once, and how many samples are new."""
         size = arguments.integer("batch_size", batch_size, at_least=1)
         size = min(size, self.samples)
         arguments.choice("verbose", verbose, ("auto", 0, 1, 2))
@@ -208,16 +208,16 @@ class _Attack:
 
     def run(self, x, y):
         """Return the attacked inputs, and which samples had no gradient."""
-        self._predict(x, y)  # which checks both
+        self._predict(x, y)  # This checks both.
         z = x
         slope, without_gradient = self._direction(z, y)
         self._has_gradient |= not np.all(without_gradient)
         if not self._has_gradient:
             raise ValueError(
                 "Argument `model` must have a loss with a gradient with respect to its "
-                "inputs, which no sample of this batch has: the model reads them as "
-                "integers, as an Embedding does, or its loss is saturated, which is "
-                f"less so with logits. Received: model '{self._model.name}'"
+                "inputs. No sample of this batch has one: the model reads integers, as "
+                "an Embedding does, or its loss is saturated (use logits). "
+                f"Received: model '{self._model.name}'"
             )
         for step in range(self._steps if self._epsilon else 0):
             if step:
@@ -242,14 +242,14 @@ class _Attack:
         return np.count_nonzero(right[:size])
 
     def _predict(self, z, y):
-        """Compute the outputs, float64, of classes that `y` has labels of."""
+        """Compute the outputs, float64, and check that `y` has labels of them."""
         x, _ = as_tensors(self._model, z, None)
         with drawing_from(self._randomness):
             outputs = float64(ops.convert_to_numpy(self._outputs(*self._values, x)))
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise ValueError(
-                "Argument `model` must have an output of shape (samples, classes), of "
-                f"at least two classes. Received: outputs of shape {outputs.shape}"
+                "Argument `model` must have an output of shape (samples, classes), "
+                f"with two classes or more. Received: outputs of shape {outputs.shape}"
             )
         classes = outputs.shape[1]
         if y.size > len(y):
@@ -327,8 +327,8 @@ def _bounds(bounds, x):
         fits = False
     if not fits or not np.all((low < high) & (low <= x) & (x <= high)):
         raise ValueError(
-            "Argument `bounds` must be the range of `x`, low and high, numbers or "
-            "arrays that broadcast to a sample. "
+            "Argument `bounds` must be the range of `x`, a pair (low, high) of numbers "
+            "or arrays that broadcast to a sample. "
             f"Received: bounds={bounds} for x from {x.min()} to {x.max()}"
         )
     return low, high

@@ -13,8 +13,8 @@ from keras_norms.diagnostics._engine.slopes import Slopes
 class SecondOrder(NamedTuple):
     """What `second_order` returns, an element for each feature `d` of the output.
 
-    Features whose output does not vary in the batch have `nan`, and so have `linear`
-    and `non` where the feature's row of `H` is 0, as behind a ReLU that is off at `m`.
+    Features whose output does not vary in the batch have `nan`. So do `linear` and
+    `non` if the feature's row of `H` is 0, as before a ReLU that is off at `m`.
 
     Attributes:
         linear_at_input: Array, `|dL_linear_d/dX|` (Table 3).
@@ -45,9 +45,9 @@ def second_order(
 ) -> SecondOrder:
     """Measure the two parts of the off-diagonal second-order loss in a layer's output.
 
-    With `C` of shape `(features, samples)` the outputs less their means `m`, of samples
-    that no mask hides, `c_d` its row of feature `d`, and `H` the Hessian at `m` without
-    its diagonal, averaged over samples:
+    Let `C`, of shape `(features, samples)`, be the outputs minus their means `m`, of
+    samples that no mask hides, `c_d` its row of feature `d`, and `H` the Hessian at `m`
+    without its diagonal, averaged over samples:
 
     ```
     L_d     = L_linear_d + L_non_d
@@ -55,10 +55,10 @@ def second_order(
     L_non_d    = H_d C_non c_d           C_non = C - C_linear
     ```
 
-    `C_linear` and `C_non` are constants of the derivative, as in the proof of Theorem
-    3: `dL_linear_d/dy_d = (H_d C_linear)^T`. Batch normalization does not pass it.
-    The paper has `y` without affine weights and `m = 0`; with deviations from `m`, the
-    numbers are the same with affine weights.
+    The derivative treats `C_linear` and `C_non` as constants, as in the proof of
+    Theorem 3: `dL_linear_d/dy_d = (H_d C_linear)^T`. Batch normalization does not pass
+    it. The paper has `y` without affine weights and `m = 0`. With deviations from `m`,
+    affine weights do not change the numbers.
 
     Nothing of the model changes. It costs a Hessian-vector product and two gradients
     for each feature.

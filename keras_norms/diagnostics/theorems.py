@@ -1,7 +1,7 @@
 """What batch normalization does to gradients, exactly (Santurkar et al., Section 4).
 
-Functions of arrays, in float64, for one channel. It normalises `m` elements, `y` is the
-vector of them, and
+Functions of arrays, in float64, for one channel: `y` is the vector of the `m` elements
+that it normalises, and
 
 ```
 y_hat = (y - mean(y)) / sigma        sigma = sqrt(var(y))        z = gamma y_hat + beta
@@ -167,10 +167,11 @@ def weight_gradient_bound(
 
 
 def initialization_gain(w: np.ndarray, optimum: np.ndarray) -> tuple[float, float]:
-    """Lemma 4.5: how much nearer an optimum is, for scale does not matter.
+    """Lemma 4.5: how much nearer an optimum is if scale does not matter.
 
-    `optimum` is one of the network without normalisation; with it, each positive
-    multiple is one too. If `<w, optimum> > 0`, the nearest has the squared distance
+    `optimum` is an optimum of the network without normalisation. With normalisation,
+    each positive multiple of it is one too. If `<w, optimum> > 0`, the nearest has the
+    squared distance
 
     ```
     |w - optimum|^2 - (|optimum|^2 - <optimum, w>)^2 / |optimum|^2
@@ -183,7 +184,7 @@ def initialization_gain(w: np.ndarray, optimum: np.ndarray) -> tuple[float, floa
     optimum = _array("optimum", optimum, m=w.size)
     if not w @ optimum > 0:
         raise ValueError(
-            "Arguments `w` and `optimum` must have a positive product. "
+            "Arguments `w` and `optimum` must have a positive inner product. "
             f"Received: a product of {w @ optimum}"
         )
     without = np.sum((w - optimum) ** 2)
@@ -202,7 +203,7 @@ def output_sensitivity(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     with       (m var(x) - alpha^2 / m) / sigma^2
     ```
 
-    The paper assumes that `x` has mean zero, so that the first is `m var(x)`. Its
+    The paper assumes that `x` has mean zero, which makes the first `m var(x)`. Its
     statement has `alpha^2` in the second, its proof (Eq. 7) `alpha^2 / m`.
 
     Returns:

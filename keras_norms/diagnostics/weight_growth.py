@@ -21,7 +21,7 @@ from keras_norms.layers.kernels import kernels_by_name
 
 
 class WeightGrowth(Probe):
-    """Follows the norm of kernels through training (Lemma 3, Figure 3).
+    """Records the norm of kernels through training (Lemma 3, Figure 3).
 
     With `W` a kernel before a step and `D` what the step adds to it, its numbers are
 
@@ -35,16 +35,16 @@ class WeightGrowth(Probe):
     For plain gradient descent `D` is `-learning_rate * gradient`. If the loss does not
     depend on the scale of `W`, the cosine is then 0 and the growth
     `learning_rate^2 |gradient|^2`, the square of the step, whatever the batch. Weight
-    decay and momentum make the cosine another. `<layer>` is the name of the layer with
-    the kernel, in WS, CWN and WN of the one inside, or the path of the kernel where
-    that name is not unique.
+    decay and momentum change the cosine. `<layer>` is the name of the layer with the
+    kernel (in WS, CWN and WN, the layer inside), or the path of the kernel if that name
+    is not unique.
 
-    It needs no batch. A step is one execution: with `steps_per_execution=N` it is that
-    of N batches. Every weight of rank 2 or more counts as a kernel.
+    It needs no batch. A step is one execution: with `steps_per_execution=N`, of N
+    batches. Every weight of rank 2 or more counts as a kernel.
 
     Args:
-        layers: Layers or their names, of which all kernels are followed, those
-            of layers inside too. `None`: all kernels of the model.
+        layers: Layers or their names. All their kernels are recorded, those of layers
+            inside too. `None`: all kernels of the model.
         every, log_dir: See `Probe`.
 
     Raises:
@@ -100,11 +100,11 @@ class WeightGrowth(Probe):
 
 
 class BatchStatistics(Probe):
-    """Follows how near `gamma` and `beta` are to what they stand for (Figure 2).
+    """Records how far `gamma` and `beta` are from input statistics (Figure 2).
 
-    With `mu` and `sigma^2` the mean and variance of what a batch normalization reads
-    and no mask hides, Sun et al. take `gamma^2` for an approximation of `sigma^2`, and
-    `beta` for one of `mu`. The numbers are means over channels,
+    Let `mu` and `sigma^2` be the mean and variance of what a batch normalization reads,
+    without what a mask hides. Sun et al. take `gamma^2` as an approximation of
+    `sigma^2`, and `beta` as one of `mu`. The numbers are means over channels,
 
     ```
     <layer>_variance_distance    |gamma^2 - sigma^2|
@@ -113,8 +113,8 @@ class BatchStatistics(Probe):
 
     Args:
         batch: A batch of inputs `x`, for which the layers run in training mode, or a
-            function of the step that returns one. `None`: the moving statistics of the
-            layer are `mu` and `sigma^2`, which costs nothing.
+            function of the step that returns one. `None`: `mu` and `sigma^2` are the
+            moving statistics of the layer, which costs nothing.
         layers: Layers or their names. `None`: every `BatchNormalization` of the
             model; with a batch also `CBN`, `NoisyBN` and `LpNorm` layers, but not the
             CBN in a `FusedCBN`.
@@ -122,8 +122,8 @@ class BatchStatistics(Probe):
 
     Attributes:
         channels: Dict from `<layer>_variance_distance` and `<layer>_mean_distance` to
-            lists of arrays `(channels,)`, one for each step in `history`. A layer is
-            called by its path where several have its name.
+            lists of arrays `(channels,)`, one for each step in `history`. `<layer>` is
+            the name of a layer, or its path if several have that name.
 
     Raises:
         ValueError: When training begins, if a layer is not in the model, is not of
@@ -166,7 +166,7 @@ class BatchStatistics(Probe):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(
                 f"Argument `layers` must name layers of class {names}"
-                f"{'' if self._has_batch else ' where there is no `batch`'}. "
+                f"{'' if self._has_batch else ' if there is no `batch`'}. "
                 f"Received: layers={self._layers} of model '{self.model.name}'"
             )
 
@@ -187,7 +187,10 @@ class BatchStatistics(Probe):
         numbers = {}
         for name, norm in zip(names_of(self._norms), self._norms):
             if norm not in found:
-                raise ValueError(f"The model does not call layer '{norm.name}'.")
+                raise ValueError(
+                    f"The model does not call layer '{norm.name}'. Leave it out of "
+                    "`layers`."
+                )
             mean, variance = found[norm]
             gamma, beta = affine(norm, len(mean))
             distances = np.abs(gamma**2 - variance), np.abs(beta - mean)

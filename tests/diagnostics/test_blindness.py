@@ -237,7 +237,7 @@ def test_models_that_do_not_fit():
         probe.blindness(behind, inputs(), LABELS, source="logits")
     with pytest.raises(ValueError, match="`axis` must be .*axis=7"):
         probe.blindness(behind, inputs(), LABELS, axis=7)
-    with pytest.raises(ValueError, match="where a model has no normalisation"):
+    with pytest.raises(ValueError, match="if a model has no normalisation"):
         probe.blindness(build(), inputs(), LABELS)
     norm, x = layers.GroupNormalization(1), np.ones((3, 2, 2, 1))
     images = networks.sequential(norm, shape=(2, 2, 1), loss="mse")

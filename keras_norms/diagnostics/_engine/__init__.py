@@ -1,1 +1,1 @@
-"""What diagnostics share: the loss of a model as a function, and its derivatives."""
+"""Shared by diagnostics: the loss of a model as a function, and its derivatives."""

@@ -24,15 +24,15 @@ class Call(NamedTuple):
 
     @property
     def mask(self) -> Tensor | None:
-        """That of the output, which a norm has from its input or as an argument."""
+        """The mask of the output: a norm takes it from its input or as an argument."""
         return _keras.get_keras_mask(self.output)
 
 
 def record(model, layers, x, training):
     """Record the calls of layers, in order, when the model is called on a batch.
 
-    Nothing of the model changes. A layer that reads the output of another as it is has
-    the same tensor as its input.
+    The model does not change. If a layer reads the output of another directly, its
+    input is the same tensor.
     """
     pure = ModelLoss(model, training=training)
     x, _ = as_tensors(model, x, None)

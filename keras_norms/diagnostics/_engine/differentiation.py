@@ -30,10 +30,10 @@ def twice_differentiable():
 
 
 def _moments(x, axes, shift=None, keepdims=False, name=None):
-    """Compute `tf.nn.moments`, which stops the gradient at the mean in the variance.
+    """Compute `tf.nn.moments` without a stopped gradient.
 
-    Its first derivative is right without, for deviations sum to zero; its second is
-    not.
+    TensorFlow's stops it at the mean in the variance: its first derivative is right,
+    because deviations sum to zero, but its second is not.
     """
     import tensorflow as tf
 
@@ -89,7 +89,7 @@ def differentiate(function, values, differentiable=False):
 
 
 def randomness():
-    """Read PyTorch's generators, for Keras gives no seed to its dropout there."""
+    """Read PyTorch's generators: Keras gives its dropout no seed there."""
     if keras.backend.backend() != "torch":
         return None
     import torch
@@ -100,7 +100,7 @@ def randomness():
 
 @contextlib.contextmanager
 def drawing_from(state):
-    """Draw the random numbers that follow a state of the generators, which stay."""
+    """A scope that draws random numbers from a state, and restores the generators."""
     if state is None:
         yield
         return
@@ -115,7 +115,7 @@ def drawing_from(state):
 
 
 def compiler(model):
-    """Return what compiles functions as the model's training step is compiled."""
+    """Return a decorator that compiles functions like the model's training step."""
     backend = keras.backend.backend()
     if backend == "torch" or getattr(model, "run_eagerly", False):
         return lambda function: function
@@ -129,7 +129,7 @@ def compiler(model):
 
     def compiled_by_tensorflow(function):
         compiled = tf.function(function, jit_compile=jit_compile, autograph=False)
-        # A function for each layer is what was asked for.
+        # A function for each layer is intended.
         compiled._omit_frequent_tracing_warning = True
         return compiled
 

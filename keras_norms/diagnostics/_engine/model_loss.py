@@ -19,10 +19,10 @@ from keras_norms.diagnostics._engine.differentiation import (
 class ModelLoss:
     """The loss on a batch, as training computes it, of tensors in place of variables.
 
-    It is that of `fit`: the mean over the batch, the losses of regularizers and of
-    `add_loss` included. A call changes nothing: new moving statistics and seed states
-    go into a scope that is thrown away. No reference to the model is kept. With a layer
-    it is a function of the `"input"` or `"output"` of the layer, which `side` says.
+    It is the loss of `fit`: the mean over the batch, with the losses of regularizers
+    and `add_loss`. A call changes nothing: new moving statistics and seed states go
+    into a scope that is thrown away. It keeps no reference to the model. With a layer
+    it is a function of the layer's `"input"` or `"output"`, given by `side`.
     """
 
     def __init__(self, model, loss=None, layer=None, side="input", *, training):
@@ -40,27 +40,26 @@ class ModelLoss:
 
     @property
     def _variables(self):
-        """The weights, none where there is a layer, and all else that a call reads."""
+        """The weights (none with a layer), and all else that a call reads."""
         model = self._model()
         weights = model.trainable_variables
         others = [*model.non_trainable_variables, *model.metrics_variables]
         return (weights, others) if self._layer is None else ([], [*weights, *others])
 
     def values(self):
-        """Read what the loss is a function of, and the state: two lists of tensors."""
+        """Read the arguments of the loss, and the state: two lists of tensors."""
         if keras.backend.backend() == "jax":
             self._model().jax_state_sync()  # In `fit`, the trainer holds the state.
         weights, others = self._variables
         return [v.value for v in weights], [v.value for v in others]
 
     def build(self, x, y):
-        """Make what the loss makes when it sees its first batch."""
+        """Build the loss, as it does on its first batch."""
         model, loss = self._model(), self._loss
         compiled = _keras.compiled_loss(model) if loss is None else loss
         if compiled is not None and y is None:
             raise ValueError(
-                "Argument `y` must hold the targets that the loss compares with the "
-                "outputs of the model. Received: y=None"
+                "Argument `y` must hold the targets of the loss. Received: y=None"
             )
         if compiled is None or compiled.built:
             return
@@ -113,7 +112,7 @@ class ModelLoss:
 
     def _value_and_grad(self, values, state, x, y, scale):
         loss, gradients = self._scaled(values, state, x, y, scale)
-        # Keras makes no NumPy array of a bfloat16 scalar of TensorFlow.
+        # Keras cannot convert a bfloat16 scalar of TensorFlow to NumPy.
         loss = ops.cast(loss, widest([loss.dtype]))
         return loss / ops.cast(scale, loss.dtype), _flat(gradients, scale)
 
@@ -206,7 +205,7 @@ def as_tensors(model, x, y):
 
 
 def _symbolic(tensor):
-    # There is none of an output without a loss.
+    # An output without a loss has none.
     return None if tensor is None else keras.KerasTensor(tensor.shape, tensor.dtype)
 
 

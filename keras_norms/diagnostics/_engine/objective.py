@@ -30,35 +30,35 @@ class Objective:
     """The loss of a model on one batch, as a function of a flat vector.
 
     The vector holds all trainable weights, or the input or output of a layer. Weights,
-    moving statistics and seed states are those at the time when the object is made;
-    every evaluation starts from them, so that dropout and noise are the same at every
-    point, and changes none of them. It is the loss that training minimises,
-    regularizers included, with layers in training mode.
+    moving statistics and seed states are those from when the object was made. Every
+    evaluation starts from them and does not change them: dropout and noise are the same
+    at every point. It is the loss that training minimises, regularizers included, with
+    layers in training mode.
 
     The functions are compiled (`tf.function`, `jax.jit`) once for each model, loss and
-    shape of the batch, and used again by later objectives of the same model.
+    shape of the batch. Later objectives of the same model use them again.
 
     Args:
         model: A built `keras.Model`: Functional, Sequential or subclassed.
-        x: The batch's inputs, an array or what else the model takes.
+        x: The inputs of the batch: an array, or any structure that the model takes.
         y: Its targets.
-        loss: What `model.compile` takes as `loss`, or `None`: the compiled one.
-        layer: `None`, or a layer of the model or its name: the vector then is the
-            layer's input or output for this batch, and a change of it leaves
-            everything before the layer alone.
+        loss: As in `model.compile`. `None`: the compiled one.
+        layer: `None`, or a layer of the model or its name: then the vector is the
+            layer's input or output for this batch, and everything before the layer
+            stays the same at every point.
         side: `"input"` or `"output"` of `layer`.
         training: Boolean, whether layers run in training mode.
 
     Attributes:
-        start: The vector at the time when the object was made, float32, or float64
-            where a weight has it. `None` instead of a point means `start`.
-        shapes: List of the shapes of what the vector holds.
-        gradient_evaluations: Number of gradients that have been computed.
+        start: The vector from when the object was made, float32, or float64 if a weight
+            has it. `None` instead of a point means `start`.
+        shapes: List of the shapes of the arrays in the vector.
+        gradient_evaluations: Number of gradients computed so far.
 
     Raises:
         ValueError: If the model is not built or has no loss or no trainable weights, if
-            the batch is empty, or if the layer is not in the model, has not one tensor
-            at `side`, or is not called exactly once.
+            the batch is empty, or if the layer is not in the model, does not have one
+            tensor at `side`, or is not called exactly once.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Objective:
         self._batch = as_tensors(model, x, y)
         self._loss.build(*self._batch)
         self._randomness = randomness()
-        # Copies, for training may go on in the memory of the variables.
+        # Copies: training may continue in the memory of the variables.
         self._state = [ops.copy(value) for value in state]
         if not self._of_weights:
             with drawing_from(self._randomness):
@@ -103,7 +103,10 @@ class Objective:
     def of_batch(self, x: Data, y: Data) -> Self:
         """Return the objective with another batch, from the same weights and seeds."""
         if not self._of_weights:
-            raise ValueError("The objective of a layer's activations has one batch.")
+            raise ValueError(
+                "The objective of a layer's activations cannot change its batch. Make "
+                "a new `Objective`."
+            )
         check_batch(self._model, x, y)
         other = copy.copy(self)
         other._batch = as_tensors(self._model, x, y)
@@ -182,7 +185,7 @@ def _loss_of(model, loss, layer, side, training):
     """Return the `ModelLoss` of these settings, a new one if the model has changed."""
     made_for = (
         weak_reference(layer),
-        # `compile`, and `AMAT` where it changes the step, have the step made anew.
+        # `compile`, and `AMAT` if it changes the step, make a new one.
         weak_reference(model.train_function),
         _keras.compiled_loss(model),
         *map(id, [*model.variables, *model.metrics_variables]),
@@ -194,7 +197,7 @@ def _loss_of(model, loss, layer, side, training):
     if then != made_for:
         found = ModelLoss(model, loss, layer, side, training=training)
         while len(kept) >= _LOSSES_OF_A_MODEL:
-            del kept[next(iter(kept))]  # the one that was used least lately
+            del kept[next(iter(kept))]  # the least recently used
     kept[key] = (found, made_for, loss)
     return found
 
@@ -209,5 +212,5 @@ def _loss_scale(model):
 
 
 def _numpy(tensor):
-    # A copy: NumPy may otherwise look into memory of the backend.
+    # A copy: otherwise NumPy may share memory with the backend.
     return np.array(ops.convert_to_numpy(tensor))

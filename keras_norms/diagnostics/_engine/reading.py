@@ -1,4 +1,4 @@
-"""What diagnostics read of a model: arrays in float64, layers by name, its rate."""
+"""What diagnostics read from a model: float64 arrays, layers by name, its rate."""
 
 import warnings
 
@@ -78,16 +78,16 @@ def learning_rate_of(model, learning_rate):
         return arguments.number("learning_rate", learning_rate, above=0)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
-        expected = "given, for the model has no optimizer"
+        expected = "given: the model has no optimizer"
         raise arguments.wrong("learning_rate", expected, None)
     if not hasattr(optimizer, "learning_rate"):
-        expected = "given, for the model's optimizer has no single one"
+        expected = "given: the model's optimizer has no single one"
         raise arguments.wrong("learning_rate", expected, None)
     rate = float(ops.convert_to_numpy(ops.convert_to_tensor(optimizer.learning_rate)))
     if rate == 0:  # as at the end of many schedules, and at the start of a warm-up
         warnings.warn(
-            "The learning rate of the optimizer is 0, and so is the length of the "
-            "steps that are measured. Pass `learning_rate` for others.",
+            "The learning rate of the optimizer is 0, so all measured steps have "
+            "length 0. Pass `learning_rate`.",
             stacklevel=3,
         )
     return rate
