@@ -1,6 +1,6 @@
-"""All that this package needs of Keras and is not public, in Keras 3.12 to 3.15.
+"""All non-public parts of Keras that this package uses, in Keras 3.12 to 3.15.
 
-One function a need. Where another version of Keras has it elsewhere, this says so.
+One function for each need. Comments say where another version of Keras differs.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def unlocked(layer):
 
 @contextlib.contextmanager
 def keeping_losses(model):
-    """A scope whose calls of the model leave the losses of the calls before."""
+    """A scope in which calls of the model do not change its losses."""
     kept = [(each, each._losses[:], set(each._loss_ids)) for each in layers_of(model)]
     try:
         yield
@@ -104,7 +104,7 @@ def replaced(layer, **methods):
     """A scope in which a layer has other methods, such as `call`; scopes may nest."""
     own = {name: vars(layer)[name] for name in methods if name in vars(layer)}
     for name, method in methods.items():
-        # Past Keras, which would look for weights in the attribute.
+        # Not through Keras, which would look for weights in the attribute.
         object.__setattr__(layer, name, method)
     try:
         yield
@@ -118,9 +118,9 @@ def replaced(layer, **methods):
 
 @contextlib.contextmanager
 def running_once(layers):
-    """A scope in which what was made in a `keras.RematScope` is not run again.
+    """A scope in which layers made in a `keras.RematScope` run only once.
 
-    That run, in the backward pass, would not see the `StatelessScope` around the first.
+    A second run, in the backward pass, would not see the `StatelessScope` of the first.
     """
     with contextlib.ExitStack() as stack:
         for layer in layers:
@@ -168,8 +168,8 @@ def unquantized(policy):
 
 
 def is_state_current(callback):
-    """Whether variables have their values, which JAX's trainer holds in an epoch."""
-    # Not of `callback.model`, which fetches them.
+    """Whether variables have their values. In an epoch, JAX's trainer holds them."""
+    # Not through `callback.model`, which fetches them.
     return getattr(callback._model, "_jax_state_synced", True)
 
 
@@ -179,9 +179,9 @@ def inner_optimizer(optimizer):
 
 
 def exclude_from_weight_decay_as(old, new):
-    """Exclude in a model what another excludes: variables of the same path, and names.
+    """Exclude from weight decay what another model does: by variable path, by name.
 
-    The configuration of an optimizer does not have it.
+    The configuration of an optimizer does not hold this.
     """
     theirs, ours = (inner_optimizer(model.optimizer) for model in (old, new))
     pattern = getattr(theirs, "_exclude_from_weight_decay_pattern", None)
@@ -212,7 +212,7 @@ def batches_of(data, batch_size):
     try:
         adapter = get_data_adapter(data, batch_size=batch_size)
     except IndexError as error:  # Keras 3.12
-        raise ValueError("There are no data.") from error
+        raise ValueError("There is no data.") from error
     unpack = data_adapter_utils.unpack_x_y_sample_weight
     return (unpack(batch)[0] for batch in adapter.get_numpy_iterator())
 
@@ -266,7 +266,7 @@ def forget_calls(operation):
 
 
 def unsafe_deserialization():
-    """A scope in which configurations of one's own models may hold functions."""
+    """A scope in which configurations may hold functions, as our own do."""
     return SafeModeScope(False)
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import keras
 
-# A tensor of the backend, or what `keras.ops` makes one of.
+# A tensor of the backend, or what `keras.ops` converts to one.
 Tensor: TypeAlias = Any
 # Sizes of axes, `None` where one is not known.
 Shape: TypeAlias = Sequence[int | None]
@@ -21,7 +21,7 @@ Loss: TypeAlias = Any
 # A layer of a model, or its name.
 LayerOrName: TypeAlias = keras.layers.Layer | str
 Layers: TypeAlias = Sequence[LayerOrName]
-# A batch `(x, y)`, and one or a function of the step that returns one.
+# A batch `(x, y)`; that, or a function of the step that returns one.
 Batch: TypeAlias = tuple[Data, Data]
 BatchOrFunction: TypeAlias = Batch | Callable[[int], Batch]
 Directory: TypeAlias = str | os.PathLike[str]

@@ -11,13 +11,13 @@ from keras_norms._types import Tensor
 def relu(x: Tensor) -> Tensor:
     """Compute `max(x, 0)`: the activation "relu", with less memory in training on JAX.
 
-    JAX's own gradient reads the input, so that a training step keeps the input and what
-    the next layers keep of the output. This one reads the output, as TensorFlow's and
+    JAX's own gradient reads the input: a training step keeps the input, and what the
+    next layers keep of the output. This one reads the output, as TensorFlow's and
     PyTorch's do. Values and gradients are the same. It costs memory where the input is
-    kept anyway, as a concatenation of what other layers read too.
+    kept anyway, such as a concatenation of tensors that other layers read too.
 
-    `convert` to CBN puts it in the place of `"relu"`, and `relu6` in that of `"relu6"`;
-    `fold` and `convert` to norms of Keras bring these back.
+    `convert` to CBN replaces `"relu"` by it, and `"relu6"` by `relu6`. `fold` and
+    `convert` to norms of Keras undo this.
 
     Args:
         x: Tensor of floats.
@@ -33,10 +33,10 @@ def relu(x: Tensor) -> Tensor:
 
 
 def relu6(x: Tensor) -> Tensor:
-    """Compute `min(max(x, 0), 6)`, as `relu` of this package does `max(x, 0)`.
+    """Compute `min(max(x, 0), 6)`: the activation "relu6", with less memory on JAX.
 
-    It is to "relu6" and `keras.layers.ReLU(6)` what `relu` is to "relu", but on GPUs
-    its gradient reads its input, which moves fewer bytes there.
+    As `relu` of this package, but on GPUs its gradient reads the input, which moves
+    fewer bytes there.
 
     Args:
         x: Tensor of floats.
@@ -47,7 +47,7 @@ def relu6(x: Tensor) -> Tensor:
     return ops.relu6(x) if _is_left_to_keras(x) else _on_jax(x, 6)
 
 
-# Not as decorators, which have no types: what they return would have none either.
+# Not as decorators: these have no types, and neither would the functions.
 keras.saving.register_keras_serializable("keras_norms")(relu)
 keras.saving.register_keras_serializable("keras_norms")(relu6)
 
@@ -100,7 +100,7 @@ def _relu_of_jax(highest):
 
 
 def _written_on_cpu(x):
-    """Return `x` so that XLA on a CPU writes it to memory, and never recomputes it.
+    """Return `x`, which XLA on a CPU then writes to memory and never recomputes.
 
     There XLA removes optimization barriers before it fuses operations. But it does not
     fuse across a call that it may not inline, and such a call copies nothing.

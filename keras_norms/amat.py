@@ -15,39 +15,40 @@ Logs = dict[str, float] | None
 class AMAT(keras.callbacks.Callback):
     """Adaptive moving average technique: `model.fit(..., callbacks=[AMAT()])`.
 
-    Finds every `CBN` layer of the model, nested ones too, and gives it the learning
-    rate that the coming step will use, so that its averages follow with
+    It gives every `CBN` layer of the model, nested ones too, the learning rate of the
+    coming step. The averages of the layer then follow with
     `eta = max(1 - omega * learning_rate, 0)`.
 
     A rate that other callbacks change (`LearningRateScheduler`, `ReduceLROnPlateau`) is
     assigned when it changes. A `LearningRateSchedule` goes into the compiled training
-    step, so that it is right also with `steps_per_execution` greater than 1, and needs
-    nothing from the host. On JAX, where the forward pass does not see the optimizer,
-    each layer gets a counter, set to the optimizer's iterations at the start of each
-    epoch; steps that a `LossScaleOptimizer` skips are counted until the next one. Put
-    AMAT after callbacks that change the rate at `on_train_batch_begin`.
+    step: it is right with `steps_per_execution` greater than 1 too, and needs nothing
+    from the host. On JAX, where the forward pass does not see the optimizer, each layer
+    gets a counter, set to the optimizer's iterations at the start of each epoch. Until
+    then it also counts steps that a `LossScaleOptimizer` skips. Put AMAT after
+    callbacks that change the rate at `on_train_batch_begin`.
 
-    With `gradient_accumulation_steps=n` layers are told an `n`-th of the rate, so that
-    the averages of one update of the weights span its `n` small batches.
+    With `gradient_accumulation_steps=n`, layers get an `n`-th of the rate: the averages
+    of one update of the weights then span its `n` small batches.
 
-    If the model trains with other optimizers than `model.optimizer`, as a GAN does, do
-    not use AMAT. Call `layer.set_learning_rate(rate)` of each layer in `train_step`, or
-    on JAX, for a schedule, `layer.follow(schedule)` before `fit`. A warning says so if
+    If other optimizers than `model.optimizer` train the model, as in a GAN, do not use
+    AMAT. Call `layer.set_learning_rate(rate)` of each layer in `train_step`, or for a
+    schedule on JAX, `layer.follow(schedule)` before `fit`. AMAT warns of this if
     `model.optimizer` has made no step in the first epoch.
 
-    On TensorFlow, layers that a model creates only while its first step is traced, in
-    its own `build()`, get the rate after that step. Build such a model first.
+    On TensorFlow, layers that a model creates in its own `build()` while its first step
+    is traced get the rate after that step. Build such a model first.
 
     Pass AMAT to each `fit`. When training ends, layers keep the last rate, also in a
-    saved file; at the last rate of a schedule, often 0, averages hardly move. (On
+    saved file. At the last rate of a schedule, often 0, averages hardly move. (On
     TensorFlow and JAX the schedule continues in a `fit` without AMAT.) A loaded layer
     warns if it is trained without AMAT. If the last rate is `1 / omega` or more,
     inference has the statistics of the last batch alone, and a warning says so.
 
     Raises:
-        ValueError: At the start of training, if the model has no optimizer, or one
-            without a learning rate of its own, as `keras.optimizers.MultiOptimizer`,
-            or, on TensorFlow and JAX, with a function that is not a schedule.
+        ValueError: At the start of training, if the model has no optimizer, if the
+            optimizer has no learning rate of its own, as
+            `keras.optimizers.MultiOptimizer`, or if the rate, on TensorFlow and JAX, is
+            a function that is not a schedule.
 
     Reference:
 
@@ -79,7 +80,7 @@ class AMAT(keras.callbacks.Callback):
             )
         if not hasattr(model.optimizer, "learning_rate"):
             raise ValueError(
-                "AMAT needs an optimizer with one learning rate. With another, call "
+                "AMAT needs an optimizer with one learning rate. For others, call "
                 "`layer.set_learning_rate(rate)` of each CBN layer instead. "
                 f"Received: model={model} with optimizer={model.optimizer}"
             )
@@ -93,7 +94,7 @@ class AMAT(keras.callbacks.Callback):
         self._was_built = model.built
         self._schedule = _schedule(model.optimizer)
         self._layers = _keras.layers_of(model, FollowsLearningRate)
-        self._rate = None  # new layers were not told
+        self._rate = None  # New layers do not know it.
         iterations = None
         if self._schedule is not None and keras.backend.backend() == "tensorflow":
             iterations = _keras.step_counter(model.optimizer)
@@ -128,20 +129,20 @@ class AMAT(keras.callbacks.Callback):
         if is_told and self._steps_before == self._steps_done():
             warnings.warn(
                 "AMAT tells CBN layers the learning rate of `model.optimizer`, which "
-                "has made no step. Where other optimizers train the model, call "
-                "`layer.set_learning_rate(rate)` of each CBN layer in the training "
-                "step, and leave AMAT out.",
+                "has made no step. If other optimizers train the model, leave AMAT out "
+                "and call `layer.set_learning_rate(rate)` of each CBN layer in the "
+                "training step.",
                 stacklevel=2,
             )
-        self._steps_before = -1  # said once
+        self._steps_before = -1  # Warn once.
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if not self._was_built and self.model.built:
             self._attach()
         if self._schedule is not None or not self._layers:
             return
-        # On JAX the trainer holds all state in an epoch, and fetching it is slow. Who
-        # changed the rate has fetched it: if nobody did, there is nothing to see.
+        # On JAX the trainer holds all state in an epoch, and fetching it is slow. A
+        # callback that changes the rate fetches it: otherwise the rate is the same.
         if not _keras.is_state_current(self):
             return
         rate = _number(self.model.optimizer.learning_rate)
@@ -162,9 +163,9 @@ class AMAT(keras.callbacks.Callback):
             if layer.omega * rate >= 1:
                 warnings.warn(
                     f"Training ended at a learning rate of {rate:g}. At 1 / omega or "
-                    "more CBN layers keep the statistics of the last batch alone, and "
-                    "inference uses them. Call keras_norms.recalibrate on the model, "
-                    "or end with a smaller rate.",
+                    "more, CBN layers keep only the statistics of the last batch for "
+                    "inference. Call keras_norms.recalibrate on the model, or end with "
+                    "a smaller rate.",
                     stacklevel=2,
                 )
                 break
@@ -176,9 +177,9 @@ def _number(scalar):
 
 
 def _schedule(optimizer):
-    """The optimizer's schedule where the training step can hold it, else `None`.
+    """The optimizer's schedule if the training step can hold it, else `None`.
 
-    PyTorch runs a step operation by operation: there, one evaluation on the host is
+    PyTorch runs a step operation by operation. There one evaluation on the host is
     cheaper than one in every layer.
     """
     rate = _keras.learning_rate_of(optimizer)
@@ -189,7 +190,7 @@ def _schedule(optimizer):
     if callable(rate):
         raise ValueError(
             "AMAT needs a learning rate that is a number or a LearningRateSchedule. "
-            "Other functions are called in the compiled step, where it does not see "
-            f"what they return. Received: learning_rate={rate}"
+            "It cannot see what other functions return in the compiled step. "
+            f"Received: learning_rate={rate}"
         )
     return None

@@ -1,4 +1,4 @@
-"""Checks of arguments: a wrong one says what it is, what it got and what fits."""
+"""Checks of arguments. Errors say which is wrong, what fits and what was received."""
 
 import math
 import numbers
@@ -24,7 +24,7 @@ def shown(value: object) -> str:
     """Show a value in a message: `repr(value)`, where that is short."""
     try:
         text = repr(value)
-    except Exception:  # Python writes no integer of more than 4300 digits.
+    except Exception:  # Python prints no integer of more than 4300 digits.
         text = ""
     if text and len(text) <= 400:
         return text
@@ -140,7 +140,7 @@ def _optional(name, value, get, kind):
 def _get(get, value):
     try:
         return get(value)
-    except Exception:  # Of many kinds, for a dictionary that is no configuration.
+    except Exception:  # A dictionary that is not a configuration raises many kinds.
         return None
 
 
@@ -151,8 +151,8 @@ def group_size(value: Any, synchronized: bool) -> int | None:
     found = integer("group_size", value, at_least=1)
     if synchronized:
         raise ValueError(
-            "Argument `group_size` must be None where statistics are those of all "
-            f"replicas. Received: group_size={found} with synchronized=True"
+            "Argument `group_size` must be None if `synchronized` is True. "
+            f"Received: group_size={found} with synchronized=True"
         )
     return found
 
@@ -184,8 +184,8 @@ def broadcast_mask(mask: Tensor | None, inputs: Tensor, axis: int) -> Tensor | N
     """Return `mask` as a boolean tensor that broadcasts to `inputs`, of its rank.
 
     A mask of lower rank says which positions count: its axes are those of `inputs`
-    without the channel axis. Where that does not fit, they are the leading axes of
-    `inputs`, as in a mask over time steps when time itself is the channel axis.
+    without the channel axis. If that does not fit, they are the first axes of `inputs`,
+    as in a mask over time steps when time is the channel axis.
     """
     if mask is None:
         return None

@@ -1,4 +1,4 @@
-"""Checks of models, and of what goes with one: batches, losses, layers in it."""
+"""Checks of models, and of the batches, losses and layers given with them."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ def check_model(model: object) -> None:
     """Raise ValueError unless it is a built model."""
     if not isinstance(model, keras.Model) or not model.built:
         raise ValueError(
-            "Argument `model` must be a keras.Model that is built: call it on data. "
-            f"Received: model={arguments.shown(model)}"
+            "Argument `model` must be a built keras.Model. To build one, call it on "
+            f"data. Received: model={arguments.shown(model)}"
         )
 
 
@@ -25,7 +25,7 @@ def check_compiled_or_loss(model: keras.Model, loss: Loss) -> None:
     check_model(model)
     check_loss(loss)
     if loss is None and not model.compiled:
-        raise arguments.wrong("loss", "given, for the model is not compiled", loss)
+        raise arguments.wrong("loss", "given if the model is not compiled", loss)
 
 
 def check_loss(loss: Loss) -> None:
@@ -112,7 +112,7 @@ def matching_layers(
         return found
     must = "hold layers" if argument == "layers" else "be a layer"
     raise ValueError(
-        f"Argument `{argument}` must {must} of model '{model.name}', or name such. "
+        f"Argument `{argument}` must {must} of model '{model.name}', or their names. "
         f"Received: {argument}={arguments.shown(layer)}. "
         f"The model has {[each.name for each in layers]}"
     )
@@ -140,7 +140,7 @@ def _shapes(parts, batch, name, text=False):
 
 
 def _is_array(part, text):
-    """Whether it has a first axis, and numbers in it."""
+    """Whether it has a first axis, and holds numbers."""
     if not (hasattr(part, "shape") and hasattr(part, "dtype")):
         try:
             part = np.asarray(part)

@@ -11,15 +11,15 @@ from keras_norms.ops.forward_mode import NO_FORWARD_MODE, have_tangents
 
 
 def custom_gradient(forward: Callable, backward: Callable) -> Callable:
-    """Give `forward` a hand-written gradient where the backend can hold one.
+    """Give `forward` a hand-written gradient.
 
-    `forward`, of positional tensors, returns one or a tuple of them. It must also be
+    `forward` takes positional tensors and returns a tensor or a tuple. It must also be
     right under ordinary differentiation, which second derivatives on JAX use.
     `backward(upstream, *tensors)` returns one gradient for each argument, or `None`. It
-    must itself be made of differentiable operations, which makes reverse-over-reverse
-    derivatives right everywhere. `upstream` is a tuple where `forward` returns one; in
-    it, PyTorch has `None` for zeros. A statistic that depends on another argument may
-    be one of its own, if `backward` accounts for that and returns `None` for it.
+    must consist of differentiable operations: reverse-over-reverse derivatives are then
+    right everywhere. `upstream` is a tuple if `forward` returns one; in it, PyTorch has
+    `None` for zeros. A statistic that depends on another argument may be an argument
+    too, if `backward` accounts for that and returns `None` for it.
 
     There is no forward-mode derivative: it is a `NotImplementedError` on TensorFlow and
     PyTorch, a `TypeError` on JAX.
@@ -82,7 +82,7 @@ def is_eager_torch() -> bool:
 
 
 def is_differentiated() -> bool:
-    """In a gradient on PyTorch: whether it is to be differentiated itself."""
+    """In a gradient on PyTorch: whether it will be differentiated itself."""
     import torch
 
     return torch.is_grad_enabled()

@@ -9,8 +9,8 @@ NO_FORWARD_MODE = (
 def have_tangents(tensors):
     """Whether a `tf.autodiff.ForwardAccumulator` follows one of them.
 
-    It would be wrong without a word about functions with a gradient of their own, and
-    about compiled ones.
+    For functions with custom gradients, and compiled ones, its results would be wrong
+    without an error.
     """
     import tensorflow as tf
     from tensorflow.python.eager import forwardprop_util

@@ -1,9 +1,8 @@
-"""The functions that the maps are made of: `keras.ops`.
+"""The functions that the maps consist of: `keras.ops`.
 
-On PyTorch, what `keras.ops` does before it calls PyTorch (it looks for symbolic
-tensors, converts arguments, promotes dtypes) takes several times as long as the work
-for a vector. There PyTorch is called directly: with tensors, two of one dtype in a
-call.
+Before it calls PyTorch, `keras.ops` looks for symbolic tensors, converts arguments and
+promotes dtypes, which takes several times as long as the work for a vector. On PyTorch
+it is therefore called directly, with tensors, two of one dtype in a call.
 """
 
 from typing import Any

@@ -25,11 +25,11 @@ def linear_of_affine(
     inside: Sequence[Tensor] | None = None,
     channels_first: bool = False,
 ) -> Tensor:
-    """linear(scale * x + shift, kernel) + bias, as linear(x, scale * kernel) and more.
+    """Compute linear(scale * x + shift, kernel) + bias with linear(x, scale * kernel).
 
-    The shift contributes the linear map of one constant image: each tap of the kernel,
-    summed over the input channels, and added up over the taps that an output reads.
-    With zero padding, outputs at the border read fewer taps.
+    The shift adds the linear map of one constant image: the taps of the kernel, each
+    summed over the input channels, added up over the taps that an output reads. With
+    zero padding, outputs at the border read fewer taps.
 
     Args:
         x: Tensor with `channels` in axis 1 or in the last.
@@ -38,12 +38,12 @@ def linear_of_affine(
             are those of the taps, one for each spatial axis of `x`.
         bias: `(units,)`, or `None`.
         linear: Function of a tensor and a kernel.
-        groups: How many groups of channels the kernel is applied to, each by the kernel
-            of an equal part of the units.
-        depthwise: Whether each channel is a group of its own, and the kernel is
+        groups: The number of groups of channels. Equal parts of the units read one
+            group each.
+        depthwise: Whether each channel is its own group, and the kernel is
             `(..., channels, units / channels)`.
         inside: For each spatial axis a boolean tensor `(outputs, taps)`, whether a tap
-            of an output reads the tensor, not its padding. `None`: all of them do.
+            of an output reads the tensor, not its padding. `None`: all do.
         channels_first: Whether channels are in axis 1.
 
     Returns:
@@ -51,7 +51,7 @@ def linear_of_affine(
     """
 
     def of_inputs(vector):
-        """What elements of the kernel read of it, as it broadcasts to the kernel."""
+        """The vector in the shape that broadcasts to the kernel: its input channels."""
         if groups == 1:
             return vector[:, None]
         by_group = ops.transpose(ops.reshape(vector, (groups, -1)))
@@ -78,7 +78,7 @@ def linear_of_affine(
 
 
 def _of_taps(taps, inside):
-    """What the outputs at each place add up of taps, `(..., units)`."""
+    """Sum, for the outputs at each place, the taps that read no padding."""
     image = taps
     for axis, reads in enumerate(inside):
         # Not a product of matrices, which accelerators round to fewer digits.
@@ -97,10 +97,10 @@ def _of_taps(taps, inside):
 
 
 def _apart(x):
-    """x, which XLA for GPUs writes, and so its gradient, before it goes on with it.
+    """Return x, which XLA for GPUs then writes before it uses it; its gradient too.
 
-    Else cuDNN adds to a convolution what is added to its result, and that is written
-    first. An affine function of x had better be added in the next pass over the sum.
+    Otherwise cuDNN adds to a convolution what is added to its result, which must be
+    written first. An affine function of x is better added in the next pass.
     """
     if keras.backend.backend() != "jax":
         return x
@@ -112,12 +112,11 @@ def _apart(x):
 
 
 def _in_half_precision(linear, x, kernel, constant, is_image):
-    """`linear(x, kernel) + constant` in the dtype of `x`, 16 bits, of others of 32.
+    """`linear(x, kernel) + constant` in the 16-bit dtype of `x`; the others have 32.
 
-    The gradients of these have 32 bits too. Compiled for TPUs by JAX, that of the
-    kernel has them before devices add it up, not after. It loses no digits, and goes
-    with gradients of 32 bits that are due at the same time: one all-reduce in place of
-    two.
+    So do their gradients. Compiled by JAX for TPUs, the gradient of the kernel has 32
+    bits before devices add it up, not after. It loses no digits, and shares one
+    all-reduce with other 32-bit gradients that are due at the same time.
     """
 
     def half(x, kernel):
@@ -156,8 +155,8 @@ def _in_half_precision(linear, x, kernel, constant, is_image):
             tpu=gradient_on_tpu,
             default=functools.partial(gradient, half),
         )
-        # XLA for GPUs adds up samples where it writes them, and then the small sum. But
-        # devices that share a batch would exchange that one.
+        # XLA for GPUs sums samples where it writes them, and then the small sum. But
+        # devices that share a batch would exchange that sum.
         total = ops.sum(ops.cast(upstream, constant.dtype), 0)
         total = total if devices_share_batches() else _apart(total)
         spread = jax.vjp(lambda v: ops.broadcast_to(v, total.shape), constant)[1]
@@ -172,7 +171,7 @@ def taps_inside(
     size: Any, taps: int, stride: int, dilation: int, padding: str = "same"
 ) -> Any:
     """Which taps of a convolution read no padding along an axis: (outputs, taps)."""
-    # Of a size that is known no operation is started.
+    # With a known size, NumPy starts no operation on a device.
     np_or_ops: Any = np if isinstance(size, int) else keras.ops
     outputs, reach = (size + stride - 1) // stride, (taps - 1) * dilation
     before = reach

@@ -26,8 +26,8 @@ from keras_norms.ops.single_pass import single_pass
 class LpStatistics(NamedTuple):
     """Statistics of one batch: elements per channel, mean and norm, as `Moments`.
 
-    `ends` are the largest x and the largest -x, where `norm` is that of x - mean and p
-    is infinity, else nothing.
+    `ends` are the largest x and the largest -x if `norm` is that of x - mean and p is
+    infinity, else empty.
     """
 
     count: Tensor
@@ -238,7 +238,7 @@ def _direction_of_ends(x, mean, largest_x, largest_minus_x, mask=None, *, axis):
     """
     ndim, x = len(x.shape), ops.cast(x, mean.dtype)
     above, below = _beyond(mean, largest_x, largest_minus_x)
-    # Nothing is larger than the norm, so that no x is equal to this.
+    # Nothing is larger than the norm: no x is equal to this.
     nowhere = ops.full_like(mean, math.inf)
     top = ops.where(above >= below, largest_x, nowhere)
     bottom = ops.where(below >= above, largest_minus_x, nowhere)

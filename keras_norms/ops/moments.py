@@ -20,7 +20,7 @@ from keras_norms.ops.single_pass import in_xla, single_pass
 
 # A shift that is off by this many deviations costs six of 24 bits of the variance.
 _FAR = 8.0
-# Or, relative to the mean, by what costs no more than x was rounded by.
+# An error of the shift, relative to the mean, that costs no more than rounding x did.
 _CLOSE = 2.0**-12
 
 
@@ -46,18 +46,18 @@ def moments(
 ) -> Moments:
     """Mean and variance of every channel.
 
-    The sums are taken of `x - shift`, so that nothing cancels where the mean is much
-    larger than the standard deviation, and both can be had from one read of `x`.
+    Sums are of `x - shift`: nothing cancels if the mean is much larger than the
+    standard deviation, and one read of `x` gives both.
 
     Args:
         x: Tensor of rank 2 or more.
-        dtype: What to compute in, float32 or wider.
+        dtype: The dtype to compute in, float32 or wider.
         axis: The channel axis, see `shapes`.
         mask: Boolean tensor that broadcasts to the shape of `x`, `False` where an
             element does not count. Reads `x` twice.
         synchronized: Whether statistics are those of all replicas.
-        prior: An estimate of the mean, `(channels,)`. It changes the rounding, not the
-            result, also where it is wrong.
+        prior: An estimate of the mean, `(channels,)`. Right or wrong, it changes only
+            the rounding.
 
     Returns:
         `Moments`. Without any element, mean and variance are zero. Squares of a channel
@@ -76,7 +76,7 @@ def moments(
         mean, variance = (ops.where(count > 0, v, ops.zeros_like(v)) for v in found)
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
-    # A number, with which averages go on, also where squares add up to more.
+    # Averages continue with a finite number, even if squares add up to more.
     largest = float(np.finfo(keras.backend.standardize_dtype(variance.dtype)).max) / 4
     local = Moments(count, mean, ops.minimum(variance, largest))
     return combine_replicas(local)[0] if synchronized else local
@@ -94,7 +94,7 @@ def moving_averages(
 
     Returns:
         The averages after the batch, see `after_batch`. A channel without an element,
-        or with a statistic that is not finite, keeps all that it had.
+        or with a statistic that is not finite, keeps its averages.
     """
     usable = count > 0
     for statistic in new:
@@ -108,12 +108,12 @@ def after_batch(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """The averages to keep: new ones where they are usable, else the old ones.
 
-    Where new ones are those after each group alone, `(groups, channels)`, their mean is
-    kept over the groups where they are usable. Also returns, for each channel, whether
-    averages are new.
+    If new ones are given for each group, `(groups, channels)`, it takes their mean over
+    the groups where they are usable. Also returns, for each channel, whether averages
+    are new.
     """
     if len(usable.shape) == 2:
-        # One sum, so that devices that have some of the groups start one all-reduce.
+        # One sum: devices that have some of the groups then start one all-reduce.
         terms = [ops.where(usable, each, ops.zeros_like(each)) for each in new]
         sums = ops.sum(ops.stack([ops.cast(usable, terms[0].dtype), *terms]), 1)
         usable = sums[0] > 0
@@ -123,9 +123,9 @@ def after_batch(
 
 
 def _is_shared(axis):
-    """Whether what statistics are taken of is divided among devices.
+    """Whether the elements of one statistic are divided among devices.
 
-    A batch is. Groups go to devices as a whole, where they are to be fast.
+    Those of a batch are. Groups are assumed to be on one device each, which is fast.
     """
     return devices_share_batches() and not isinstance(axis, tuple)
 
@@ -153,7 +153,7 @@ def mean_and_variance(
         around = _around_prior_or_zero if half else _around_prior_if_near
         found = around(x, prior, count, axis)
     elif not in_xla():
-        # Each operation is a pass of its own: one more costs less than to avoid it.
+        # Each operation is its own pass: one more costs less than avoiding it.
         return _around(x, _mean(x, prior.dtype, count, axis), count, axis)
     else:
         least, most = _range_of_some(x, prior.dtype, axis)
@@ -164,10 +164,10 @@ def mean_and_variance(
         return found
     import jax
 
-    # XLA can take the sums in the kernel that makes x, unless it needs a value of x
-    # first: on TPUs four sums, on GPUs two. Around zero these err by 2^-22 or so of the
-    # mean square, to which rounding x to bfloat16 added more than 2^-20. What is not
-    # for the platform is not compiled.
+    # XLA can compute the sums in the kernel that makes x, unless it needs a value of x
+    # first: on TPUs four sums, on GPUs two. Around zero these err by about 2^-22 of the
+    # mean square; rounding x to bfloat16 added more than 2^-20. Only the branch for the
+    # platform is compiled.
     on_gpu = found
     if dtype == "bfloat16":
         on_gpu = _around(x, ops.zeros_like(prior), count, axis)
@@ -184,9 +184,9 @@ def mean_and_variance(
 def _range_of_some(x, dtype, axis):
     """The least and the largest of some values of each channel, from different places.
 
-    They are reduced: what is cheap, as a slice is, XLA would compute anew in the
-    gradient, and on a CPU does so while it overwrites that memory, where the gradient
-    reads `x` in another shape too.
+    They are reduced, because XLA computes cheap things, such as a slice, again in the
+    gradient. On a CPU it does so while it overwrites that memory, if the gradient reads
+    `x` in another shape too.
     """
     axes, sizes = reduction_axes(len(x.shape), axis), ops.shape(x)
     index = [slice(None)] * len(sizes)
@@ -196,7 +196,7 @@ def _range_of_some(x, dtype, axis):
     # In an empty batch the least is above the largest.
     ends = ops.min(some, axes, initial=np.inf), ops.max(some, axes, initial=-np.inf)
     if keras.backend.backend() == "tensorflow":
-        # Which does not know the rank of `some` where it does not know the sizes.
+        # TensorFlow does not know the rank of `some` if it does not know the sizes.
         groups = (-1,) if isinstance(axis, tuple) else ()
         shape = (*groups, x.shape[channel_axis(axis)])
         ends = tuple(ops.reshape(end, shape) for end in ends)
@@ -206,8 +206,8 @@ def _range_of_some(x, dtype, axis):
 def _around_prior_or_zero(x, prior, count, axis):
     """Sums around whichever is nearer to the mean: one read of x, and no value of it.
 
-    Zero costs digits where the mean is many deviations. But bfloat16 has none for a
-    mean of more than 2^8 deviations, which costs 16 of the 24 binary digits of a sum.
+    Zero costs digits if the mean is many deviations: 16 of the 24 binary digits of a
+    sum at 2^8. But beyond that, bfloat16 has no digits of a deviation anyway.
     """
     by_shift = [
         _around(x, shift, count, axis) for shift in (prior, ops.zeros_like(prior))
@@ -218,9 +218,9 @@ def _around_prior_or_zero(x, prior, count, axis):
 
 
 def _around_prior_if_near(x, prior, count, axis, mask=None):
-    """Sums around the prior, and around the batch's own mean where that was far.
+    """Sums around the prior, and around the batch's own mean if the prior was far.
 
-    A value of the batch would do better than the prior, but devices that do not hold it
+    A value of the batch would be better than the prior, but devices that do not hold it
     would have to fetch it.
     """
     found = _around(x, prior, count, axis, mask)
@@ -264,7 +264,7 @@ def _masked_moments(x, mask, *, axis, dtype):
     x = ops.cast(x, dtype)
     count = channel_sums(ops.cast(mask, dtype), axis)
     divisor = ops.maximum(count, 1)
-    # A second pass: a prior mean may be far from the few elements that a mask leaves.
+    # Two passes: a prior mean may be far from the few elements that a mask leaves.
     mean = channel_sums(visible(x, mask), axis) / divisor
     centered = visible(x - per_channel(mean, len(x.shape), axis), mask)
     return count, mean, channel_sums(ops.square(centered), axis) / divisor

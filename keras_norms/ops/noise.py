@@ -32,7 +32,7 @@ def scale_and_shift(
 
     Args:
         x: Tensor of rank 2 or more. Only its shape counts.
-        seed: It moves on.
+        seed: The call advances it.
         dtype: Dtype of the noise.
         mean_range, scale_range: Each channel draws a mean of its shift from
             U(-mean_range, mean_range) and of its scale from U(1, scale_range).
@@ -69,7 +69,7 @@ def _noise(x, seed, dtype, replica=0):
 
 
 def _of(replica, seed):
-    """The seed that a PyTorch replica draws with; the first one as if it was alone."""
+    """The seed of a PyTorch replica; the first one draws as if it was alone."""
     if replica == 0:
         return seed
     return (sum(map(int, seed.next())) + replica * _GOLDEN) % 2**31

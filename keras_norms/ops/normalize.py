@@ -20,14 +20,14 @@ from keras_norms.ops.replicas import number_of_replicas, sum_over_replicas
 from keras_norms.ops.shapes import Axis
 from keras_norms.ops.single_pass import single_pass
 
-# The debiasing weight must grow also at learning rate 0, or the averages never start.
+# The debiasing weight must grow at learning rate 0 too, or the averages never start.
 SMALLEST_STEP = 1e-6
 # Bound on mu_A / mu_B as a weight of the gradient (`mean_gradient="ratio"`).
 _LARGEST_RATIO = 10.0
 
 
 class CBNSettings(NamedTuple):
-    """What is static of CBN's map: compiled functions are kept by it.
+    """The static part of CBN's map, the key of compiled functions.
 
     They are the arguments of `keras_norms.CBN`; `axis` is a tuple with groups, see
     `shapes`.
@@ -46,9 +46,9 @@ class CBNState(NamedTuple):
     """The statistics that CBN keeps between two steps.
 
     `mean` and `square` are the moving mean and the moving mean square of the shifted
-    activation (mu_A and sigma_A^2, shape `(channels,)`). They are debiased: `weight`, a
-    scalar that starts at 0 and tends to 1, is the weight that all batches so far have
-    in a plain exponential average.
+    activation (mu_A and sigma_A^2, shape `(channels,)`). They are debiased: the scalar
+    `weight`, from 0 towards 1, is the weight of all batches so far in a plain
+    exponential average.
     """
 
     mean: Tensor
@@ -59,14 +59,14 @@ class CBNState(NamedTuple):
 class BatchMap(NamedTuple):
     """One batch's map, `gamma * inverse * (x - center) + offset`, and its statistics.
 
-    All are vectors over the channels, of each group where there are groups, but `count`
-    may be a scalar.
+    All are vectors over the channels, with groups one for each group; `count` may be a
+    scalar.
 
     Attributes:
         center, inverse, offset: The map. `offset` is 0 where `beta` is decoupled.
-        mean: That of the batch.
-        square: The variance or mean square of the batch, of which, with epsilon, the
-            gradient takes the root.
+        mean: The mean of the batch.
+        square: The variance or mean square of the batch. The gradient is that of the
+            root of its sum with epsilon.
         mean_weight: Weight of the gradient through the batch mean.
         count: How many elements were seen.
     """
@@ -131,10 +131,10 @@ def cbn_training(
 
 
 def _map_of_batch(x, beta, state, rho, learning_rate, settings, mask):
-    """`BatchMap` and state after a batch, and a function that makes the map again.
+    """`BatchMap` and state after a batch, and a function that computes the map again.
 
-    Gradients take the map as constants, so that PyTorch records nothing of it: there a
-    second derivative makes it again. Elsewhere there is no function.
+    Gradients treat the map as a constant, and PyTorch records nothing of it: there a
+    second derivative computes it again. Elsewhere the function is `None`.
     """
 
     def make(x, beta):
@@ -149,7 +149,7 @@ def _map_of_batch(x, beta, state, rho, learning_rate, settings, mask):
 
 
 def _map_and_mask(x, beta, kept, remake):
-    """Of what a gradient kept: `BatchMap`, and a tuple of the mask or of nothing."""
+    """`BatchMap` and a tuple with the mask, if any, from what a gradient kept."""
     fields = len(BatchMap._fields)
     if remake is not None and is_differentiated():
         return remake(x, beta), kept[fields:]
@@ -205,7 +205,7 @@ def cbn_scale_and_shift(
 
 @single_pass()
 def _gradient_of_vectors(of_scale, of_shift, gamma, batch_map, *, settings):
-    """What arrives at the batch mean, at `square`, and at gamma and beta."""
+    """The gradients of the batch mean, of `square`, and of gamma and beta."""
     scale = gamma * batch_map.inverse
     of_scale = of_scale - of_shift * batch_map.center
     of_mean = -of_shift * scale
@@ -250,7 +250,7 @@ def map_of_moments(
     *,
     settings: CBNSettings,
 ) -> tuple[BatchMap, CBNState]:
-    """The map that the `Moments` of a batch make: arithmetic of vectors.
+    """Compute the map from the `Moments` of a batch: arithmetic of vectors.
 
     Returns:
         `BatchMap`, and the `CBNState` after this batch, which carries no gradient.
@@ -266,12 +266,11 @@ def map_of_moments(
     # Divided by it, the first batch counts alone, whatever `step` is.
     weight = state.weight + step * (1 - state.weight)
     kept = ops.where(seen, (1 - step) * state.weight / weight, ops.ones_like(weight))
-    # Normalised with: the moving averages, or the batch where the rate is unknown.
+    # It normalises with the moving averages, or with the batch if the rate is unknown.
     kept_here = ops.where(known, kept, ops.cast(ops.logical_not(seen), kept.dtype))
 
-    # What mu_B exceeds the mean in use by, a constant for the gradient: x - mu_A+ then
-    # differs from x - mu_B by a constant. "ratio" makes it proportional to mu_B
-    # instead.
+    # How much mu_B exceeds the mean in use, a constant for the gradient: x - mu_A+ then
+    # differs from x - mu_B by a constant. "ratio" makes it proportional to mu_B.
     excess = ops.stop_gradient(batch.mean - state.mean)
     ahead = kept_here * excess
     mean_weight = ops.ones_like(ahead)
@@ -291,7 +290,7 @@ def map_of_moments(
         square = square + ops.square(ahead + beta)
         center, offset = mean - beta, ops.zeros_like(beta)
         if _is_masked(batch):
-            # Where nothing was seen, the old averages normalise: beta moves nothing.
+            # Where nothing was seen, old averages normalise, and beta has no effect.
             square = ops.where(seen, square, ops.stop_gradient(square))
     # sq_A+ + eps = r * (sq_B + eps) with r a constant for the gradient.
     behind = state.square - square
@@ -360,8 +359,8 @@ def _normalize(x, gamma, beta, batch_map, mask, settings, remake=None):
 
     With c = `center`, a = gamma * inverse, g = `upstream`, m = `count` and
     k = sum(g * (x - c)) / m / (square + epsilon), the derivative that arrives at
-    x' = x - c is a * (g - k * x'). From there it goes on to x, and through the batch
-    mean.
+    x' = x - c is a * (g - k * x'). From there it passes to x, directly and through the
+    batch mean.
     """
     axis = settings.axis
 

@@ -1,4 +1,4 @@
-"""The passes over activations of which forward and backward maps consist."""
+"""The passes over activations in forward and backward maps."""
 
 import keras
 
@@ -16,7 +16,7 @@ def channel_sums(x, axis):
     """Sum over every axis but that of the channels."""
     channels_last = channel_axis(axis) % len(x.shape) == len(x.shape) - 1
     if keras.backend.backend() == "tensorflow" and channels_last and not in_xla():
-        # On a CPU it adds one element after the other, see `channel_groups`.
+        # On a CPU TensorFlow adds elements one by one, see `channel_groups`.
         groups = channel_groups(x.shape)
         if groups > 1:
             batch = ops.shape(x)[:1] if isinstance(axis, tuple) else ()
@@ -31,7 +31,7 @@ def visible(x, mask):
     return x if mask is None else ops.where(mask, x, ops.zeros_like(x))
 
 
-@single_pass()  # not by XLA: inference is exported to where there is none
+@single_pass()  # not by XLA: inference may be exported to places without it
 def affine(x, center, scale, offset=None, mask=None, *, axis):
     """scale * (x - center) + offset, which keeps digits; 0 where a mask is false."""
     x, ndim = visible(x, mask), len(x.shape)

@@ -1,7 +1,7 @@
-"""Sums over replicas: of a `tf.distribute` strategy, or of `torch.distributed`.
+"""Sums over replicas of a `tf.distribute` strategy or of `torch.distributed`.
 
-JAX needs none: under `keras.distribution` an array is the global one, and the compiler
-adds up what its devices hold.
+JAX needs none: under `keras.distribution` arrays are global, and the compiler adds up
+what the devices hold.
 """
 
 import functools
@@ -27,7 +27,7 @@ def check_strategy(layer: keras.layers.Layer) -> None:
         | tf.distribute.ParameterServerStrategy,
     ):
         raise ValueError(
-            "Keras 3 does not train under this strategy. Use "
+            "Keras 3 cannot train under this strategy. Use "
             "tf.distribute.MirroredStrategy for the GPUs of one machine, "
             "tf.distribute.TPUStrategy for TPUs, and for many machines the JAX "
             "backend with keras.distribution.initialize and "
@@ -66,17 +66,17 @@ def gather_replicas(x: Tensor) -> Tensor:
     if context is None:
         return x[None]
     replicas = context.num_replicas_in_sync
-    # Each replica fills its own slot, so that the sum loses nothing.
+    # Each replica fills its own slot: the sum loses nothing.
     slot = ops.one_hot(context.replica_id_in_sync_group, replicas, dtype=x.dtype)
     slot = ops.reshape(slot, (replicas,) + (1,) * len(x.shape))
     return sum_over_replicas(slot * x)
 
 
 def warn_of_drift(layer: keras.layers.Layer) -> None:
-    """Warn once that averages of a PyTorch process are not those of the others.
+    """Warn once that the averages of PyTorch processes differ.
 
-    It does not average them: a collective that nobody asked for would hang a program in
-    which one process alone trains, and mix models that have nothing in common.
+    It does not average them: an unexpected collective would hang a program in which
+    only one process trains, and mix unrelated models.
     """
     if keras.backend.backend() == "torch" and _context() and not layer.synchronized:
         _warn_of_drift_once()
@@ -85,11 +85,10 @@ def warn_of_drift(layer: keras.layers.Layer) -> None:
 @functools.cache
 def _warn_of_drift_once():
     warnings.warn(
-        "This is one of several processes of torch.distributed, and a layer of "
-        "keras_norms that is not synchronized is trained: its moving averages are "
-        "those of what this process has seen, and differ from those of the others. "
-        "Where they train one model, use `synchronized=True`, or average them before "
-        "the model is saved (docs/groups.md).",
+        "A layer of keras_norms without `synchronized=True` is trained in several "
+        "processes of torch.distributed: its moving averages differ between them. If "
+        "they train one model, use `synchronized=True`, or average the moving averages "
+        "before the model is saved (docs/groups.md).",
         stacklevel=2,
     )
 
@@ -109,7 +108,7 @@ def _context():
 
 
 def _torch_context():
-    """What TensorFlow's context has, for the default group of `torch.distributed`."""
+    """The default group of `torch.distributed`, as a replica context of TensorFlow."""
     import torch
 
     group = torch.distributed
@@ -126,7 +125,7 @@ def _torch_context():
 
 @functools.cache
 def _torch_sum():
-    """A sum over processes whose gradient is one, too, and so on."""
+    """A sum over processes, differentiable any number of times."""
     import torch
 
     class Sum(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""Axes of activations: that of the channels, that of groups, and the others.
+"""Axes of activations: the channel axis, the axis of groups, and the others.
 
-Where each group of samples is normalised by itself, `axis` is a tuple: an activation is
-`(groups, group_size, ...)`, the axes of its statistics are 0 and that of the channels,
-and a vector is `(groups, channels)`, or `(channels,)` where groups share it.
+If each group of samples is normalised by itself, `axis` is a tuple: an activation is
+`(groups, group_size, ...)`, the axes of its statistics are 0 and the channel axis, and
+a vector is `(groups, channels)`, or `(channels,)` if groups share it.
 """
 
 import math
@@ -21,23 +21,23 @@ Axis = int | tuple[int, int]
 
 
 def reduction_axes(ndim: int, axis: Axis) -> tuple[int, ...]:
-    """Return every axis of a tensor of rank `ndim` but those of its statistics."""
+    """Return every axis of a tensor of rank `ndim` except those of its statistics."""
     kept = [i % ndim for i in (axis if isinstance(axis, tuple) else (axis,))]
     return tuple(i for i in range(ndim) if not is_one_of(i, kept))
 
 
 def is_one_of(i: int, axes: Iterable[int]) -> bool:
-    """`i in axes`, which compiled by PyTorch is false where an axis is symbolic."""
+    """`i in axes`, which is false if PyTorch compiles it and an axis is symbolic."""
     return any(i == axis for axis in axes)
 
 
 def channel_axis(axis: Axis) -> int:
-    """The channel axis, also where there are groups."""
+    """The channel axis, with groups too."""
     return axis[-1] if isinstance(axis, tuple) else axis
 
 
 def per_channel(vector: Tensor, ndim: int, axis: Axis) -> Tensor:
-    """Reshape a vector so that it broadcasts against a tensor of rank `ndim`."""
+    """Reshape a vector to broadcast against a tensor of rank `ndim`."""
     channel = channel_axis(axis) % ndim
     trailing = ndim - 1 - channel
     if len(vector.shape) == 2:
@@ -57,11 +57,11 @@ def in_groups(
     axis: int,
     group_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Axis]:
-    """A batch as groups of consecutive samples, where one group is not all.
+    """Split a batch into groups of consecutive samples, if there is more than one.
 
     `x`, and a mask of its rank, become `(groups, group_size, ...)`, `gamma` and `beta`
-    `(groups, channels)`, and `axis` the one for them. It is an error if the size of a
-    group does not divide that of the batch.
+    `(groups, channels)`, and `axis` a tuple. It is an error if the group size does not
+    divide the batch size.
     """
     if group_size is None or x.shape[0] == group_size:
         return x, gamma, beta, mask, axis
@@ -81,7 +81,7 @@ def in_groups(
     groups = size // group_size
 
     def cut(x):
-        # XLA drops the check, and then says that this cannot be done, by its name.
+        # XLA drops the check; its error then shows this name.
         with keras.name_scope("group_size_must_divide_the_batch_size"):
             return ops.reshape(x, (groups, group_size, *ops.shape(x)[1:]))
 
@@ -100,10 +100,10 @@ def out_of_groups(y: Tensor, x: Tensor) -> Tensor:
 
 
 def channel_groups(shape: Any) -> int:
-    """How many neighbouring positions a CPU best takes as channels of their own.
+    """How many neighbouring positions a CPU should treat as separate channels.
 
-    Its loops add up a channel one element after the other. Shorter sums, combined
-    afterwards, keep more digits, and longer rows are faster where channels are few.
+    Its loops add the elements of a channel one by one. Shorter sums, combined
+    afterwards, keep more digits, and longer rows are faster if there are few channels.
     Channels are last in `shape`, whose sizes may be `None`.
     """
     positions = math.prod(size for size in shape[1:-1] if size)

@@ -1,4 +1,4 @@
-"""Functions that go over activations once, by the means of each backend."""
+"""Functions that read activations once, in the best way of each backend."""
 
 import functools
 from collections.abc import Callable
@@ -10,25 +10,25 @@ from keras_norms.ops.custom_gradient import apply_in_torch, in_this_graph
 from keras_norms.ops.forward_mode import have_tangents
 
 _LARGE = 2**19  # elements
-_BATCH = 64  # samples, where nothing is known of the batch
+_BATCH = 64  # samples, if the batch size is unknown
 
 
 def single_pass(xla: bool | str = False) -> Callable:
-    """Decorate a function of activations so that it reads and writes them once.
+    """Decorate a function of activations to read and write them once.
 
-    The function it decorates is written in `keras.ops`. XLA fuses it with its
-    neighbours, under JAX and `jit_compile=True`, and there it is left as it is.
-    TensorFlow elsewhere launches a kernel for each operation, and each reads and writes
-    the whole tensor: on a GPU the function is compiled by XLA, and on a CPU there are
-    better ways for some passes over large tensors, as there are for PyTorch.
+    The function is written in `keras.ops`. Under JAX and `jit_compile=True` XLA fuses
+    it with its neighbours, and it stays as it is. Otherwise TensorFlow launches a
+    kernel for each operation, and each reads and writes the whole tensor: on a GPU XLA
+    compiles the function. On a CPU, and for PyTorch, there are better ways for some
+    passes over large tensors.
 
     Tensors are positional arguments, everything static (the channel axis) is a hashable
     keyword argument. The function must not communicate between replicas.
 
-    `xla` says whether TensorFlow compiles it by XLA on a CPU too: `"large"` where the
-    first tensor is large, `True` always. XLA there is slow where it reduces, and fast
-    where it computes element by element. The decorated function has `faster(where)`, a
-    decorator of a function without a gradient that computes the same, faster, where
+    `xla` says whether TensorFlow compiles it by XLA on a CPU too: `"large"` if the
+    first tensor is large, `True` always. There XLA is slow at reductions and fast at
+    element-wise functions. The decorated function has `faster(where)`: it decorates a
+    function without a gradient that computes the same, faster, when
     `where(*tensors, **static)` is true.
     """
 
@@ -87,7 +87,7 @@ def _has_gpu():
 
 
 def is_large(x: Any) -> bool:
-    """Whether passes over a TensorFlow tensor take longer than to start operations."""
+    """Whether passes over a TensorFlow tensor take longer than starting operations."""
     elements = x.shape[1:].num_elements()
     return elements is None or elements * (x.shape[0] or _BATCH) >= _LARGE
 
@@ -96,7 +96,7 @@ def _compiles(xla, tensors):
     """Whether TensorFlow compiles a function `single_pass(xla=xla)` for a CPU."""
     if not xla or (xla == "large" and not is_large(tensors[0])):
         return False
-    # XLA compiles anew for every shape: only the batch may vary in size.
+    # XLA compiles for every shape again: only the batch may vary in size.
     return all(tensor.shape[1:].is_fully_defined() for tensor in tensors)
 
 
@@ -124,7 +124,7 @@ def _torch_gradient_of(function, kernel, static):
     def gradient(upstreams, tensors):
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Views, for one of the tensors may have been made from another one.
+            # Views: one of the tensors may have been made from another one.
             tensors = [tensor.view_as(tensor) for tensor in tensors]
             outputs = function(*tensors, **static)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -1,14 +1,14 @@
 """Weights that are centered and of unit norm or variance, one unit at a time.
 
-A unit is a vector of `n` numbers that lie along `axes` of a tensor, `v` or `weight`,
-whose other axes count units. `epsilon` is not negative; `gain` is `None` for 1, or of
-the shape of the tensor without `axes`. What is returned has the shape of the tensor,
-unless a function says otherwise, and the dtype that all is computed in, float32 or
-wider. Functions may be differentiated twice.
+A unit is a vector of `n` numbers along `axes` of a tensor, `v` or `weight`; the other
+axes count units. `epsilon` is not negative; `gain` is `None` for 1, or has the shape of
+the tensor without `axes`. Results have the shape of the tensor, unless a function says
+otherwise, and the dtype of the computation, float32 or wider. Functions may be
+differentiated twice.
 
-Vectors are divided by their largest magnitude before they are squared, so that nothing
+Vectors are divided by their largest magnitude before they are squared: nothing
 overflows or vanishes for magnitudes of 1e-18 to 1e18. The result does not depend on
-that number, so it is a constant for the gradient.
+that number, so the gradient treats it as a constant.
 
 Reference:
 
@@ -140,8 +140,8 @@ def _squeeze(v, axes):
 
 
 def _mean_and_centered(v, axes):
-    # Less its first element, a constant vector is exactly zero, and nothing cancels
-    # where the mean is much larger than the standard deviation.
+    # Minus its first element, a constant vector is exactly zero, and nothing cancels
+    # if the mean is much larger than the standard deviation.
     first = tuple(
         slice(0, 1) if is_one_of(i, axes) else slice(None) for i in range(len(v.shape))
     )
@@ -162,7 +162,7 @@ def _size(v, axes, epsilon):
 
 
 def _root_of(epsilon, v):
-    # Of a Python number, PyTorch would keep the digits of float32 only.
+    # Of a Python number PyTorch would keep only the digits of float32.
     return ops.convert_to_tensor(math.sqrt(epsilon), v.dtype)
 
 

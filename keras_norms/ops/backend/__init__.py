@@ -1,4 +1,4 @@
-"""What a backend does faster by itself, registered with what it takes the place of."""
+"""Faster versions for single backends, registered with the functions they replace."""
 
 import keras
 

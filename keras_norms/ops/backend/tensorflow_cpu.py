@@ -38,7 +38,7 @@ def affine(x, center, scale, offset=None, *, axis):
     offset = tf.zeros_like(center) if offset is None else offset
     if x.shape[1:-1] == (1, 1):
         # TensorFlow would fuse the operation below with the convolution before it and
-        # the activation behind it, and has no kernel for some of them.
+        # the activation after it, and has no kernel for some of them.
         return (x - center) * scale + offset
     groups = 1 if x.shape[-1] % ALIGNED == 0 else channel_groups(x.shape)
     scale, offset, center = (tf.tile(v, [groups]) for v in (scale, offset, center))

@@ -1,11 +1,10 @@
 """Arithmetic of vectors over channels for PyTorch on CUDA, in few kernels.
 
-PyTorch starts the operations one by one, which for a vector takes longer than the
-arithmetic. Here one kernel does nearly all that is between two passes over the
-activations. `torch.cuda.jiterator` compiles it from C++ where it is first used, and
-keeps it on disk. It takes 8 tensors and returns 8 at most, so that the map is divided
-by rho outside of it. Each function computes what the one of that name in `normalize`
-does.
+PyTorch starts operations one by one, which for a vector takes longer than the
+arithmetic. Here one kernel does nearly everything between two passes over the
+activations. `torch.cuda.jiterator` compiles it from C++ at first use, and keeps it on
+disk. It takes and returns at most 8 tensors, so the division of the map by rho is
+outside. Each function computes what the one of the same name in `normalize` does.
 """
 
 import functools
@@ -60,7 +59,7 @@ void gradient_vectors(T sum_g, T sum_gx, T gamma, T inverse, T center, T mean, T
 
 
 def source(template, settings):
-    """The C++ of a kernel, with what is static of the map."""
+    """The C++ of a kernel, with the static settings of the map."""
     return template.format(
         decouple=str(settings.decouple).lower(),
         omega=float(settings.omega),
@@ -72,7 +71,7 @@ def source(template, settings):
 
 @functools.cache
 def compiled(template, outputs, settings):
-    """A function of tensors, each of which has a value a channel or is a scalar."""
+    """A function of tensors that are scalars or have a value for each channel."""
     make = torch.cuda.jiterator._create_multi_output_jit_fn
     return make(source(template, settings), outputs)
 
