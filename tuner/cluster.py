@@ -85,8 +85,8 @@ def warn_unless_loopback(address):
 def run(oracle, count, function, *arguments):
     """Is the chief of so many workers on this machine, which call a function.
 
-    They end with this process. A worker that dies is started again, and goes on with
-    its trial. The function is one of a module, so that other processes can import it.
+    They end with this process. A worker that dies is started again, and continues its
+    trial. The function must be in a module: other processes import it.
 
     Raises:
         RuntimeError: If workers fail too often, or a trial ends with an error.
@@ -113,8 +113,8 @@ def run(oracle, count, function, *arguments):
         for number, player in enumerate(players):
             if player.exitcode == FATAL:
                 raise RuntimeError(
-                    "A trial ended with an error, see above. Once this is mended, the "
-                    "same command goes on with it"
+                    "A trial ended with an error, see above. Fix it, and run the same "
+                    "command again to continue"
                 )
             if player.exitcode:
                 failures += 1

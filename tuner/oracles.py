@@ -1,12 +1,12 @@
-"""KerasTuner's oracles, which a killed search can go on with, no trial lost.
+"""KerasTuner's oracles, with which a killed search can continue, no trial lost.
 
 KerasTuner 1.4.8 writes its files in place, saves an ended trial as one that still runs,
-and forgets the state of a grid. Here files are written whole; a trial that ended never
-runs again; one that did not end goes on, at the same tuner if that asks again, else at
-any other when nothing else is left; and the order of a grid is found again.
+and forgets the state of a grid. Here files are written whole, a trial that ended never
+runs again, and the order of a grid is found again. A trial that did not end continues:
+at the same tuner if that asks again, else at any other when nothing else is left.
 
 A trial that diverged counts in Bayesian optimisation and in Hyperband as the worst one
-so far. KerasTuner leaves it out, so that it would be suggested again.
+so far. KerasTuner leaves it out, and may suggest it again.
 """
 
 import contextlib

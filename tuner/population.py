@@ -6,8 +6,8 @@ a trial that is not among the better half of all that were there ends, and the o
 next trial takes its places: the program stays full and is compiled once. At the end of
 a search, when no trial comes any more, it is compiled again for those that are left.
 
-With KerasTuner's Hyperband, the oracle decides alone who goes on, and a trial that goes
-on takes up the weights it ended with.
+With KerasTuner's Hyperband, the oracle alone decides which trials continue, each from
+the weights that it ended with.
 
 Reference: Li et al., A System for Massively Parallel Hyperparameter Tuning, MLSys 2020,
 Algorithm 2, in the form that stops trials. https://arxiv.org/abs/1810.05934
@@ -166,7 +166,7 @@ class Tuner(trials.Tuner):
         trial = slot.trial
         results = slot.results()
         if slot.until < self.settings.epochs:
-            self._save(slot)  # Hyperband may go on with it, in any process
+            self._save(slot)  # Hyperband may continue it, in any process
         else:
             for run in reversed(slot.runs):  # the first has the checkpoint
                 if run.results is None:

@@ -47,7 +47,7 @@ def parse(tune):
     names = [part.partition("=")[0] for part in parts]
     if not parts:
         raise ValueError(
-            "Argument `tune` must name a hyperparameter, the space is empty. Known: "
+            "Argument `tune` must name at least one hyperparameter of "
             f"{', '.join(RANGES)}. Received: tune={tune!r}"
         )
     if unknown := [name for name in names if name not in RANGES]:

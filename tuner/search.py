@@ -13,8 +13,8 @@ end early at each rung:
 `<--runs_dir>/tuner-<what was asked>/`. A trial is a training of `recipes.train`, one
 for each seed. It is scored by the accuracy of the last epoch on training images that
 are held out, so that the test images choose nothing; the best setting, printed as a
-command of `recipes.train`, then trains on all of them. The same command again goes on
-where it was, to the epoch, or with more `--trials` looks further.
+command of `recipes.train`, then trains on all of them. The same command continues
+where it stopped, to the epoch, or with more `--trials` searches further.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
@@ -65,7 +65,7 @@ class Settings(classifier.Training):
     seeds: int = setting(1, "Networks of a trial, whose mean is its score.", at_least=1)
     rho_per: str = setting(
         "network",
-        "Whether stages of the network have a rho of their own.",
+        "Whether each stage of the network has its own rho.",
         choices=("network", "stage"),
     )
     workers: int | None = setting(
@@ -79,7 +79,7 @@ class Settings(classifier.Training):
     )
     halving: int = setting(
         2,
-        "At each rung of a population one of so many trials goes on; with 1 all do.",
+        "At each rung of a population one of so many trials continues; with 1 all do.",
         at_least=1,
     )
     strategy: str = setting(
@@ -103,12 +103,12 @@ class Settings(classifier.Training):
         if "omega" in tuned and not norms.get(self.norm).amat:
             having = [name for name in norms.NORMS if norms.get(name).amat]
             raise ValueError(
-                "Argument `tune` must not have omega, which is AMAT's: the norm "
-                f"{self.norm} is without it. Those with AMAT are {', '.join(having)}"
+                "Argument `tune` must not have omega, which needs AMAT: the norm "
+                f"{self.norm} has none. Those with AMAT are {', '.join(having)}"
             )
         if self.rho_per == "stage" and "rho" not in tuned:
             raise ValueError(
-                "Argument `rho_per` must be 'network', or 'stage' where rho is tuned. "
+                "Argument `rho_per` must be 'network', or 'stage' if rho is tuned. "
                 f"Received: rho_per={self.rho_per!r}"
             )
         if self.population is None:
@@ -131,7 +131,7 @@ class Settings(classifier.Training):
             )
 
     def ranges(self):
-        """The list of `tuner.ranges.Range` of what is looked for."""
+        """The list of `tuner.ranges.Range` to search."""
         return ranges.parse(",".join(self.tune))
 
     def directory(self):
@@ -168,7 +168,7 @@ class Settings(classifier.Training):
 
 
 def search(settings):
-    """Runs a search, or goes on with one, or says what came out.
+    """Runs a search, or continues one, or says what came out.
 
     Where KerasTuner's environment variables are set, it is the chief of a cluster, or a
     worker, see `tuner.cluster`.

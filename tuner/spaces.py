@@ -1,4 +1,4 @@
-"""CBN's hyperparameters in a model of one's own.
+"""CBN's hyperparameters in your own model.
 
 With KerasTuner and any model that has CBN layers, one line tunes them:
 
@@ -24,10 +24,10 @@ from keras_norms.layers import layers_of
 
 
 def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
-    """Puts rho and omega of every CBN layer of a model under hyperparameters.
+    """Sets rho and omega of every CBN layer of a model from hyperparameters.
 
-    Those of nested layers and of `FusedCBN` too. The hyperparameters are called "rho"
-    and "omega", or where there is one for each group, "rho_<group>".
+    Of nested layers and of `FusedCBN` too. The hyperparameters are called "rho" and
+    "omega", or with one for each group, "rho_<group>".
 
     Args:
         hp: A `keras_tuner.HyperParameters`.
@@ -37,15 +37,15 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
         omega: Two floats >= 0, the bounds of omega. `None` leaves it as it is.
         per: Which layers share a rho: `"network"`, all; `"layer"`, none (the second
             layer of one name has "rho_<name>_2"; names that Keras or `convert` made
-            are taken without the number in them, which differs from build to build);
-            or a function from a layer to the name of its group. There is one omega.
+            lose their number, which differs from build to build); or a function from a
+            layer to the name of its group. There is one omega.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If the model has no CBN layer, if bounds are not such, or `per` is
-            something else.
+        ValueError: If the model has no CBN layer, or if bounds or `per` are not as
+            above.
     """
     if not isinstance(hp, keras_tuner.HyperParameters):
         raise _wrong("hp", "a keras_tuner.HyperParameters", hp)
@@ -53,7 +53,7 @@ def cbn(hp, model, rho=(0.125, 8.0), omega=(0.0, 100.0), per="network"):
         raise _wrong("model", "a keras.Model", model)
     layers = layers_of(model, CBN)
     if not layers:
-        raise _wrong("model", "one that has CBN layers", model)
+        raise _wrong("model", "a model with CBN layers", model)
     if rho is not None:
         check_bounds("rho", rho, positive=True)
     if omega is not None:

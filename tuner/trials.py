@@ -36,7 +36,7 @@ class Tuner(base_tuner.BaseTuner):
             oracle, directory=str(directory.parent), project_name=directory.name
         )
 
-    # The oracle has all that there is to keep.
+    # The oracle has everything to keep.
 
     def _get_tuner_fname(self):
         return str(pathlib.Path(self.project_dir) / "oracle.json")
@@ -50,12 +50,12 @@ class Tuner(base_tuner.BaseTuner):
             self.oracle.reload()
 
     def run_trial(self, trial):
-        """Trains the networks of a trial, or goes on with them; returns its `metrics`.
+        """Trains the networks of a trial, or continues; returns its `metrics`.
 
         Raises:
             keras_tuner.errors.FailedTrialError: If one of them diverged.
             keras_tuner.errors.FatalRuntimeError: On any other error, which would meet
-                every trial, and ends the search; the same command goes on with it.
+                every trial. It ends the search; the same command continues it.
         """
         runs, until = self.runs(trial)
         results = []
@@ -76,7 +76,7 @@ class Tuner(base_tuner.BaseTuner):
             try:
                 return train.train(settings, self.strategy, until=until).results
             except run.InUse:
-                # By a worker that the chief believed to be gone. One of both tells it.
+                # By a worker that the chief believed to be gone. One of them reports.
                 time.sleep(IN_USE_SECONDS)
 
     def runs(self, trial):

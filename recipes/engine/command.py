@@ -33,7 +33,7 @@ def run(recipe, kind):
         except UserError as error:
             sys.exit(str(error))
         except KeyboardInterrupt:
-            print("\nInterrupted. The same command goes on.", file=sys.stderr)
+            print("\nInterrupted. Run the same command to continue.", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)  # as shells have it
         if directory is not None:
             report(directory)

@@ -186,7 +186,7 @@ def _npz(path):
             found = {name: file[name] for name in names if name in file}
     except Exception as error:  # of the many kinds of zipfile and NumPy
         raise UserError(
-            "Argument `dataset` must be the path of a whole .npz file. "
+            "Argument `dataset` must be the path of an undamaged .npz file. "
             f"Received: dataset={path!r}, which cannot be read ({error})"
         ) from None
     if missing := [name for name in names if name not in found]:
@@ -211,13 +211,14 @@ def _npz(path):
     if not are_numbers or any((labels % 1 != 0).any() for labels in (y, y_test)):
         kinds = ", ".join(f"{name} {array.dtype}" for name, array in found.items())
         raise UserError(
-            "Argument `dataset` must be an .npz file of finite numbers, with whole ones"
-            f" as labels. Received: dataset={path!r}, with {kinds}"
+            "Argument `dataset` must be an .npz file of finite numbers, with integers "
+            f"as labels. Received: dataset={path!r}, with {kinds}"
         )
     if min(y.min(), y_test.min()) < 0 or y_test.max() > y.max():
         raise UserError(
-            "Argument `dataset` must be an .npz file whose labels are numbers from 0 "
-            f"on that training images have. Received: dataset={path!r}, with labels "
+            "Argument `dataset` must be an .npz file with labels from 0 on, and no "
+            "test label above those of training images. "
+            f"Received: dataset={path!r}, with labels "
             f"from {y.min()} to {y.max()}, of test images {y_test.min()} to "
             f"{y_test.max()}"
         )

@@ -53,8 +53,8 @@ def get(name, job_addresses=None, num_processes=None, process_id=None):
     several = [job_addresses, num_processes, process_id]
     if name != "data_parallel" and any(value is not None for value in several):
         raise UserError(
-            "Argument `job_addresses` must be None but for strategy='data_parallel', "
-            "on JAX: Keras 3 trains on many machines there only. "
+            "Argument `job_addresses` must be None unless strategy='data_parallel', "
+            "on JAX: only there Keras 3 trains on many machines. "
             f"Received: job_addresses={job_addresses!r}, num_processes={num_processes}"
             f", process_id={process_id} with strategy={name!r}"
         )
@@ -124,7 +124,7 @@ class DataParallel:
             except ValueError as error:
                 raise UserError(
                     "Arguments `job_addresses`, `num_processes` and `process_id` must "
-                    "all be given, but on TPUs. Received: job_addresses={!r}, "
+                    "all be given, except on TPUs. Received: job_addresses={!r}, "
                     "num_processes={}, process_id={} ({})".format(*several, error)
                 ) from error
         import jax

@@ -43,8 +43,8 @@ def write(path, save):
 def unwritable(path, error):
     """A UserError that names the file that could not be written."""
     return UserError(
-        f"{path} cannot be written: {error.strerror or error}. What was recorded "
-        "before is whole, and once this is mended, the same command goes on."
+        f"{path} cannot be written: {error.strerror or error}. Nothing recorded "
+        "before is lost. Fix this, and run the same command again to continue."
     )
 
 
@@ -81,8 +81,8 @@ def damaged(path, reason):
     """A UserError that says what to do about a file that cannot be used."""
     return UserError(
         f"{path} is damaged, or does not belong there: {reason}. Restore it from a "
-        f"copy; or delete the directory {pathlib.Path(path).parent}, and the same "
-        "command makes it anew."
+        f"copy, or delete the directory {pathlib.Path(path).parent} and run the same "
+        "command again."
     )
 
 

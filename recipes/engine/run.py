@@ -56,7 +56,7 @@ class Run:
         if stored.pop("format", 1) != FORMAT:
             raise UserError(
                 f"The run in {self.directory} was recorded by another version of the "
-                "recipes, whose checkpoints this one cannot go on with. Give another "
+                "recipes, whose checkpoints this one cannot read. Give another "
                 "--runs_dir, or delete that directory."
             )
         if differing := [

@@ -61,7 +61,7 @@ class Settings:
 
     runs_dir: str = setting(
         "runs",
-        "Directory of runs; one that was interrupted goes on.",
+        "Directory of runs. An interrupted one continues.",
         compare=False,
         directory=True,
     )

@@ -105,8 +105,9 @@ def each(function, jobs, program, count=None):
                 process.terminate()
             if isinstance(error, concurrent.futures.BrokenExecutor):
                 raise RuntimeError(
-                    "A process that trained was killed, perhaps for want of memory, of "
-                    "which fewer --workers need less. The same command goes on"
+                    "A training process was killed, perhaps because memory ran out. "
+                    "Run the same command again to continue, with fewer --workers if "
+                    "memory is short"
                 ) from error
             raise
 

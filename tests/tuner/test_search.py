@@ -145,7 +145,7 @@ def test_scored_by_test_images_if_asked(tmp_path):
     "arguments, message",
     [
         ({"algorithm": "annealing"}, "`algorithm` must be of random, grid"),
-        ({"tune": ("omega",), "rho_per": "stage"}, "'stage' where rho is tuned"),
+        ({"tune": ("omega",), "rho_per": "stage"}, "'stage' if rho is tuned"),
         ({"norm": "bn"}, "not have rho, which the norm bn lacks"),
         ({"norm": "cbn_batch"}, "not have omega.*cbn_batch is without it"),
         ({"strategy": OTHER_STRATEGY}, "`strategy` must be one of"),

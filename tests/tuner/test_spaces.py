@@ -130,7 +130,7 @@ def test_parse():
     (omega,) = ranges.parse("omega=40..50")
     assert omega.grid == (40.0, 50.0) and omega.default == 40.0
     for tune, message in (
-        (" , ", "the space is empty. Known: rho, omega"),
+        (" , ", "at least one hyperparameter of rho, omega"),
         ("rho,depth", "where depth is unknown"),
         ("rho=0..2", "`rho` must be two finite numbers, positive"),
         ("omega=5..5", "the less one first"),

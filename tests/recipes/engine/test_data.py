@@ -105,7 +105,7 @@ def test_an_npz_that_is_no_set_of_images(made, tmp_path):
         ({"y_train": y.astype(str)}, "whole ones as labels.*y_train <U"),
         ({"y_train": y + 0.5}, "whole ones as labels.*y_train float64"),
         ({"x_train": x * np.nan}, "of finite numbers"),
-        ({"y_train": y - 1}, "labels are numbers from 0.*labels from -1 to 2"),
+        ({"y_train": y - 1}, "labels from 0 on.*labels from -1 to 2"),
         ({"y_test": arrays["y_test"] + 1}, "that training images have.*images 1 to 4"),
     ):
         np.savez(path, **arrays | change)
@@ -113,7 +113,7 @@ def test_an_npz_that_is_no_set_of_images(made, tmp_path):
             data.load(str(path))
     for content in (path.read_bytes()[:-40], b"a text", b""):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="a whole .npz file.*cannot be read"):
+        with pytest.raises(ValueError, match="an undamaged .npz file.*cannot be read"):
             data.load(str(path))
 
 

@@ -36,7 +36,7 @@ def test_the_same_settings_open_the_same_run_and_others_are_refused(tmp_path):
         run.Run(path, {"norm": "bn", "seed": 0, "epochs": 3})
     # An earlier version wrote no format.
     (path / "config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(ValueError, match="another version.*cannot go on.*delete that"):
+    with pytest.raises(ValueError, match="another version.*cannot read.*delete that"):
         run.Run(path, CONFIG)
 
 
@@ -175,5 +175,5 @@ def test_one_process_at_a_time(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
     (tmp_path / "runs").write_text("")
     for path in (tmp_path / "runs", pathlib.Path("/proc/runs")):  # for root, too
-        with pytest.raises(UserError, match="cannot be written.*same command goes on"):
+        with pytest.raises(UserError, match="cannot be written.*same command again"):
             run.Run(path / "a", CONFIG).__enter__()

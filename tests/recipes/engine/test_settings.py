@@ -136,7 +136,7 @@ def test_the_command_line_ends_without_a_traceback(monkeypatch, capsys):
         command.run(recipe, Cooking)
     with pytest.raises(SystemExit, match="130"):
         command.run(stopped, Cooking)
-    assert "The same command goes on" in capsys.readouterr().err
+    assert "Run the same command to continue" in capsys.readouterr().err
 
 
 def test_what_is_swept_is_checked_as_the_setting_of_one_run():

@@ -172,7 +172,7 @@ def end_or_sleep(job):
 def test_an_error_ends_all_processes(job, error):
     """And who is killed is said in words, not as a broken pool."""
     start = time.monotonic()
-    with pytest.raises(error, match="was killed, perhaps for want of memory|wrong"):
+    with pytest.raises(error, match="was killed, perhaps because memory|wrong"):
         list(workers.each(end_or_sleep, [job, "long"], str, 2))
     while multiprocessing.active_children():
         assert time.monotonic() - start < 120
