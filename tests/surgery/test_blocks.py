@@ -229,7 +229,7 @@ def test_prune_and_recalibrate():
     pruned = prune(model, X, gamma=1e-3)
     assert list(pruned.removed) == ["block_conv0"]
     m.assert_same_outputs(pruned.model, model, X)
-    with pytest.warns(UserWarning, match="does not call .*unused"):
+    with pytest.warns(UserWarning, match="'unused'.*does not call them"):
         recalibrate(model, X, verbose=0)
 
 

@@ -264,7 +264,7 @@ def test_subclassed_models():
     quietly(model, x)
     assert_measured(model.norm, x, mean=(1e-4, 1e-6))
     model.call = lambda x, training=None: x
-    with pytest.raises(ValueError, match="does not call .*'first'.*'own'"):
+    with pytest.raises(ValueError, match="model 'own', which does not call .*'first'"):
         quietly(model, x)
 
 

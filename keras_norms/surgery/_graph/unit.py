@@ -36,8 +36,8 @@ class Unit:
                 self._config = remake.config_of(self.source)
             except Exception as e:
                 raise ValueError(
-                    f"Layer '{self.source.name}' cannot be rebuilt: it has no "
-                    f"configuration. {e}"
+                    f"Layer '{self.source.name}' could not be rebuilt: its "
+                    f"get_config() failed: {e}"
                 ) from e
         return self._config
 
