@@ -258,7 +258,7 @@ def test_subclassed_models():
 
     model, x = Own(name="own"), m.images(12, 3)
     model.norm = layers.BatchNormalization(name="first")
-    with pytest.raises(ValueError, match="is built.*own"):
+    with pytest.raises(ValueError, match="built keras.Model.*own"):
         quietly(model, x)
     model(x)
     quietly(model, x)
