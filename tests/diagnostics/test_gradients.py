@@ -244,7 +244,7 @@ def test_what_has_no_gradient():
     for call, message in (
         (lambda: of(y, layer="twice"), "called once by the model, not 2 times"),
         (lambda: of(y, layer="total", side="input"), "a single tensor as its input"),
-        (lambda: objective.of_batch(x, y), "has one batch"),
+        (lambda: objective.of_batch(x, y), "cannot change its batch"),
         (lambda: of(None), "`y` must hold the targets.*: y=None"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -84,7 +84,7 @@ def test_lemma_4_5_and_theorem_c3_of_the_first_version(seed):
     without, with_norm = theorems.initialization_gain(w, optimum)
     close(without, np.sum((w - optimum) ** 2))
     close(with_norm, w @ w - (w @ optimum) ** 2 / (optimum @ optimum))
-    with pytest.raises(ValueError, match="must have a positive product"):
+    with pytest.raises(ValueError, match="must have a positive inner product"):
         theorems.initialization_gain(-w, optimum)
     x, other = rng.normal(size=(2, 8))
     w = rng.normal()

@@ -75,6 +75,8 @@ def test_a_rate_that_is_no_number_is_refused(rate):
     for kind in (float, np.float32, ops.convert_to_tensor, keras.Variable):
         with pytest.raises(ValueError, match="`rate`.*finite.*Received: rate="):
             CBN().set_learning_rate(kind(rate))
+    with pytest.raises(ValueError, match="`rate`.*layer.follow.schedule"):
+        CBN().set_learning_rate(PIECEWISE)
 
 
 # Schedules

@@ -15,7 +15,7 @@ def test_what_a_backend_does_not_have_is_refused(monkeypatch):
         if devices.BACKENDS.get(name) != BACKEND:
             with pytest.raises(ValueError, match=f"of none.* the backend {BACKEND}"):
                 devices.get(name)
-    with pytest.raises(ValueError, match="many machines there only. Received: job"):
+    with pytest.raises(ValueError, match="many machines. Received: job"):
         devices.get("mirrored", "10.0.0.1:1234,10.0.0.2:1234", 2, 0)
     if BACKEND == "jax":
 
