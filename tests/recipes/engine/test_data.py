@@ -106,10 +106,7 @@ def test_an_npz_that_is_no_set_of_images(made, tmp_path):
         ({"y_train": y + 0.5}, "whole ones as labels.*y_train float64"),
         ({"x_train": x * np.nan}, "of finite numbers"),
         ({"y_train": y - 1}, "labels from 0 on.*labels from -1 to 2"),
-        (
-            {"y_test": arrays["y_test"] + 1},
-            "above those of training.*images 1 to 4",
-        ),
+        ({"y_test": arrays["y_test"] + 1}, "those of training.*images 1 to 4"),
     ):
         np.savez(path, **arrays | change)
         with pytest.raises(ValueError, match=f"`dataset` must .*{message}"):
