@@ -137,7 +137,7 @@ def test_layers_that_cannot_be_followed():
     for probe, message in (
         (growth(["none"]), "must hold layers of model"),
         (growth(["norm"]), "with a trainable kernel"),
-        (statistics(), "layers of class BatchNormalization where"),
+        (statistics(), "layers of class BatchNormalization if"),
         (statistics(x, ["first", "norm"]), "must name layers of class"),
     ):
         with pytest.raises(ValueError, match=message):
