@@ -158,7 +158,8 @@ class Recalibrate(keras.callbacks.Callback):
     Put it after callbacks that change weights (`SwapEMAWeights`), and before those that
     save (`ModelCheckpoint`) or remember weights (`EarlyStopping`). The checkpoint of an
     epoch has the weights that the model has at its end. To save averaged ones, use
-    `SwapEMAWeights(swap_on_epoch=True)`.
+    `SwapEMAWeights(swap_on_epoch=True)`. `BackupAndRestore` saves measured statistics
+    too: with CBN, a restored training is then not exactly the uninterrupted one.
 
     The logs of the epoch have the time it took, `recalibration_seconds`. For the
     measurement when training ends, only `history` has it.
