@@ -147,7 +147,7 @@ def test_scored_by_test_images_if_asked(tmp_path):
         ({"algorithm": "annealing"}, "`algorithm` must be of random, grid"),
         ({"tune": ("omega",), "rho_per": "stage"}, "'stage' if rho is tuned"),
         ({"norm": "bn"}, "not have rho, which the norm bn lacks"),
-        ({"norm": "cbn_batch"}, "not have omega.*cbn_batch is without it"),
+        ({"norm": "cbn_batch"}, "not have omega.*norm cbn_batch has none"),
         ({"strategy": OTHER_STRATEGY}, "`strategy` must be one of"),
     ],
 )
