@@ -1,8 +1,8 @@
 r"""Which norm, with which activation and batch size, each at its own learning rate.
 
-The small run, less than five minutes on two cores, and that of 10,000 images of
-CIFAR-10, for a GPU. There the rates of a cell, and then its seeds, train together in
-one program:
+The small run takes less than five minutes on two cores. The run on 10,000 images of
+CIFAR-10 is for a GPU; it trains the rates of a cell together in one program, and then
+its seeds:
 
     python -m recipes.atlas
     KERAS_BACKEND=jax python -m recipes.atlas --dataset=cifar10 \
@@ -11,13 +11,13 @@ one program:
         --learning_rates=0.01,0.03,0.1,0.3,1 --seeds=5 --population=5 \
         --norms=none,bn,cbn,cbn_batch,group,layer,instance,rms,renorm,dyt,derf,lp1,noisy_bn,ws+gn
 
-A cell is a norm with an activation and a batch size. Its learning rate is that with the
-highest accuracy on held-out training images after the last epoch, of one seed; networks
-with this rate and all training images are then tested once. Several processes, with
-different norms, activations or batch sizes, can share `--runs_dir`: the same command
-for all of them then trains no more, and writes the whole table.
+A cell is a norm with an activation and a batch size. Its learning rate is the one with
+the highest accuracy on held-out training images after the last epoch, with one seed.
+Networks trained at this rate on all training images are then tested once. Several
+processes, with different norms, activations or batch sizes, can share `--runs_dir`. One
+command for all of them then trains nothing more and writes the whole table.
 
-The small run, digits, test accuracy in % and the rate (* the end of the grid):
+Small run on digits, test accuracy in % and the rate (* at the end of the grid):
 
                     sigmoid, 16   sigmoid, 128  ReLU, 16      ReLU, 128
     no norm         10.3  0.01*   10.1  0.03    97.2  0.1     93.6  0.1
@@ -25,9 +25,10 @@ The small run, digits, test accuracy in % and the rate (* the end of the grid):
     CBN             97.4  0.1     97.5  0.1     98.2  0.3*    96.9  0.01*
     GN              90.6  0.3*    16.1  0.03    98.2  0.1     96.2  0.1
 
-(TensorFlow 2.21; deviations of two seeds are 0 to 4.7 points.) Each norm at its own
-rate, BN and CBN are equal within their deviations at 16 images. At 128 CBN wins by 1.5
-points with sigmoid, BN by 2 with ReLU: one seed chose the smallest rate for CBN there.
+(TensorFlow 2.21; deviations over two seeds are 0 to 4.7 points.) With each norm at its
+own rate, BN and CBN are equal within their deviations at 16 images. At 128, CBN wins by
+1.5 points with sigmoid and BN by 2 with ReLU, where one seed chose the smallest rate
+for CBN.
 
 References: `recipes.models.norms` says what the norms are.
 """
@@ -38,7 +39,7 @@ import itertools
 from recipes.engine import classifier, command, figures, joint_training, results
 from recipes.engine.settings import setting
 
-USUAL_BATCH = 128  # that of the learning rates
+USUAL_BATCH = 128  # the learning rates are for this size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class Settings(classifier.Populations):
 
 
 def run(settings):
-    """Trains all; returns the path of a directory with the tables and the figure."""
+    """Trains everything; returns the directory with the tables and the figure."""
     cells, searched, trained = settings.cells(), [], []
     for cell in cells:
         rates = [_scaled(rate, cell) for rate in settings.learning_rates]
@@ -99,15 +100,15 @@ def choose(outcomes, cell, settings):
     """The rate of a cell with the highest accuracy on held-out images.
 
     Args:
-        outcomes: List of `recipes.engine.training.Outcome`, one a rate, in any order.
+        outcomes: List of `recipes.engine.training.Outcome`, one per rate, in any order.
         cell: Dict with the `batch_size`.
         settings: A `Settings`.
 
     Returns:
-        Dict of `rate`, with `USUAL_BATCH` images a batch: the smallest where several
-        are the best, or none trains; `at_end`, whether it is the smallest or the
-        largest one there is; and `validation`, a dict from each rate to its accuracy,
-        `None` where training diverged.
+        Dict of `rate`, for batches of `USUAL_BATCH` images (the smallest if several are
+        the best, or none trains); `at_end`, whether that is the smallest or the largest
+        rate tried; and `validation`, a dict from each rate to its accuracy, `None`
+        where training diverged.
     """
     accuracy = {
         outcome.settings.learning_rate: outcome.results["test_accuracy"]
@@ -122,7 +123,7 @@ def choose(outcomes, cell, settings):
 
 
 def table(rows, settings):
-    """The rows as Markdown, a table an activation, a line a norm."""
+    """The rows as Markdown: a table for each activation, a line for each norm."""
     sizes = [(f"batch {size}", "rate") for size in settings.batch_sizes]
     cell = {(row["activation"], row["norm"], row["batch_size"]): row for row in rows}
     text = "Test accuracy after the last epoch, %, and the learning rate\n\n"

@@ -1,4 +1,4 @@
-"""Images of two classes as a flow reads them, and what is between them."""
+"""Images of two classes as a flow reads them, and interpolations between them."""
 
 import numpy as np
 
@@ -7,17 +7,17 @@ from recipes.engine.errors import UserError, check_size
 
 
 class Pair:
-    """The images of two classes, their pixels whole numbers from 0 to `levels - 1`.
+    """The images of two classes, with whole numbers from 0 to `levels - 1` as pixels.
 
-    The lowest and the highest value of training images are taken for black and white.
-    y is 0 for the first of the classes and 1 for the second.
+    The lowest and the highest value in the training images count as black and white.
+    y is 0 for the first class and 1 for the second.
 
     Args:
         dataset, data_dir, download: See `recipes.engine.data.load`.
         classes: Two different labels, such as `"0+1"`.
-        size: Height and width, to which blocks of pixels are averaged (and rounded).
-        train_size: Use so many training images only, the first ones of a fixed
-            permutation. All where None.
+        size: Height and width. Blocks of pixels are averaged (and rounded) to get them.
+        train_size: Use only this many training images, the first ones of a fixed
+            permutation. None: all.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Pair:
 
     @property
     def log_volume(self):
-        """log p of pixels in [0, 1] less this is that of pixels in [0, levels]."""
+        """log p of pixels in [0, 1] minus log p of pixels in [0, levels]."""
         return np.prod(self.image_shape) * np.log(self.levels)
 
     def dequantised(self, x, seed=0):
@@ -68,7 +68,7 @@ class Pair:
         return ((x + u) / self.levels).astype("float32")
 
     def interpolated(self, alphas):
-        """`alpha x1 + (1 - alpha) x2` of test images x1, x2 of the two classes.
+        """`alpha x1 + (1 - alpha) x2` for test images x1, x2 of the two classes.
 
         An array `(alphas, pairs, height, width, channels)`. No image is in two pairs.
         """

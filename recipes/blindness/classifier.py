@@ -1,6 +1,6 @@
-r"""Blindness of a BN layer inside of trained classifiers.
+r"""Blindness of a BN layer inside trained classifiers.
 
-The small run, on scikit-learn's 8x8 digits, and those of the paper, for a GPU:
+The small run, on scikit-learn's 8x8 digits, and the paper's runs, for a GPU:
 
     python -m recipes.blindness.classifier
     python -m recipes.blindness.classifier --networks=vgg11 --dataset=cifar10 \
@@ -9,16 +9,17 @@ The small run, on scikit-learn's 8x8 digits, and those of the paper, for a GPU:
         --networks=alexnet1,alexnet2,alexnet3,lenet1,lenet2,lenet3 --epochs=20 \
         --width=1 --batches=20
 
-Claim (Zhou et al., Tables 2 to 4), x the input and y the output of one BN layer between
-Dense layers, in VGG-11 before the second of them from the top, in AlexNet-k and LeNet-k
-before the k-th: first-order and diagonal second-order terms of the loss leave the
-gradient in x alone, off-diagonal ones do not (Table 2, here for every network); of the
-off-diagonal loss of feature d, the part L_linear_d that goes with linearly correlated
-features has no gradient in x_d (Table 3), but makes a large part of that in y_d (4).
+Claim (Zhou et al., Tables 2 to 4): let x be the input and y the output of one BN layer
+between Dense layers. It stands before the second Dense layer from the top in VGG-11,
+and before the k-th in AlexNet-k and LeNet-k. First-order and diagonal second-order
+terms of the loss do not affect the gradient in x; off-diagonal ones do (Table 2, here
+for every network). Of the off-diagonal loss of feature d, the part L_linear_d, due to
+linearly correlated features, has no gradient in x_d (Table 3), but contributes a large
+part of the gradient in y_d (4).
 
 Training is in float32; networks are then measured in float32 and, on TensorFlow, in
-float64. The small run takes 3.5 minutes of two cores of an AMD EPYC that other work
-shares (TensorFlow). Batches of mixed labels, float64, in brackets float32:
+float64. The small run takes 3.5 minutes on two shared cores of an AMD EPYC
+(TensorFlow). Batches of mixed labels, float64 (float32 in brackets):
 
                    Table 2                             3       4, linear    the paper
               first      diagonal         off-diagonal
@@ -26,12 +27,12 @@ shares (TensorFlow). Batches of mixed labels, float64, in brackets float32:
     alexnet1  2e-16 (2e-7)  6e-16 (3e-7)   4.1   1e-15 (1e-6)  0.50 ± 0.25  0.84 ± 0.19
     lenet1    2e-16 (8e-8)  3e-16 (4e-7)   3.1   9e-16 (8e-7)  0.33 ± 0.21  0.67 ± 0.29
 
-Tables 2 and 3 hold up to rounding, which VGG-11 has much of: its loss is small next to
-the terms. The linear part of Table 4 is considerable, but not the larger one; nor is it
-in LeNet on all of MNIST (0.48, 0.31 and 0.50, the paper 0.67 to 0.77; 9 minutes of a
-core that other work shared, and more), and in AlexNet of a quarter of the width it is
-0.66, 0.51 and 0.20, the other part 0.67, 0.80 and 0.97 (16 minutes of such a core for
-the third). All networks: docs/results/blindness.md.
+Tables 2 and 3 hold up to rounding, which is large in VGG-11: its loss is small compared
+with the terms. The linear part of Table 4 is considerable, but not the larger one. Nor
+is it in LeNet on all of MNIST (0.48, 0.31 and 0.50, the paper 0.67 to 0.77; 9 minutes
+or more on a shared core). In AlexNet at a quarter of the width it is 0.66, 0.51 and
+0.20, and the other part 0.67, 0.80 and 0.97 (16 minutes on a shared core for the
+third). All networks: docs/results/blindness.md.
 
 Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """
@@ -98,7 +99,7 @@ class Settings(Training, Sweep):
 
 
 def build(settings, images, run_eagerly=False):
-    """The network of a `Training`, in the precision that Keras is set to."""
+    """The network of a `Training`, in the current precision of Keras."""
     name, shape = settings.network, (images.x_train.shape[1:], images.num_classes)
     norm = layers.BatchNormalization(epsilon=1e-20, name="norm")  # as the paper
     if name == "vgg11":
@@ -141,7 +142,7 @@ def _in_every_precision(model, problem, settings, run):
     found = {}
     for dtype in available():
         with precision(dtype):
-            # To compile would take longer than the gradients.
+            # Compiling would take longer than the gradients.
             new = build(settings, problem.images, run_eagerly=True)
             new.set_weights(model.get_weights())
             values = measure(new, problem.images, settings)
@@ -155,8 +156,8 @@ def _in_every_precision(model, problem, settings, run):
 def measure(model, images, settings):
     """Tables 2 to 4 of a trained network, over some training batches: a dict of lists.
 
-    They are `NUMBERS` of mixed batches, `<number>, one label`, and those of Tables 3
-    and 4 for every feature that varies.
+    The keys are `NUMBERS` for mixed batches, `<number>, one label`, and those of Tables
+    3 and 4, with a value for every feature that varies.
     """
     values = collections.defaultdict(list)
     batches = _batches(images, settings, settings.seed + 1)
@@ -177,7 +178,7 @@ def measure(model, images, settings):
 
 
 def run(settings):
-    """Trains and measures all; returns the directory with table.md and results.json."""
+    """Trains and measures; returns the directory with table.md and results.json."""
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     lines = [
         {"network": run.network, "seed": run.seed, **outcome.results}

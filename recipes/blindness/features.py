@@ -1,7 +1,7 @@
 r"""Features of classifiers that were trained on batches of one label, by norm.
 
-The small run, VGG-11 on scikit-learn's 8x8 digits; two networks; another one; and the
-paper's networks and data, for a GPU:
+The small run, VGG-11 on scikit-learn's 8x8 digits; two networks; a third network; and
+the paper's networks and data, for a GPU:
 
     python -m recipes.blindness.features
     python -m recipes.blindness.features --networks=vgg11,resnet18
@@ -10,22 +10,23 @@ paper's networks and data, for a GPU:
         --networks=vgg11,vgg16,resnet18,resnet34,densenet121,densenet169 --width=1 \
         --epochs=100 --batch_size=128
 
-Claim (Section 4, Experiment 2, Figure 2): where all images of a batch have one label,
+Claim (Section 4, Experiment 2, Figure 2): if all images of a batch have one label,
 networks with BN learn features that are much less clustered by label than those with LN
 or without a norm; with mixed labels, BN's are well clustered. VGGs have a single norm,
 before the second Dense layer from the top; ResNets and DenseNets have it everywhere.
 
-Silhouettes (1: one cluster for each label, 0: none) measure what the last layer reads
-of test images, at inference, and the paper's t-SNE pictures; once more with fresh
-statistics of mixed batches, in case BN's moving ones are at fault. Training is Adam at
-a fixed rate on images as they are; the paper does not say what its is.
+Silhouettes (1: one cluster for each label, 0: none) are measured on what the last layer
+reads from test images, at inference, and on the paper's t-SNE pictures. Both are also
+measured with fresh statistics of mixed batches, in case BN's moving ones are at fault.
+Training is Adam at a fixed rate on unaugmented images; the paper does not say how it
+trains.
 
 The small run takes 3.5 minutes on two cores of an AMD EPYC, a training of ResNet-18 1
-to 4 on one. Silhouettes of VGG-11's features with one label are 0.05
-with BN, 0.03 with CBN, 0.32 with LN and 0.31 without a norm, with mixed labels 0.22,
-0.23, 0.34 and 0.32 (mean of seeds 0 and 1, TensorFlow): the claim holds, and BN with
-fresh statistics is no better. ResNet-18 and VGG-16 show the same
-(docs/results/blindness_features.md). The full run has not been made.
+to 4 on one. Silhouettes of VGG-11's features with one label are 0.05 with BN, 0.03 with
+CBN, 0.32 with LN and 0.31 without a norm; with mixed labels 0.22, 0.23, 0.34 and 0.32
+(mean of seeds 0 and 1, TensorFlow). The claim holds, and BN with fresh statistics is no
+better. ResNet-18 and VGG-16 show the same (docs/results/blindness_features.md). The
+full run has not been made.
 
 Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """
@@ -96,10 +97,10 @@ class Settings(Training, Sweep):
 
 
 class OneLabel(data.Batches):
-    """Batches of images that have the same label, otherwise as `data.Batches`.
+    """Batches of images that have the same label, otherwise like `data.Batches`.
 
-    An epoch is one permutation of the images of each label, less the remainders that do
-    not fill a batch, and the batches of all labels in one random order.
+    In an epoch the images of each label are permuted once, remainders that do not fill
+    a batch are dropped, and the batches of all labels come in one random order.
     """
 
     def __init__(self, x, y, batch_size, seed, first_epoch=0):
@@ -127,7 +128,7 @@ def build(network, image_shape, num_classes, norm, width=1.0):
     """A `keras.Model` whose last layer makes the logits.
 
     VGG-11 and VGG-16 have one norm, before the second Dense layer from the top; other
-    networks are normalised everywhere. `width` is a factor of all channels and sizes.
+    networks are normalised everywhere. `width` multiplies all channels and sizes.
     """
     kind, shape = norms.get(norm), (image_shape, num_classes)
     if make := models.SMALL.get(network):
@@ -177,14 +178,14 @@ def split(model):
 def silhouette(points, labels):
     """How well points are clustered by their labels (Rousseeuw, 1987).
 
-    The mean over points of (b - a) / max(a, b), with a the mean distance to those of
-    its label and b that to those of the nearest other label. `None` where values are
-    not finite, or all the same, or there is a single label.
+    The mean over points of (b - a) / max(a, b), with a the mean distance to points of
+    the same label and b the mean distance to those of the nearest other label. `None`
+    if values are not finite or all the same, or if there is a single label.
     """
     from sklearn.metrics import silhouette_score
 
     several = len(np.unique(labels)) > 1
-    # t-SNE, too, ends with an error of the whole process where no variance is left.
+    # Without any variance, t-SNE too fails, and ends the whole process.
     if not (several and np.isfinite(points).all() and np.var(points, axis=0).any()):
         return None
     return float(silhouette_score(points, labels))
@@ -193,9 +194,10 @@ def silhouette(points, labels):
 def scores(parts, x, y, path=None, seed=0):
     """The accuracy of a classifier at inference, and how well its features cluster.
 
-    `parts` is what `split` returns. `constant` is the share of features that are so
-    over the samples. With the path of an .npz file, their picture by t-SNE (van der
-    Maaten and Hinton, 2008) goes there, `points` and `labels`, and is measured too.
+    `parts` is what `split` returns. `constant` is the share of features that are
+    constant over the samples. Given the path of an .npz file, a t-SNE picture of the
+    features (van der Maaten and Hinton, 2008) is written there, as `points` and
+    `labels`, and measured too.
     """
     from sklearn.manifold import TSNE
 
@@ -223,10 +225,10 @@ def train(settings):
 
 
 def measure(model, problem, settings, run):
-    """What `scores` finds, of training images and of as many test images.
+    """What `scores` finds for training images and for as many test images.
 
-    `recalibrated` is of the latter with statistics of mixed training batches, `None`
-    where there are no statistics.
+    `recalibrated` is for the test images, with statistics of mixed training batches;
+    `None` if there are no statistics.
     """
     some = slice(settings.test_size)
     seen, labels = problem.images.x_train[some], problem.images.y_train[some]
@@ -245,7 +247,7 @@ def measure(model, problem, settings, run):
 
 
 def run(settings):
-    """Trains and measures all; returns the directory with what came out."""
+    """Trains and measures; returns the directory with the results."""
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows = []
     for network, norm in itertools.product(settings.networks, settings.norms):
@@ -260,7 +262,7 @@ def run(settings):
 
 
 def summary(outcomes):
-    """Dict from the name of each of `COLUMNS` to what several seeds have in common."""
+    """Dict from the name of each of `COLUMNS` to its result over several seeds."""
     found = {}
     for name, (part, key) in COLUMNS.items():
         values = [(each.results.get(part) or {}).get(key) for each in outcomes]

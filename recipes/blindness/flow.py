@@ -1,6 +1,6 @@
-r"""RealNVP with BN and with LN: real digits and what is between two of them.
+r"""RealNVP with BN and with LN: real digits and interpolations between two of them.
 
-The small run, on scikit-learn's 8x8 digits; MNIST averaged to 14x14; and MNIST of full
+The small run, on scikit-learn's 8x8 digits; MNIST averaged to 14x14; and MNIST at full
 size with deeper networks, for a GPU:
 
     python -m recipes.blindness.flow
@@ -11,19 +11,19 @@ size with deeper networks, for a GPU:
         --architectures=full,shallow,narrow
 
 Claim (Zhou et al., Figures 1 and 3): trained on two digits, RealNVP with LN gives real
-images a much higher likelihood than `alpha x1 + (1 - alpha) x2` of an x1 of one digit
-and an x2 of the other; with BN it does not tell them apart. The paper names neither the
-digits nor the settings; norms here stand in the networks and between couplings, see
+images a much higher likelihood than `alpha x1 + (1 - alpha) x2`, with x1 of one digit
+and x2 of the other; with BN it does not tell them apart. The paper names neither the
+digits nor the settings. Here norms stand in the networks and between couplings, see
 `recipes.models.flow_steps`.
 
-The small run, 50 epochs, takes 4 minutes of two cores of an AMD EPYC that other work
-shares; the gap is 31.6 nats with BN and 42.7 with LN. The second took half an hour of a
-core; the last has not been run. In the second the gap is 196.5 nats with BN and 282.6
-with LN, the AUROC 0.964 and 0.975: BN does tell them apart, so that the claim does not
-hold as it stands. Its gap is the smaller one, but BN is the better flow after these 992
-steps (2.08 bits a pixel, LN 2.82). So it is in the narrow network; in the shallow one
-BN has the larger gap, 177.6 nats, LN 109.9. With `--nobetween`, norms in the networks
-alone, both have the same gap (205.8 and 205.9).
+The small run, 50 epochs, takes 4 minutes on two shared cores of an AMD EPYC; the gap is
+31.6 nats with BN and 42.7 with LN. The second took half an hour on one core; the last
+has not been run. In the second the gap is 196.5 nats with BN and 282.6 with LN, and the
+AUROC 0.964 and 0.975. BN does tell them apart: the claim does not hold as stated. BN
+has the smaller gap, but is the better flow after these 992 steps (2.08 bits per pixel,
+LN 2.82). The same is true in the narrow network; in the shallow one BN has the larger
+gap, 177.6 nats, LN 109.9. With `--nobetween` (norms in the networks only) both have the
+same gap (205.8 and 205.9).
 
 Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """
@@ -44,7 +44,7 @@ from recipes.models.realnvp import RealNVP
 
 ALPHAS = [i / 10 for i in range(11)]
 BATCH_SIZE = 500  # of evaluation
-# Figure 3: what there is half as much of; the paper has no numbers.
+# Figure 3: what is halved; the paper has no numbers.
 ARCHITECTURES = {"full": None, "shallow": "couplings", "narrow": "width"}
 DIGITS = {  # of what is in the table, in this order
     **dict.fromkeys(("real", "between", "gap", "batch_gap"), 1),
@@ -112,7 +112,7 @@ class Settings(Training, Sweep):
 
 
 def _nats(problem, settings):
-    """Logs likelihoods in nats an image; those of training with batch statistics."""
+    """Logs likelihoods in nats per image; in training, with batch statistics."""
     pixels, volume = np.prod(problem.images.image_shape), problem.images.log_volume
 
     def log(epoch, logs):
@@ -149,7 +149,7 @@ def _network(settings, image_shape):
     model = RealNVP(image_shape, settings.norm, settings.between, **sizes)
     model.compile(
         keras.optimizers.Adam(settings.learning_rate, global_clipnorm=1.0),
-        # Nats a pixel: the largest norm of the gradient is then one for all sizes.
+        # In nats per pixel, one largest norm of the gradient serves all sizes.
         lambda _, log_likelihood: -log_likelihood / model.dimensions,
     )
     return model
@@ -165,11 +165,11 @@ def measure(model, problem, settings, run):
     """Likelihoods of real and interpolated test images under a flow at inference.
 
     The dict has `mean` and `std`, over pairs, of the log-likelihood at each `alpha`;
-    that of `real` images (alpha 0 and 1) and those `between` (1/2); `gap` and `auroc`,
-    how far these are `apart`; `batch_gap` and `batch_auroc`, the same in training mode,
-    where the 500 real ones are one batch, and the 250 between another;
-    `test_log_likelihood`, and `bits_per_dim` of all test images and of training; and
-    `round_trip`, the largest |inverse(transform(x)) - x| of 500 test images.
+    its value for `real` images (alpha 0 and 1) and for those `between` (1/2); `gap` and
+    `auroc`, how far `apart` these two are; `batch_gap` and `batch_auroc`, the same in
+    training mode, with the 500 real images as one batch and the 250 between as another;
+    `test_log_likelihood`; `bits_per_dim` for all test images and in training; and
+    `round_trip`, the largest |inverse(transform(x)) - x| over 500 test images.
     """
     pair = problem.images
 
@@ -194,7 +194,7 @@ def measure(model, problem, settings, run):
     weights = model.get_weights()
     batches = _real_and_between(interpolated[:, : BATCH_SIZE // 2])
     batch_gap, batch_auroc = apart(*map(in_training, batches))
-    model.set_weights(weights)  # the moving statistics have gone on
+    model.set_weights(weights)  # the moving statistics have moved
     return {
         "alpha": ALPHAS,
         "mean": [float(values.mean()) for values in of_alpha],
@@ -213,12 +213,12 @@ def measure(model, problem, settings, run):
 
 
 def _real_and_between(of_alpha):
-    """What belongs to alpha 0 and 1, and to 1/2."""
+    """The values at alpha 0 and 1, and at 1/2."""
     return np.concatenate([of_alpha[0], of_alpha[-1]]), of_alpha[len(ALPHAS) // 2]
 
 
 def apart(real, between):
-    """The difference of means, and the AUROC: how often a real one has the higher."""
+    """The difference of means, and the AUROC: how often a real image is higher."""
     from sklearn.metrics import roc_auc_score
 
     is_real = np.repeat([1, 0], [len(real), len(between)])
@@ -227,7 +227,7 @@ def apart(real, between):
 
 
 def run(settings):
-    """Trains and measures every flow; returns the directory with what came out."""
+    """Trains and measures every flow; returns the directory with the results."""
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows, panels, lines = [], {}, {}
     for classes, architecture, norm in itertools.product(
@@ -258,7 +258,7 @@ def _alive(outcomes):
 
 
 def summary(outcomes):
-    """What the `Outcome` of several seeds have in common; `round_trip`: the largest."""
+    """The results of several seeds' `Outcome`s together; `round_trip`: the largest."""
     alive = _alive(outcomes)
     return {
         "seeds": len(outcomes),
@@ -288,10 +288,10 @@ def table(rows, settings):
 
 
 def interpolation(path, panels, title):
-    """Draws the log-likelihood of `alpha x1 + (1 - alpha) x2`, as the paper's Figure 1.
+    """Draws the log-likelihood of `alpha x1 + (1 - alpha) x2`, as in Figure 1.
 
-    A line is the mean over the images of one seed, a band around it a deviation; panels
-    are dicts from a norm to the results of several seeds.
+    Each line is the mean over the images of one seed, the band around it one deviation.
+    Panels are dicts from a norm to the results of several seeds.
     """
     figure, axes = figures.subplots(1, len(panels), title, sharey=False)
     for axis, (name, part) in zip(axes[0], panels.items()):

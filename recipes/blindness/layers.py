@@ -1,16 +1,16 @@
-"""What every normalisation passes of a term of the loss: one table.
+"""How much of each term of the loss every normalisation passes: one table.
 
     python -m recipes.blindness.layers
 
 Batch normalization is blind to the first order and to the diagonal of the second (Zhou
 et al., Theorems 1 and 2). Here the same terms are put on the output of each norm, in a
-network Dense(32, relu) - norm - Dense(10), on a batch of 128 digits of all labels, and
-on those of one label in it. The numbers are shares: how much of the term arrives at the
-norm's input, relative to how much of the loss itself does; 0 is blind. Layers are in
-training mode, but for "BN, inference".
+network Dense(32, relu) - norm - Dense(10), for a batch of 128 digits of all labels, and
+for those in it that have one label. The numbers are shares: how much of the term
+reaches the norm's input, relative to how much of the loss itself does; 0 is blind.
+Layers are in training mode, except "BN, inference".
 
-Mean of 3 seeds, mixed labels, float32 (a minute on an AMD EPYC, TensorFlow); CBN with
-beta 0 is as BN, docs/results/blindness.md has all norms:
+Mean of 3 seeds, mixed labels, float32 (a minute on an AMD EPYC, TensorFlow). CBN with
+beta 0 is like BN; docs/results/blindness.md has all norms:
 
                          first    diagonal   off-diagonal   third
     BN                  1.8e-7      2.3e-7        0.99       0.66
@@ -37,13 +37,13 @@ from recipes.engine.precision import available, precision
 from recipes.engine.settings import setting
 
 WIDTH, CLASSES = 32, 10
-EPSILON = 1e-20  # as small as the paper's, for with a larger one some diagonal passes
+EPSILON = 1e-20  # as small as the paper's: with a larger one some diagonal passes
 
 
 def _cbn(beta=0.0, moving=False):
     layer = CBN(epsilon=EPSILON, beta_initializer=keras.initializers.Constant(beta))
     if moving:
-        # A statistic of batches before, which this batch does not have.
+        # A statistic of earlier batches, different from this batch's own.
         layer.build((None, WIDTH))
         layer.moving_mean.assign(np.full(WIDTH, 0.3))
         layer.average_weight.assign(1.0)
@@ -84,14 +84,14 @@ class Settings(settings.Settings):
 
 
 def network(norm, image_shape, seed):
-    """The network above; the same seed, the same weights."""
+    """The network above; the same seed gives the same weights."""
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([layers.Input(image_shape), layers.Flatten()])
     model.add(layers.Dense(WIDTH, "relu", kernel_initializer="he_normal"))
     model.add(norm)
     model.add(layers.Dense(CLASSES))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # To compile would take longer than the few gradients.
+    # Compiling would take longer than the few gradients.
     model.compile("sgd", loss, run_eagerly=True)
     return model
 
@@ -108,7 +108,7 @@ def probe(name, x, y, seeds):
 
 
 def run(settings):
-    """Probes every norm; returns the directory with what came out."""
+    """Probes every norm; returns the directory with the results."""
     images = data.load("digits")
     x, y = (part[: settings.samples] for part in (images.x_train, images.y_train))
     rows = []
@@ -128,7 +128,7 @@ def run(settings):
 
 
 def table(rows):
-    """The rows as Markdown, a line a norm."""
+    """The rows as Markdown, a line for each norm."""
     frame = pd.DataFrame([row | row["shares"] for row in rows])
     frame[[*TERMS]] = frame[[*TERMS]].map("{:.1e}".format)
     frame["shared"] = frame["shared"].map("{:.2f}".format)
@@ -140,7 +140,7 @@ def table(rows):
 
 
 def draw(path, rows):
-    """Draws the shares in float32, of mixed labels."""
+    """Draws the shares in float32, for mixed labels."""
     rows = [r for r in rows if r["dtype"] == "float32" and r["batch"] == "mixed"]
     shares = pd.DataFrame([r["shares"] for r in rows], [r["norm"] for r in rows])
     figure = Figure(figsize=(6, 0.3 * len(rows) + 1.2), layout="constrained")

@@ -2,14 +2,14 @@
 
     python -m recipes.blindness.statements
 
-Claims: Theorem 3, part 2, element by element; that gamma takes up what BN does not pass
-of the first order; Appendix F, that derivatives of -log sigmoid of order three and more
-are small where a classification is confident; Appendix G, that for a ReLU network, of
-no second derivatives, the theorems hold for a Hessian of finite differences. (Theorems
-1 to 3, Corollary 1: recipes/blindness/layers.py.) It takes seconds.
+Claims: Theorem 3, part 2, element by element; that gamma absorbs the part of the first
+order that BN does not pass; Appendix F, that derivatives of -log sigmoid of order three
+and higher are small where a classification is confident; Appendix G, that for a ReLU
+network, which has no second derivatives, the theorems hold for a finite-difference
+Hessian. (Theorems 1 to 3, Corollary 1: recipes/blindness/layers.py.) It takes seconds.
 
-It is beta that takes up the first order; gamma gets nothing of it, and takes up the
-diagonal second one. The third derivative of -log sigmoid vanishes no faster than the
+It is beta that absorbs the first order; gamma gets nothing of it, and absorbs the
+diagonal second order. The third derivative of -log sigmoid vanishes no faster than the
 second. The table is in docs/results/statements.md.
 
 Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
@@ -49,7 +49,7 @@ def theorem_3():
 
 
 def affine_weights():
-    """Gradients of gamma and beta, z = gamma y + beta, of the terms of a loss in z."""
+    """Gradients in gamma and beta, z = gamma y + beta, of the terms of a loss in z."""
     rng, _, y = batch_normalized()
     g, H = rng.normal(size=(2, FEATURES))
     gamma, beta = rng.normal(1, 0.3, FEATURES), rng.normal(size=FEATURES)
@@ -67,7 +67,7 @@ def affine_weights():
 
 
 def numerators(orders):
-    """Of L = -log sigmoid: L^(m) = N_m(e^z) / (1 + e^z)^m, coefficients of N_1, ..."""
+    """Coefficients of N_1, ...: L = -log sigmoid, L^(m) = N_m(e^z) / (1 + e^z)^m."""
     found = [np.array([-1.0])]
     for m in range(1, orders):
         up = polynomial.polymul([0, 1, 1], polynomial.polyder(found[-1]))
@@ -104,7 +104,7 @@ def appendix_f():
 
 
 def appendix_g():
-    """Of a ReLU network of y, linear at the output, differences of its gradient."""
+    """Differences of the gradient of a ReLU network in y, linear at the output."""
     rng, x, y = batch_normalized()
     a, b = rng.normal(size=(FEATURES, 64)) / 2, rng.normal(size=(64, 64)) / 6
     c, shift = rng.normal(size=64) / 6, rng.normal(size=(2, 64))
@@ -135,7 +135,7 @@ def appendix_g():
 
 
 def run(settings):
-    """Computes all; returns the directory with table.md and results.json."""
+    """Computes everything; returns the directory with table.md and results.json."""
     found = [*theorem_3(), *affine_weights(), *appendix_f(), *appendix_g()]
     return write("statements_blindness", found, settings)
 

@@ -2,17 +2,17 @@
 
     python -m recipes.blindness.synthetic
 
-Claim (Zhou et al., Table 1): with BN without affine weights on the scalar output of a
-multilayer perceptron, x its input, y its output, and
+Claim (Zhou et al., Table 1): put BN without affine weights on the scalar output of a
+multilayer perceptron, with x BN's input, y its output, and
 
     Loss_k(y) = sum_i sum_{j=k..4} lambda_j y_i^j          lambda ~ N(0, I_5)
     delta_q = E |dLoss_q/dx - dLoss_{q+1}/dx| / |dLoss_q/dx|
 
-the orders 0, 1 and 2 do not reach x, and the order 3 does. All draws of lambda are one
-BN layer with a channel each, so that a loss of an order is one gradient. The network
-is 5 Dense layers of 100 with ReLU and one of 1; its inputs are Gaussian, 100 in a batch
-(the paper does not say). Mean and deviation over 1,000 draws for each of 3 networks
-(10 seconds on an AMD EPYC; TensorFlow):
+Then orders 0, 1 and 2 do not reach x, and order 3 does. All draws of lambda share one
+BN layer, with a channel each: the loss of an order takes one gradient. The network is 5
+Dense layers of 100 with ReLU and one of 1; its inputs are Gaussian, 100 in a batch (the
+paper does not say). Mean and deviation over 1,000 draws for each of 3 networks (10
+seconds on an AMD EPYC; TensorFlow):
 
     order        0            1                    2                  3
     paper        0    1.8e-7 ± 2.1e-7    2.9e-7 ± 0.4e-7    0.51 ± 0.33
@@ -39,7 +39,7 @@ PAPER = ("0 ± 0", "1.79e-07 ± 2.07e-07", "2.85e-07 ± 3.94e-08", "5.1e-01 ± 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(settings.Settings):
-    """How much is drawn."""
+    """How many draws, samples and networks."""
 
     draws: int = setting(1000, "Draws of the coefficients.", at_least=1)
     samples: int = setting(100, "Samples in the batch.", at_least=3)
@@ -60,7 +60,7 @@ def network(draws, width=100, depth=5, epsilon=1e-20):
 
 
 def polynomial_loss(coefficients, y):
-    """`sum_j lambda_j y^j`, a number a sample, of `(samples, draws, 5)` and y."""
+    """`sum_j lambda_j y^j`, one number per sample, from `(samples, draws, 5)` and y."""
     result = coefficients[..., -1]
     for order in reversed(range(ORDERS - 1)):
         result = result * y + coefficients[..., order]
@@ -68,7 +68,7 @@ def polynomial_loss(coefficients, y):
 
 
 def deltas(draws=1000, samples=100, seed=0, epsilon=1e-20):
-    """delta_q of every draw, `(4, draws)`, in the precision that Keras is set to."""
+    """delta_q of every draw, `(4, draws)`, in the current precision of Keras."""
     keras.utils.set_random_seed(seed)
     rng = np.random.default_rng(seed)
     model = network(draws, epsilon=epsilon)
