@@ -1,9 +1,9 @@
 r"""Compares normalisations: CBN learns faster than BN, most of all with sigmoid.
 
 The first comparison is `make demo`: 30 trainings of ResNet-8 on scikit-learn's 8x8
-digits, 2 to 3 minutes on two cores. The second is the paper's, for a GPU and ten seeds;
-the third is the same with the ten seeds of a combination trained together, in a program
-(JAX, for an accelerator: on a CPU nothing is gained; batches come in another order):
+digits, 2 to 3 minutes on two cores. The second is the paper's, with ten seeds, for a
+GPU. The third is the same, but trains the ten seeds of a combination together in one
+program (JAX, for an accelerator: a CPU gains nothing; batches come in another order):
 
     python -m recipes.compare --models=resnet8 --rho=2
     python -m recipes.compare --dataset=cifar10 --data_dir=<where it is> \
@@ -17,8 +17,9 @@ Epochs until 90 % test accuracy on digits, and the test accuracy of the last epo
     BN             4.0  97.5   1.0  98.3   2.0  98.1   1.7  97.7   1.7  98.4
     CBN, rho = 2   1.0  97.8   1.0  98.4   1.0  99.0   1.0  98.7   1.0  98.8
 
-(TensorFlow 2.21, one thread a run; deviations are 0.0 to 0.5 points.) The paper's Table
-1, ResNet-20 on CIFAR-10, goes from 79.0 % to 91.2 with sigmoid, 91.1 to 92.0 with ReLU.
+(TensorFlow 2.21, one thread per run; deviations are 0.0 to 0.5 points.) In the paper's
+Table 1, ResNet-20 on CIFAR-10 goes from 79.0 % to 91.2 with sigmoid, and from 91.1 to
+92.0 with ReLU.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
@@ -90,7 +91,7 @@ def run(settings):
 
 
 def table(rows, settings):
-    """The accuracies and epochs of all rows as Markdown, a column an activation."""
+    """Accuracies and epochs of all rows as Markdown, a column for each activation."""
     cell = {(row["model"], row["norm"], row["activation"]): row for row in rows}
     several = len(settings.models) > 1
     header = [*["model"] * several, "norm", *settings.activations]

@@ -1,24 +1,23 @@
-r"""Trains one network with one normalisation, as Section 6.1 of the CBN paper does.
+r"""Trains one network with one normalisation, as in Section 6.1 of the CBN paper.
 
-The small run, on scikit-learn's 8x8 digits, takes half a minute on 2 cores (with 15
-epochs, the default, less), and the paper's run needs a GPU:
+The small run, on scikit-learn's 8x8 digits, takes half a minute on 2 cores (less with
+the default of 15 epochs). The paper's run needs a GPU:
 
     python -m recipes.train --dataset=digits --model=resnet20 --norm=cbn \
         --activation=sigmoid --rho=1 --omega=10 --epochs=30 --seed=0
     python -m recipes.train --dataset=cifar10 --data_dir=<where it is> --norm=cbn
 
-ImageNet, with the paper's settings for it; `recipes.engine.imagenet` says where it
-comes from:
+ImageNet, with the paper's settings (`recipes.engine.imagenet` says how to get it):
 
     python -m recipes.train --dataset=imagenet2012 --data_dir=<where it is> \
         --model=resnet50 --norm=cbn --activation=relu --dtype=mixed_bfloat16
 
 With sigmoid and seed 0, the small run passes 90 % test accuracy in epoch 2 and ends at
-98.9 %; with `--norm=bn`, in epoch 7 and at 98.6 %. `recipes.compare` has the mean of
+98.9 %; with `--norm=bn`, in epoch 7 and at 98.6 %. `recipes.compare` has means over
 several seeds, and the paper's table.
 
-The same command goes on where it was interrupted, with the same batches: on one
-machine with the same number of threads, the outcome is that of an uninterrupted run.
+The same command continues an interrupted run, with the same batches. On one machine
+with the same number of threads, the result is that of an uninterrupted run.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
@@ -55,7 +54,7 @@ class Settings(classifier.Saved):
 
 
 def train(settings, strategy=None, **options):
-    """Trains a network, or goes on with that, or returns what came out before.
+    """Trains a network, continues its training, or returns its earlier results.
 
     Args:
         settings: A `classifier.Saved`.
@@ -63,8 +62,8 @@ def train(settings, strategy=None, **options):
         **options: `name`, `until` and `verbose` of `recipes.engine.training.train`.
 
     Returns:
-        A `recipes.engine.training.Outcome`. Its results have `saved_model` too, the
-        path of the network as it was after the epoch of the highest test accuracy.
+        A `recipes.engine.training.Outcome`. Its results also have `saved_model`, the
+        path of the network as it was after the epoch with the highest test accuracy.
     """
     if strategy is not None:
         options["name"] = options.get("name") or settings.directory().name
@@ -87,7 +86,7 @@ def train(settings, strategy=None, **options):
 
 
 def run(settings):
-    """Trains, and prints what came out."""
+    """Trains, and prints the results."""
     strategy = devices.get(
         settings.strategy,
         settings.job_addresses,

@@ -1,12 +1,12 @@
 """Tables 1 to 4 of the CBN paper: test accuracy in %, mean and deviation of 10 trials.
 
-The rows are 1 (BN), 2 (CBN) and 3 to 7. CBN with SELU in Table 1 is not legible in the
-copy that was read: it is the row above plus the printed improvement, 1.88.
+The rows are 1 (BN), 2 (CBN) and 3 to 7. CBN with SELU in Table 1 is illegible in the
+copy we read: the value here is the row above plus the printed improvement, 1.88.
 """
 
 import numpy as np
 
-# A line a row, a mean and a deviation for each activation.
+# One line per row, with a mean and a deviation for each activation.
 ACTIVATIONS = ("sigmoid", "tanh", "relu", "selu", "swish")
 TEXT = """\
 Table 1, ResNet-20 on CIFAR-10
@@ -46,7 +46,7 @@ Table 4, VGG-16 on CIFAR-100
 64.09 0.08   66.98 0.08   72.91 0.06   66.80 0.15   72.05 0.08
 """
 
-# Number of a table: its title, and a dict from each activation to its seven rows.
+# Table number -> its title, and a dict from each activation to its seven rows.
 TABLES = {}
 for number, text in enumerate(TEXT.split("\n\n"), start=1):
     title, numbers = text.split("\n", maxsplit=1)

@@ -7,12 +7,13 @@ The small run and the paper's (one of its four tables), for a GPU:
         --model=resnet20 --seeds=10
 
 The parts are the place (before the linear layer), decoupling (the shift before the
-norm), a tuned rho, and AMAT. The paper does not say which rho it chose; `--rho_before`
-(rows 2 and 5) and `--rho_after` (rows 6 and 7) are those that `recipes.cbn.rho` found.
+norm), a tuned rho, and AMAT. The paper does not say which rho it chose; the defaults of
+`--rho_before` (rows 2 and 5) and `--rho_after` (rows 6 and 7) are what
+`recipes.cbn.rho` found.
 
 Test accuracy in %, mean of two seeds, ResNet-8 on digits (68 trainings, 5 minutes
 on two cores of an AMD EPYC); in brackets the paper's, ResNet-20 on CIFAR-10. The mean
-over activations goes up with each part, most of it with rho and least with AMAT:
+over activations rises with each part, most with rho and least with AMAT:
 
     row        sigmoid        tanh        relu        selu       swish
     1 (BN)  97.5 [79.0] 98.3 [87.6] 97.9 [91.1] 97.8 [89.7] 98.5 [91.2]
@@ -22,8 +23,9 @@ over activations goes up with each part, most of it with rho and least with AMAT
     2 (CBN) 97.9 [91.2] 99.0 [91.7] 99.0 [92.0] 98.9 [91.6] 99.3 [92.2]
 
 On CIFAR-10 (10,000 images, ResNet-8, three seeds) the place adds 10 points with
-sigmoid, 1 with tanh and 0 with ReLU, all four parts 11, 5 and 0, and AMAT nothing.
-That, rows 6 and 7, ten seeds of digits and a VGG are in docs/results/cbn_ablation.md.
+sigmoid, 1 with tanh and 0 with ReLU; all four parts together add 11, 5 and 0, and AMAT
+adds nothing. docs/results/cbn_ablation.md has these numbers, rows 6 and 7, digits with
+ten seeds, and a VGG.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
@@ -59,7 +61,7 @@ NAMES = {
     6: "6: BN with rho",
     7: "7: BN with rho and AMAT",
 }
-# What a part adds: the number of the row with it, and of the one without.
+# For each part, the row with it and the row without: the difference is what it adds.
 GAINS = {
     "before the linear layer (3 - 1)": (3, 1),
     "decoupled (4 - 3)": (4, 3),
@@ -78,7 +80,7 @@ RHO_AFTER = {"sigmoid": 0.5, "tanh": 1.0, "relu": 0.5, "selu": 0.5, "swish": 2.0
 class Settings(classifier.Grid):
     """The seven rows with every activation."""
 
-    norms: ClassVar = tuple(row.norm for row in ROWS)  # a row has its own, and its rho
+    norms: ClassVar = tuple(row.norm for row in ROWS)  # each row has its own, and a rho
     rhos: ClassVar = ()
 
     model: str = "resnet8"
@@ -118,14 +120,14 @@ class Settings(classifier.Grid):
         return rhos[self.activations.index(activation)]
 
     def paper(self):
-        """The paper's table of the same data set and kind of network, or its first."""
+        """The paper's table for this data set and kind of network, or its first."""
         others = {"cifar10 vgg16": 2, "cifar100 resnet20": 3, "cifar100 vgg16": 4}
         network = self.model.partition("_")[0]  # of any width
         return TABLES[others.get(f"{data.stem(self.dataset)} {network}", 1)]
 
 
 def run(settings):
-    """Trains all; returns the path of a directory with the table and the figure."""
+    """Trains everything; returns the directory with the table and the figure."""
     cells = {
         (a, row.number): dict(activation=a, norm=row.norm, rho=settings.rho_of(row, a))
         for a in settings.activations
@@ -153,7 +155,7 @@ def run(settings):
 
 
 def table(outcomes, settings):
-    """The numbers as Markdown, of a dict from activation and number to outcomes."""
+    """A dict from activation and row number to outcomes, as Markdown."""
     activations = settings.activations
     title, paper = settings.paper()
     known = [activation for activation in activations if activation in paper]
@@ -184,17 +186,17 @@ def table(outcomes, settings):
 
 
 def _of_paper(rows, number):
-    """A row of the paper's as `recipes.engine.results.mean_and_std` has it."""
+    """A row of the paper in the form of `recipes.engine.results.mean_and_std`."""
     mean, std = rows[number - 1]
     return {"mean": mean, "std": None if np.isnan(std) else std}
 
 
 def _mean(values):
-    return pd.Series(values, dtype=float).mean()  # of what is not NaN
+    return pd.Series(values, dtype=float).mean()  # ignores NaN
 
 
 def _signed(difference):
-    # Adding 0 makes 0 of -0.
+    # Adding 0 turns -0 into 0.
     return "–" if np.isnan(difference) else f"{round(difference, 2) + 0:+.2f}"
 
 

@@ -13,12 +13,12 @@ of the first CBN of each stage,
     tau_k = gamma / (rho * sigma_B)        of Theorem 3 (l2 norm)
 
 with mu_B the mean of one mini-batch, sigma_B = sqrt(mean((x - mu_B + beta)^2)) and mu_A
-the moving mean of Eq. 8 after that batch, which the paper takes for E[x], after each
-epoch. This eta_k is not the eta of AMAT.
+the moving mean of Eq. 8 after that batch, which the paper uses as E[x]. They are
+measured after each epoch. This eta_k is not the eta of AMAT.
 
-Share of channels within, %, all epochs, ResNet-20 on digits (5 trainings, 2 minutes on
-two cores of an AMD EPYC). The claim holds for ReLU, SELU and Swish but in the first
-layer, and not for tanh; the tau_k of sigmoid is 2 to 5:
+Share of channels within the bounds, %, all epochs, ResNet-20 on digits (5 trainings, 2
+minutes on two cores of an AMD EPYC). The claim holds for ReLU, SELU and Swish except in
+the first layer, and not for tanh; the tau_k of sigmoid is 2 to 5:
 
                      eta_k, stages 1 to 3    tau_k, stages 1 to 3
     sigmoid               100   100   100           0     0     0
@@ -66,7 +66,7 @@ class Settings(classifier.Grid):
 def assumption_values(x, gamma, beta, rho, moving_mean):
     """eta_k and tau_k of every channel, float64; not finite where they divide by 0.
 
-    `x` are the inputs, `(batch, ..., channels)`, the others are variables of the layer.
+    `x` is the input, `(batch, ..., channels)`; the others are the layer's variables.
     """
     x = np.asarray(x, "float64")
     axes = tuple(range(x.ndim - 1))
@@ -77,9 +77,9 @@ def assumption_values(x, gamma, beta, rho, moving_mean):
 
 
 def measure(model, problem, settings):
-    """eta_k and tau_k of every channel of `LAYERS`: a list a layer of each."""
+    """eta_k and tau_k of every channel of `LAYERS`: for each, one list per layer."""
     layers = [model.get_layer(name) for name in LAYERS.values()]
-    # The output is asked for so that the layer moves its mean on.
+    # Computing the output makes the layer update its mean.
     outputs = [[layer.input, layer.output] for layer in layers]
     probe = keras.Model(model.inputs, outputs)
     ((x, _),) = data.other_batches(settings, 1)
@@ -97,7 +97,7 @@ train = functools.partial(classifier.train, kind="cbn_assumptions", after=measur
 
 
 def run(settings):
-    """Trains all; returns the path of a directory with the table and the figures."""
+    """Trains everything; returns the directory with the table and the figures."""
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows, panels = [], {name: {} for name in INTERVALS}
     swept = INTERVALS, settings.activations, LAYERS
@@ -119,14 +119,14 @@ def run(settings):
 
 
 def pooled(curves, key):
-    """The values of all seeds: an array an epoch, `nan` where they were not finite."""
+    """The values of all seeds: one array per epoch, `nan` where not finite."""
     epochs = itertools.zip_longest(*curves, fillvalue={})  # a diverged run is shorter
     values = [[v for line in lines for v in line.get(key, [])] for lines in epochs]
     return [np.array(epoch, float) for epoch in values if epoch]
 
 
 def shares(values, interval):
-    """The shares of channels, whose values are a list an epoch, in an open interval."""
+    """Shares of channels in an open interval; their values are one list per epoch."""
     if not values:
         return dict.fromkeys(COLUMNS)
     low, high = interval

@@ -1,6 +1,6 @@
 r"""AMAT lowers the variance of the gradient; a fixed moving average need not.
 
-The small run and one nearer to the paper's, for a GPU:
+The small run, and one closer to the paper's, for a GPU:
 
     python -m recipes.cbn.gradient_variance
     python -m recipes.cbn.gradient_variance --dataset=cifar10 \
@@ -9,19 +9,19 @@ The small run and one nearer to the paper's, for a GPU:
 Claim (Section 6.5, Figure 10, ResNet-18 on ILSVRC2012): CBN with AMAT (eta = 1 - 10 *
 learning rate) has a smaller variance of the mini-batch gradient, and a smaller
 gradient, than CBN with each batch's own statistics; with moving averages of a fixed
-eta = 0.9 it need not. The paper has curves only, no numbers.
+eta = 0.9 this need not be so. The paper has curves only, no numbers.
 
 Each variant trains with its own statistics. After every epoch the gradients of
-`--batches` mini-batches are taken, all from the same moving averages. The variance is
-the trace of their covariance, the squared norm that of their mean, without bias.
+`--batches` mini-batches are computed, all from the same moving averages. The variance
+is the trace of their covariance; the squared norm is that of their mean, unbiased.
 
-Variance as a ratio to that of CBN without AMAT at 0.1, 0.01 and 0.001, ResNet-8 on
-digits, one seed (20 trainings, 4 minutes on two cores of an AMD EPYC). AMAT lowers it,
-as claimed (with sigmoid 1.00, 0.66, 0.61, with ReLU 0.87, 0.42, 0.38); the fixed eta
-does so too, and not less (0.49, 0.12, 0.28 and 0.44, 0.48, 0.49). BN's is 2.87, 9.93,
-24.4 and 1.03, 1.93, 1.89. The squared bias of the fixed eta is a tenth of the variance
-and less. On 10,000 images of CIFAR-10 AMAT lowers it to 0.87 at best, BN's is smaller
-still, and the fixed eta costs 8.7 points of accuracy with sigmoid. See
+Variance relative to CBN without AMAT at 0.1, 0.01 and 0.001, ResNet-8 on digits, one
+seed (20 trainings, 4 minutes on two cores of an AMD EPYC). AMAT lowers it, as claimed
+(with sigmoid 1.00, 0.66, 0.61, with ReLU 0.87, 0.42, 0.38); the fixed eta also does,
+and not by less (0.49, 0.12, 0.28 and 0.44, 0.48, 0.49). BN's is 2.87, 9.93, 24.4 and
+1.03, 1.93, 1.89. The squared bias of the fixed eta is a tenth of the variance or less.
+On 10,000 images of CIFAR-10, AMAT lowers it to 0.87 at best, BN's is smaller still, and
+the fixed eta costs 8.7 points of accuracy with sigmoid. See
 docs/results/cbn_gradient_variance.md.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
@@ -70,7 +70,7 @@ class Settings(Measured, classifier.Grid):
 
 
 def measure(model, problem, settings):
-    """Variance, squared norm and bias of the gradient over so many mini-batches."""
+    """Variance, squared norm and bias of the gradient over `--batches` mini-batches."""
     batches = list(data.other_batches(settings, settings.batches))
     noise = gradient_noise(model, batches)
     return {
@@ -81,10 +81,10 @@ def measure(model, problem, settings):
 
 
 def squared_bias(model, batches):
-    """`|E d|^2`, estimated without bias, 0 without CBN.
+    """`|E d|^2`, estimated without bias; 0 without CBN.
 
-    `d` is what moving averages change of the gradient of a batch, which without them
-    has the statistics of the batch alone.
+    `d` is the difference that moving averages make to the gradient of a batch, compared
+    with the statistics of the batch alone.
     """
     layers = followers(model)
     rates = [float(ops.convert_to_numpy(layer.learning_rate)) for layer in layers]
@@ -107,7 +107,7 @@ train = functools.partial(classifier.train, kind="cbn_gradient_variance", after=
 
 
 def run(settings):
-    """Trains all; returns the path of a directory with the table and the figure."""
+    """Trains everything; returns the directory with the table and the figure."""
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows, panels = [], {}
     for activation in settings.activations:
@@ -133,18 +133,18 @@ def run(settings):
 
 
 def by_phase(curves, key, epochs):
-    """The geometric mean of a positive value of some runs at each learning rate."""
+    """The geometric mean over runs of a positive value, at each learning rate."""
     lines = pd.DataFrame([line for curve in curves for line in curve])
     lines = lines.reindex(columns=["epoch", key]).astype(float)
     lines = lines[lines[key] > 0]
-    # As in `optimizers.piecewise_schedule`. It is measured with the last step's rate.
+    # As in `optimizers.piecewise_schedule`. Measured with the last step's rate.
     phase = pd.cut(lines["epoch"] / epochs, [0, 1 / 2, 5 / 6, 1], labels=PHASES)
     means = np.exp(np.log(lines[key]).groupby(phase, observed=False).mean())
     return {name: None if np.isnan(mean) else mean for name, mean in means.items()}
 
 
 def table(rows):
-    """The rows as Markdown, with ratios to CBN without AMAT."""
+    """The rows as Markdown, relative to CBN without AMAT."""
     base = {row["activation"]: row for row in rows if row["norm"] == "cbn_batch"}
     text = ""
     for key, title in VALUES.items():

@@ -7,9 +7,9 @@ The small run and the paper's, for a GPU:
         --model=resnet20 --seeds=10 --activations=sigmoid,tanh,relu,selu,swish
 
 Claim (Section 6.3, Table 6 and Figure 7): either half of CBN raises the largest
-learning rate of {0.0001, 0.001, 0.01, 0.1, 1} at which training does not collapse, the
-l2 norm more than mean removal, and lowers the norm of the gradient; together they do
-more than each. The copy of the paper that was read lacks the numbers of Table 6.
+learning rate of {0.0001, 0.001, 0.01, 0.1, 1} at which training does not collapse (the
+l2 norm more than mean removal) and lowers the norm of the gradient; together they do
+more than either alone. Our copy of the paper lacks the numbers of Table 6.
 
 The largest rate that trains, ResNet-8 on digits, one seed (60 trainings, 3 to 4 minutes
 on two cores of an AMD EPYC). The claim holds partly with ReLU, and not with tanh:
@@ -19,10 +19,10 @@ on two cores of an AMD EPYC). The claim holds partly with ReLU, and not with tan
     tanh          1               1          1     0.1
     relu        0.1             0.1          1       1
 
-With BN in their place (--norms=none,bn) ReLU trains at 1, and no longer at 0.0001.
+With BN instead (--norms=none,bn), ReLU trains at 1, and no longer at 0.0001.
 
-The halves are Eq. 4 and Eq. 5 of the paper, each in the place of CBN, with its moving
-averages. Training has collapsed where the loss is not finite, or where the last epoch's
+The halves are Eq. 4 and Eq. 5 of the paper. Each replaces CBN and uses its moving
+averages. Training has collapsed if the loss is not finite, or if the last epoch's
 training accuracy is below twice that of guessing.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
@@ -74,7 +74,7 @@ def measure(model, problem, settings):
     """The root mean square over the steps of an epoch of the gradient's l2 norm."""
     total = model.optimizer.gradient_square
     norm = float(np.sqrt(float(ops.convert_to_numpy(total)) / problem.steps))
-    total.assign(0.0)  # the next epoch starts anew
+    total.assign(0.0)  # for the next epoch
     return {"gradient_norm": norm, "guessing": 1 / model.output_shape[-1]}
 
 
@@ -85,7 +85,7 @@ train = functools.partial(
 
 
 def run(settings):
-    """Trains all; returns the path of a directory with the table and the figures."""
+    """Trains everything; returns the directory with the table and the figures."""
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows, panels, accuracies = [], {}, {}
     swept = settings.activations, settings.norms, settings.learning_rates
@@ -115,7 +115,7 @@ def trains(curve):
 
 
 def largest(rows):
-    """For each activation and norm the largest rate that trains with every seed."""
+    """The largest rate that trains with every seed, for each activation and norm."""
     found = {}
     for row in rows:
         best = found.setdefault(row["activation"], {})

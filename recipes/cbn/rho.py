@@ -7,13 +7,13 @@ The small run and the paper's, for a GPU:
         --model=vgg16 --seeds=10
 
 Claim (Section 6.4, Figures 8 and 9): a moderately large rho makes training faster and
-the final loss smaller; a very large one is still faster, but ends higher; a small one
-is slow and unstable. The paper has curves only, no numbers.
+the final loss smaller; a very large one is still faster, but ends at a higher loss; a
+small one is slow and unstable. The paper has curves only, no numbers.
 
 Test accuracy in %, mean of three seeds, ResNet-8 on digits (90 trainings, 4 minutes and
 20 seconds on 2 cores of an AMD EPYC). Small rhos fail with sigmoid and tanh, as
-claimed. The training loss is smallest at the smallest rho that trains, and 4 and 8 are
-slower than 1 and 2, which is not as claimed:
+claimed. Contrary to the claim, the training loss is smallest at the smallest rho that
+trains, and 4 and 8 are slower than 1 and 2:
 
     rho          1/4    1/2      1      2      4      8
     sigmoid     10.0   96.0   98.1   97.8   97.2   95.2
@@ -48,7 +48,7 @@ class Settings(classifier.Grid):
 
 
 def run(settings):
-    """Trains all; returns the path of a directory with the table and the figures."""
+    """Trains everything; returns the directory with the table and the figures."""
     outcomes = training.train_all(classifier.train, settings.runs(), settings.workers)
     rows, panels, accuracies = [], {}, {}
     for activation in settings.activations:
@@ -73,7 +73,7 @@ def run(settings):
 
 
 def best_rhos(rows):
-    """Of each activation the rho of the best test accuracy, then of the least loss."""
+    """For each activation the rho with the best test accuracy, then the least loss."""
     best = {}
     for row in rows:
         if row["test_accuracy"] is not None:
@@ -83,7 +83,7 @@ def best_rhos(rows):
 
 
 def table(rows, settings):
-    """The rows as Markdown, a line a rho."""
+    """The rows as Markdown, a line for each rho."""
     titles = (
         "Test accuracy after the last epoch, %",
         "Training loss of the last epoch, nats",

@@ -1,23 +1,23 @@
-r"""Small batches: CBN with its moving averages, CBN and BN of batch statistics, others.
+r"""Small batches: CBN with moving averages, CBN and BN with batch statistics, others.
 
-The small run, and that of 10,000 images of CIFAR-10, for a GPU. There the seeds of a
-combination train together, in one program:
+The small run, and the run on 10,000 images of CIFAR-10, for a GPU. The latter trains
+the seeds of a combination together, in one program:
 
     python -m recipes.cbn.small_batches
     KERAS_BACKEND=jax python -m recipes.cbn.small_batches --dataset=cifar10 \
         --data_dir=<where it is> --train_size=10000 --epochs=20 \
         --batch_sizes=2,4,8,32,128 --seeds=5 --population=5
 
-The smaller the learning rate, the more batches are in AMAT's moving averages (Eqs. 8
-and 9). Here the rate is in proportion to the batch size, so that CBN normalises with
-about as many images at any of them: 128 at the default rate, and more when the rate
-falls. BN and CBN without AMAT normalise with those of a batch. For inference, these two
-have averages of about ten batches (momentum 0.9), batch renormalization of a hundred,
-and its first steps normalise little: Keras has no warm-up of its bounds.
+The smaller the learning rate, the more batches AMAT's moving averages cover (Eqs. 8 and
+9). Here the rate is proportional to the batch size, and CBN therefore normalises with
+about the same number of images at every batch size: 128 at the default rate, more when
+the rate falls. BN and CBN without AMAT normalise with the images of one batch. For
+inference, these two average about ten batches (momentum 0.9) and batch renormalization
+a hundred. Its first steps normalise little: Keras has no warm-up of its bounds.
 
 The paper has no such experiment. Test accuracy in %, mean and deviation of three seeds,
 400 digits (60 trainings, 454 seconds of processor time). With sigmoid CBN is ahead,
-with and without AMAT alike; with ReLU it loses to BN at two images a batch:
+both with and without AMAT; with ReLU it loses to BN at two images per batch:
 
                                 relu                    sigmoid
     batch size               2           32             2           32
@@ -27,15 +27,15 @@ with and without AMAT alike; with ReLU it loses to BN at two images a batch:
     GN              94.4 ± 0.6   92.8 ± 0.6    16.0 ± 9.9   10.2 ± 0.2
     batch renorm    93.1 ± 1.6   92.8 ± 2.0    85.2 ± 1.2   15.6 ± 9.5
 
-At two images a batch the training accuracy is, with ReLU and sigmoid, 100.0 and 100.0 %
-with CBN, 87.9 and 89.4 % without AMAT, 97.6 and 69.9 % with BN: CBN has the least noise
-in training, which does not make it the best on other images. After so few steps, at
-most 1,600, GN and batch renormalization have not yet learned with sigmoid.
+At two images per batch, training accuracy with ReLU and sigmoid is 100.0 and 100.0 %
+for CBN, 87.9 and 89.4 % without AMAT, and 97.6 and 69.9 % for BN. CBN has the least
+noise in training, which does not make it the best on other images. After so few steps,
+at most 1,600, GN and batch renormalization have not yet learned with sigmoid.
 
-On 10,000 images of CIFAR-10, ReLU, CBN is ahead of BN at every batch size (59.0 and
+On 10,000 images of CIFAR-10 with ReLU, CBN is ahead of BN at every batch size (59.0 and
 58.3 % at 4 images, 50.5 and 49.1 at 2, on a GPU). At 2, on a CPU, batch renorm has 53.5
 %, GN 52.0, CBN 51.9, and CBN without AMAT 44.5. With sigmoid, at 4 and 2 images, BN has
-41.6 and 37.4 %, CBN 48.0 and 42.5, without AMAT 51.6 and 43.6. See
+41.6 and 37.4 %, CBN 48.0 and 42.5, and CBN without AMAT 51.6 and 43.6. See
 docs/results/small_batches.md.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
@@ -47,7 +47,7 @@ import itertools
 from recipes.engine import classifier, command, figures, joint_training, results
 from recipes.engine.settings import setting
 
-USUAL_BATCH = 128  # that of the learning rate
+USUAL_BATCH = 128  # the learning rate is for this size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Settings(classifier.Populations):
 
 
 def run(settings):
-    """Trains all; returns the path of a directory with the table and the figure."""
+    """Trains everything; returns the directory with the table and the figure."""
     runs = []
     for size in settings.batch_sizes:
         rate = settings.learning_rate * size / USUAL_BATCH
@@ -91,7 +91,7 @@ def run(settings):
 
 
 def table(rows, settings):
-    """The rows as Markdown, a table an activation, a line a norm."""
+    """The rows as Markdown: a table for each activation, a line for each norm."""
     text = "Test accuracy after the last epoch, %, against the batch size\n\n"
     for activation in settings.activations:
         of = [row for row in rows if row["activation"] == activation]

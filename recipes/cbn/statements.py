@@ -2,20 +2,20 @@
 
     python -m recipes.cbn.statements
 
-Claims: Lemmas 1, 2 and 4; Eq. 14, that BN before ReLU is the l2 norm behind it with
-rho = sqrt 2; Theorem 3's assumption 0 < tau < 1; Remark 2, that squared gradients go
-with 1 / rho^2 and grow with the depth of a plain network; Appendix I, that the bias of
-an average of old statistics is proportional to the learning rate.
+Claims: Lemmas 1, 2 and 4; Eq. 14, that BN before ReLU equals the l2 norm after it with
+rho = sqrt 2; Theorem 3's assumption 0 < tau < 1; Remark 2, that squared gradients scale
+as 1 / rho^2 and grow with the depth of a plain network; Appendix I, that the bias of an
+average of old statistics is proportional to the learning rate.
 
-NumPy, float64, but for Remark 2: a network of Dense layers of 64 with CBN before each,
-a loss whose gradient at the output is constant, as the theorems have it, and Glorot's
-weights. Appendix I is a tanh network of one hidden layer on digits; at each rate the
-steps end at the same learning rate x steps, 0.5. It takes half a minute.
+NumPy, float64, except for Remark 2: a network of Dense layers of 64 with CBN before
+each, a loss whose gradient at the output is constant, as in the theorems, and Glorot's
+weights. Appendix I is a tanh network with one hidden layer on digits; every rate ends
+at the same learning rate x steps, 0.5. It takes half a minute.
 
-Lemma 4 holds for gradients; for Hessians its proof leaves a term out, and it does not.
-With ReLU squared gradients go with 1 / rho^2 exactly, and grow with depth by the same
-factor a layer whatever rho is; with tanh and sigmoid the first layers see rho more than
-once. AMAT's bias is the same at all rates, for its averages cover the same learning
+Lemma 4 holds for gradients, but not for Hessians: its proof leaves out a term. With
+ReLU, squared gradients scale exactly as 1 / rho^2, and grow with depth by the same
+factor per layer for any rho; with tanh and sigmoid the first layers see rho more than
+once. AMAT's bias is the same at all rates, because its averages cover the same learning
 rate x steps. The table is in docs/results/statements.md.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
@@ -45,7 +45,7 @@ def lemmas(draws):
         H += H.T
 
         def slope(z, A=A, B=B, C=C, H=H, shape=Z.shape):
-            """The gradient in Z of u^T H u / 2 + sum(u^3) / 6 of the vector u."""
+            """The gradient in Z of u^T H u / 2 + sum(u^3) / 6, u a vector."""
             u = (A @ z.reshape(shape, order="F") @ B + C).ravel(order="F")
             g = (H @ u + u**2 / 2).reshape(C.shape, order="F")
             return (A.T @ g @ B.T).ravel(order="F")
@@ -53,7 +53,7 @@ def lemmas(draws):
         at_u = H + np.diag((A @ Z @ B + C).ravel(order="F"))
         formula = np.kron(B, A.T) @ at_u @ np.kron(B.T, A)
         z, steps = Z.ravel(order="F"), 1e-3 * np.eye(Z.size)
-        # Central differences of a quadratic are its derivative.
+        # Central differences of a quadratic equal its derivative.
         found = np.array([(slope(z + s) - slope(z - s)) / 2e-3 for s in steps])
         errors.append(np.abs(found - formula).max() / np.abs(formula).max())
     says = "largest relative error, 20 functions of A Z B + C"
@@ -136,7 +136,7 @@ def depth_and_rho(activation, width=64):
 
 
 def _linear(y_true, y_pred):
-    """Its gradient in the output is the same whatever that is."""
+    """A loss whose gradient in the output does not depend on the output."""
     return keras.ops.sum(y_true * y_pred, -1)
 
 
@@ -159,12 +159,12 @@ def remark_2():
 
 
 def exponent(x, y):
-    """The n with which y goes with x^n."""
+    """The n for which y scales as x^n."""
     return np.polyfit(np.log(x), np.log(y), 1)[0]
 
 
 def bias_of_averages():
-    """Appendix I: |bias| of the mean of a hidden layer, at the end of the same way."""
+    """Appendix I: |bias| of the mean of a hidden layer after the same `WAY`."""
     found = exponent(RATES, [bias(rate, 0.9) for rate in RATES])
     item, says = "Appendix I, eta = 0.9", "exponent of the rate in the bias"
     yield Statement(item, says, "1", found, abs(found - 1) < 0.25)
@@ -193,7 +193,7 @@ def bias(rate, eta, batch=128, hidden=32):
 
 
 def run(settings):
-    """Computes all; returns the directory with table.md and results.json."""
+    """Computes everything; returns the directory with table.md and results.json."""
     found = [
         *lemmas(settings.draws),
         *relu_after_bn(),

@@ -1,4 +1,4 @@
-"""What came out of runs: numbers over steps and seeds, tables, pictures.
+"""Results of runs: numbers over steps and seeds, tables, pictures.
 
 `runs` is a dict from a norm to its runs, each the data frame of `lines`.
 """
@@ -9,12 +9,12 @@ import pandas as pd
 from recipes.engine import figures, results, training
 
 SCORES = (*training.SCORES, "recalibrated_test_accuracy")
-# By the last word of a key; the axis of all other values is logarithmic.
+# By the last word of a key. All other values have a logarithmic axis.
 LIMITS = {"accuracy": (0, 1), "cosine": (-1.05, 1.05)}
 
 
 def lines(outcome):
-    """The lines of metrics.jsonl as a data frame, NaN in place of `None`."""
+    """The lines of metrics.jsonl as a data frame, with NaN instead of `None`."""
     return pd.DataFrame(outcome.metrics).where(pd.notna, np.nan).infer_objects()
 
 
@@ -33,9 +33,9 @@ def summary(outcomes):
 
 
 def over_seeds(outcomes, of_run):
-    """Of each number in what `of_run` makes of outcomes: `mean_and_std`.
+    """`mean_and_std` of each number that `of_run` computes from an outcome.
 
-    Runs that diverged are left out, where not all did.
+    Runs that diverged are left out, unless all did.
     """
     trained = [each for each in outcomes if not each.results["diverged"]]
     found = pd.DataFrame([of_run(outcome) for outcome in trained or outcomes])
@@ -52,7 +52,7 @@ def medians(outcomes, layer, keys):
 
 
 def table(rows, columns, note):
-    """Rows as Markdown, and a note; the columns are a dict from a key to a title."""
+    """Rows as Markdown, with a note; `columns` is a dict from a key to a title."""
     keys = [key for key in columns if any(row.get(key) for row in rows)]
     rows = [row | {"norm": figures.name_of(row["norm"])} for row in rows]
     cells = [[_cell(row.get(key)) for key in keys] for row in rows]
@@ -81,10 +81,10 @@ def training_curves(path, runs, settings, *scores):
 
 
 def bands(path, runs, columns, title):
-    """Draws values of each norm over the steps, beside those of no norm.
+    """Draws values of each norm over the steps, beside those without a norm.
 
-    `columns` is a list of the label with the unit, and the key of a curve, or a list of
-    those of a band's lower and upper edge.
+    `columns` lists the label with the unit, and the key of a curve, or a list of the
+    keys of a band's lower and upper edge.
     """
     others = [norm for norm in runs if norm != "none"] or list(runs)
     shown = [[norm for norm in ("none", other) if norm in runs] for other in others]
@@ -93,7 +93,7 @@ def bands(path, runs, columns, title):
 
 
 def by_layer(path, runs, layers, columns, title):
-    """Draws values of layers, a row each: see `bands`, the keys are `<layer>_<key>`."""
+    """Draws values of layers, a row each. See `bands`; the keys are `<layer>_<key>`."""
     rows = [
         (runs, [(label, f"{layer}_{key}") for label, key in columns])
         for layer in layers
@@ -134,7 +134,7 @@ def _curve(axis, lines, keys, style):
 
 
 def predictiveness(path, runs, title):
-    """Draws how far the gradient has changed a distance along it (Figure 10).
+    """Draws how much the gradient changes with the distance along it (Figure 10).
 
     There is a panel for each third of training, with the means over its lines.
     """
@@ -158,10 +158,10 @@ def predictiveness(path, runs, title):
 
 
 def histograms(path, runs, layers, title):
-    """Draws the histograms of activations through training, one above the other.
+    """Draws histograms of activations during training, one above the other.
 
-    Of the first run of each norm, eight moments are shown. `<layer>_histogram` are
-    counts in equal bins, and `<layer>_edges` the lowest and the highest edge of these.
+    Eight points in time of the first run of each norm are shown. `<layer>_histogram` is
+    the counts in equal bins, and `<layer>_edges` the lowest and the highest bin edge.
     """
     figure, axes = figures.subplots(len(layers), len(runs), title, sharey=True)
     for column, (norm, (first, *_)) in zip(axes.T, runs.items()):

@@ -1,9 +1,9 @@
-"""Networks in plain gradient descent, measured every so many steps.
+"""Networks trained by plain gradient descent, measured every `every` steps.
 
 What the recipes of Santurkar et al. have in common: the two networks of Appendix A.1,
-with one normalisation each, at a fixed rate, without momentum, weight decay or
-augmentation. An epoch of the engine is an interval of `every` steps: at its start the
-weights are measured, with the batch of the step that they are about to take.
+each with one normalisation, at a fixed rate, without momentum, weight decay or
+augmentation. An epoch of the engine is an interval of `every` steps. At its start the
+weights are measured, with the batch of the step that comes next.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from recipes.models import dln, norms
 VGG = {"dataset": "digits", "width": 0.125, "batch_size": 128}
 VGG |= dict.fromkeys(("train_size", "test_size", "initializer"))
 DLN = {"depth": dln.DEPTH, "dtype": "float64"}
-# The dln's are the paper's, but for `every`, which it does not give.
+# The settings of the dln are the paper's, except `every`, which it does not give.
 USUAL = {
     "vgg": VGG | {"steps": 400, "every": 20, "learning_rate": 0.1},
     "dln": DLN | {"steps": 10_000, "every": 100, "learning_rate": 1e-6},
@@ -30,7 +30,7 @@ USUAL = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Descent(Images):
-    """The settings of one training. Those of the other network are `None`."""
+    """The settings of one training. Those of the other network alone are `None`."""
 
     NAMED = ("network", "dataset", "norm", "seed")
     VARIABLE = ("seed", "learning_rate", "steps", "train_size", "test_size")
@@ -100,7 +100,7 @@ class Layered(Descent):
     """The settings of a training in which some layers are measured."""
 
     VARIABLE = (*Descent.VARIABLE, "layers")
-    # The usual ones of each network; here the fifth, tenth and last convolution.
+    # Each network has its own default; here the fifth, tenth and last convolution.
     LAYERS: ClassVar = {"vgg": ("stage3_conv1", "stage4_conv3", "stage5_conv3")}
 
     layers: tuple[str, ...] | None = setting(
@@ -156,7 +156,7 @@ def problem(settings):
 
 
 class _From(keras.utils.PyDataset):
-    """Batches without end, from a step on."""
+    """Endless batches, starting at a step."""
 
     num_batches = None
 
@@ -194,7 +194,7 @@ def _dln(settings):
         )
     fast = {}
     if settings.backend == "tensorflow":
-        # Steps of microseconds: without these, all time is overhead.
+        # Steps take microseconds: without these, all time would be overhead.
         fast = {"jit_compile": True, "steps_per_execution": settings.every}
     model.compile(keras.optimizers.SGD(settings.learning_rate), loss, **fast)
     return model
@@ -203,10 +203,10 @@ def _dln(settings):
 def train(settings, kind, measure, **hooks):
     """Trains a network: see `recipes.engine.training.train`.
 
-    `measure(model, batches, settings)` is called with the weights that step 0, `every`,
-    2 `every` ... starts from. That step is taken on `batches[0]`, the next one on
-    `batches[1]`. It returns a dict for the line of metrics.jsonl, and must not change
-    the model. The losses and accuracies of training are means over an interval.
+    `measure(model, batches, settings)` is called with the weights before step 0,
+    `every`, 2 `every` and so on. That step uses `batches[0]`, the next `batches[1]`. It
+    returns a dict for the line of metrics.jsonl, and must not change the model. Losses
+    and accuracies of training are means over an interval.
     """
 
     def before(model, problem, settings, interval):

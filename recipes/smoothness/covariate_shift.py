@@ -9,22 +9,22 @@ The small runs, and the paper's for a GPU:
         --data_dir=<where it is> --width=1 --steps=15000 --every=100 \
         --initializer=glorot_uniform
 
-Claim (Section 2.2, Figures 3 and 6): measured as the change of a layer's gradient that
-the step of the layers before it makes (Definition 2.1), internal covariate shift is not
-lower with BN, often higher; in the deep linear network there is almost none without BN,
-and with BN G and G' are almost uncorrelated. The paper has curves only. It does not
+Claim (Section 2.2, Figures 3 and 6): let internal covariate shift be the change in a
+layer's gradient caused by the step of the layers before it (Definition 2.1). It is not
+lower with BN, and often higher. In the deep linear network there is almost none without
+BN, and with BN G and G' are almost uncorrelated. The paper has curves only. It does not
 name the layers; here they are the fifth, the tenth and the last convolution, and linear
 layers 9, 17 and 25.
 
-The deep linear network, full batch, 10,000 steps, took 4 minutes on 2 cores of an Intel
-Xeon that much other work shared. The median of |G - G'| / |G| is 0.69 with BN and 0.48
-without in layer 9, 1.22 and 0.75 in layer 17: BN does not lower it, as claimed. There
-is almost none without BN, as claimed, in steps 5,000 to 7,500 alone, when that network
-stands still. In VGG-16 of an eighth of the width on digits (400 steps, 2 minutes on two
-cores of an AMD EPYC) BN's median is lower, 0.13 in the last layer and 0.57 without, for
-it has soon fitted the images.
-On CIFAR-10 (a quarter of the width, 5,000 steps) it is much the same, as claimed: 0.6
-to 1.0 with BN, 0.8 to 1.1 without. The tables are in docs/results/covariate_shift.md.
+The deep linear network, full batch, 10,000 steps, took 4 minutes on 2 heavily shared
+cores of an Intel Xeon. The median of |G - G'| / |G| is 0.69 with BN and 0.48 without in
+layer 9, 1.22 and 0.75 in layer 17. As claimed, BN does not lower it. There is almost
+none without BN, as claimed, but only in steps 5,000 to 7,500, when that network stands
+still. In VGG-16 at an eighth of the width on digits (400 steps, 2 minutes on two cores
+of an AMD EPYC) BN's median is lower, 0.13 in the last layer and 0.57 without, because
+it has soon fitted the images. On CIFAR-10 (a quarter of the width, 5,000 steps) it is
+much the same, as claimed: 0.6 to 1.0 with BN, 0.8 to 1.1 without. The tables are in
+docs/results/covariate_shift.md.
 
 Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
@@ -61,7 +61,7 @@ def train(settings):
 
 def measure(model, batches, settings):
     """The shift of each layer, a dict for a line of metrics."""
-    # The step of plain gradient descent on this batch is the one training takes.
+    # Training takes this very step of plain gradient descent on this batch.
     found = diagnostics.covariate_shift(
         model,
         *batches[0],
@@ -77,7 +77,7 @@ def measure(model, batches, settings):
 
 
 def run(settings):
-    """Trains with every norm and returns the directory of what came out.
+    """Trains with every norm and returns the directory with the results.
 
     shift.png is Figures 3 and 6.
     """

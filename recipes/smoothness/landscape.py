@@ -1,4 +1,4 @@
-r"""The optimization landscape through training, with and without normalisation.
+r"""The optimization landscape during training, with and without normalisation.
 
 The small runs, and the paper's for a GPU:
 
@@ -9,25 +9,26 @@ The small runs, and the paper's for a GPU:
         --data_dir=<where it is> --width=1 --steps=15000 --every=200 \
         --initializer=glorot_uniform
 
-Claim (Section 3, Figures 4 and 9 to 13 of the later version): with BN, and as much with
-the l1, l2 or l-infinity norm in its place, the loss varies less along the gradient, the
+Claim (Section 3, Figures 4 and 9 to 13 of the later version): with BN, and equally with
+an l1, l2 or l-infinity norm instead, the loss varies less along the gradient, the
 gradient changes less, and the effective beta is smaller. All of them train better than
-no norm; the deep linear network does so best with l1. The paper has curves only.
+no norm; the deep linear network trains best with l1. The paper has curves only.
 
-Small runs: VGG-16 of an eighth of the width on digits, 400 steps, takes 3 minutes on
-two cores of an AMD EPYC; the deep linear network is the paper's, 10,000 steps, and took
-5 minutes of one core. VGG's median beta is 2.8 with BN, 2.7 with l1, 8.5 without a
-norm; the largest one of the deep linear network 1.0e7 with BN and 6.5e7 without, its
-loss is 14,500 in step 3,300 with BN, in step 1,600 with l1, and in step 7,800 without.
+Small runs: VGG-16 at an eighth of the width on digits, 400 steps, takes 3 minutes on
+two cores of an AMD EPYC. The deep linear network is the paper's, 10,000 steps, and took
+5 minutes on one core. VGG's median beta is 2.8 with BN, 2.7 with l1 and 8.5 without a
+norm. The largest beta of the deep linear network is 1.0e7 with BN and 6.5e7 without;
+its loss reaches 14,500 in step 3,300 with BN, in step 1,600 with l1, and in step 7,800
+without.
 
 With steps of up to 30 learning rates (--longest=30) VGG's largest beta is 25 with BN,
 as with steps of up to 4, and 38,690 without a norm. Along a random direction the median
-beta is 0.4 with BN and 1.2 without, at first 13.8 and 2.0.
+beta is 0.4 with BN and 1.2 without; at the start it is 13.8 and 2.0.
 
-The claims hold but for the smoothness of l-infinity in VGG, and for the median beta of
-the deep linear network: all but l1 train where beta is 2 / learning rate. So does the
-paper's VGG on CIFAR-10 (11,000 steps, 6 minutes of an H200), with BN and without; at
-the same training loss BN's loss range is 0.3, its gradient distance 0.5 of those
+The claims hold except for the smoothness of l-infinity in VGG and the median beta of
+the deep linear network: all norms but l1 train where beta is 2 / learning rate. So does
+the paper's VGG on CIFAR-10 (11,000 steps, 6 minutes on an H200), with and without BN.
+At the same training loss, BN's loss range is 0.3 and its gradient distance 0.5 of those
 without a norm. The tables are in docs/results/landscape.md.
 
 Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
@@ -107,7 +108,7 @@ def measure(model, batches, settings):
 
 
 def run(settings):
-    """Trains with every norm and returns the directory of what came out.
+    """Trains with every norm and returns the directory with the results.
 
     training.png is Figures 11 a, 12 a and 13, landscape.png Figures 4, 9, 11 and 12.
     """
@@ -154,7 +155,7 @@ MEDIANS = ["loss_range", "gradient_distance", "relative_distance", "effective_be
 
 
 def of_run(outcome):
-    """What a run was like: medians over its steps, the highest of all, and a count."""
+    """Summary of a run: medians over its steps, the highest of all, and a count."""
     lines = measures(outcome)
     return {
         **lines[MEDIANS].median(),
@@ -164,10 +165,10 @@ def of_run(outcome):
 
 
 def relative_to_none(outcome, outcomes):
-    """Medians of a run's measures over those of the run without a norm.
+    """Medians of a run's measures divided by those of the run without a norm.
 
-    Each measured step of that one is compared with the step of the nearest training
-    loss, where there is one within 15 %.
+    Each measured step of the latter is compared with the step of nearest training loss,
+    if there is one within 15 %.
     """
     (none,) = outcomes.of(norm="none", seed=outcome.settings.seed)
     both = (measures(each).dropna(subset="train_loss") for each in (none, outcome))

@@ -13,26 +13,28 @@ The small runs, and the paper's for a GPU:
 
 Claim (Section 2.1, Figures 1, 2 and 7; 8 and 14 are histograms of other networks): BN
 with noise after it, fresh at each step, trains nearly as well as BN and better than no
-norm, though its activations are less stable than those without a norm; the difference
-in stability between BN and none is marginal. The paper's test accuracy on CIFAR-10 is
-83 % with BN and 80 % without.
+norm, though its activations are less stable than those without a norm. The difference
+in stability between BN and no norm is marginal. The paper's test accuracy on CIFAR-10
+is 83 % with BN and 80 % without.
 
-Activations are those that a nonlinearity is given, and where a norm gives them, those
-that it is given itself; in training mode, at step t on its batch, and at step t + 1 on
-its own, with the noise of that step. Behind BN a channel has mean beta and variance
-gamma^2, whatever comes in: what it does to the stability of a network shows before it.
+Activations are the inputs of a nonlinearity and, if they come from a norm, also the
+inputs of that norm. They are taken in training mode, at step t on its batch and at step
+t + 1 on its own, with that step's noise. After BN a channel has mean beta and variance
+gamma^2, whatever its input: BN's effect on a network's stability shows before it.
 
-The small run, VGG-16 of an eighth of the width on digits, 400 steps, takes 3.5 minutes
-of two cores of an AMD EPYC that other work shares. NoisyBN reaches 90 % of training
-accuracy by step 20 as BN does, no norm by step 180. Inference is without the noise, but
-the moving statistics are not, so that 50.6 % of test images are right; with statistics
-taken again without it (`keras_norms.recalibrate`) 98.1 %, BN 98.3 %, no norm 97.2 %. In
-the last layer, means move by 0.30 deviations a step with NoisyBN, 0.09 without a norm,
-0.00001 with BN, and 0.018 before BN. The noise alone prevents training entirely. On
-CIFAR-10 (VGG-16 of a quarter of the width, 5,000 steps) NoisyBN ends at 83 % of
-training accuracy, BN at 93, no norm at 76 and the noise alone at 62; means before BN
-move by 0.01 to 0.03 deviations a step, without a norm by 0.11 to 0.14. l_p norms end at
-89 to 92 %, and their means move less than without a norm: docs/results/noisy_shift.md.
+The small run, VGG-16 at an eighth of the width on digits, 400 steps, takes 3.5 minutes
+on two shared cores of an AMD EPYC. NoisyBN, like BN, reaches 90 % training accuracy by
+step 20, no norm by step 180. Inference has no noise, but the moving statistics include
+it, and 50.6 % of test images are right. With statistics measured again without it
+(`keras_norms.recalibrate`) 98.1 % are; BN has 98.3 %, no norm 97.2 %. In the last
+layer, means move by 0.30 deviations per step with NoisyBN, 0.09 without a norm, 0.00001
+with BN, and 0.018 before BN. The noise alone prevents training entirely.
+
+On CIFAR-10 (VGG-16 at a quarter of the width, 5,000 steps) NoisyBN ends at 83 %
+training accuracy, BN at 93, no norm at 76 and the noise alone at 62. Means before BN
+move by 0.01 to 0.03 deviations per step, without a norm by 0.11 to 0.14. l_p norms end
+at 89 to 92 %, and their means move less than without a norm. See
+docs/results/noisy_shift.md.
 
 Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
@@ -84,7 +86,7 @@ def measure(model, batches, settings):
     state = [v.value for v in model.non_trainable_variables]
     outputs = places(model, settings.layers)
     before, state = activations(model, outputs, weights, state, x)
-    # The step of plain gradient descent on this batch is the one training takes.
+    # Training takes this very step of plain gradient descent on this batch.
     for weight, gradient in zip(weights, gradients, strict=True):
         weight -= settings.learning_rate * gradient
     after, _ = activations(model, outputs, weights, state, batches[1][0])
@@ -96,10 +98,10 @@ def measure(model, batches, settings):
 
 
 def places(model, layers):
-    """Outputs of a model by place: `layer` is what its nonlinearity is given.
+    """Outputs of a model by place: `layer` is the input of its nonlinearity.
 
-    That is the output of the norm after it, or without one, its own, which else is the
-    place `layer` and `BEFORE`.
+    That is the output of the norm after the layer. Without a norm it is the layer's own
+    output, which otherwise is the place `layer` plus `BEFORE`.
     """
     found, names = {}, {layer.name for layer in model.layers}
     for layer in layers:
@@ -113,11 +115,11 @@ def places(model, layers):
 def activations(model, outputs, weights, state, x):
     """The values of `outputs`, a dict of `places`, in training mode.
 
-    The model stays as it is: `weights` are in place of its trainable variables, `state`
-    of the others. Returns a list of arrays `(positions, channels)`, and the state after
+    The model does not change: `weights` replace its trainable variables, and `state`
+    the others. Returns a list of arrays `(positions, channels)`, and the state after
     the call.
     """
-    # The model's own output, so that all state moves on as it does in training.
+    # With the model's own output, all state is updated as in training.
     probe = keras.Model(model.inputs, [*outputs.values(), *model.outputs])
     x = ops.convert_to_tensor(x)
     found, state = probe.stateless_call(weights, state, x, training=True)
@@ -128,10 +130,10 @@ def activations(model, outputs, weights, state, x):
 def changes(before, after):
     """The moments of activations, how a step changes them, and a histogram.
 
-    `before` and `after` are arrays `(positions, channels)` of two successive steps. Of
-    means over channels, `relative_...` are in units of the deviation and the variance
-    before the step. `histogram` are counts of one channel in equal bins between
-    `edges`. What is not finite is `nan` or `None`.
+    `before` and `after` are arrays `(positions, channels)` of two successive steps.
+    Values are means over channels; `relative_...` is in units of the deviation and the
+    variance before the step. `histogram` is the counts of one channel in equal bins
+    between `edges`. What is not finite is `nan` or `None`.
     """
     with np.errstate(all="ignore"):
         before, after = before.astype("float64"), after.astype("float64")
@@ -157,10 +159,10 @@ def changes(before, after):
 
 
 def recalibrated(model, problem, settings, run):
-    """Tests a network with NoisyBN whose moving statistics are those without noise.
+    """Tests a network with NoisyBN after its statistics were measured without noise.
 
-    Inference has no noise, but what a layer was given in training is noisy wherever
-    there is a NoisyBN before it. An empty dict without such a layer or test images.
+    Inference has no noise, but in training a layer's input is noisy if there is a
+    NoisyBN before it. Returns an empty dict without such a layer or test images.
     """
     if settings.norm != "noisy_bn" or problem.test is None:
         return {}
@@ -174,7 +176,7 @@ def recalibrated(model, problem, settings, run):
 
 
 def run(settings):
-    """Trains with every norm and returns the directory of what came out.
+    """Trains with every norm and returns the directory with the results.
 
     training.png is Figures 1 and 2, histograms.png Figures 1, 2, 8 and 14, and
     moments.png Figure 7.

@@ -2,16 +2,16 @@ r"""Theorems of Santurkar et al. that need no training, on random activations.
 
     python -m recipes.smoothness.statements
 
-Claims: of the first version Theorems 3.2 and C.4, Lemma 3.3, and Theorem C.6, which is
-3.4 in full; of the later version Theorem 4.2 and Theorem C.1. (Theorems 3.1, 4.1, 4.4,
+Claims: from the first version, Theorems 3.2 and C.4, Lemma 3.3, and Theorem C.6, which
+is 3.4 in full; from the later version, Theorems 4.2 and C.1. (Theorems 3.1, 4.1, 4.4,
 Lemma 4.5, Facts C.1 and C.2: tests/diagnostics/test_theorems.py.) One channel, float64:
-y are m activations, y^ the normalised ones, x inputs of mean zero, g and H the gradient
-and the Hessian of the loss in y^, the same in the network without BN. Each ratio is the
-largest of 1,000 random cases, a case with m from 3 to 12. It takes seconds.
+y are m activations, y^ the normalised ones, x inputs with mean zero, and g and H the
+gradient and the Hessian of the loss in y^, the same in the network without BN. Each
+ratio is the largest of 1,000 random cases with m from 3 to 12. It takes seconds.
 
-All bounds on first derivatives hold. Eq. 58 of the first version is no derivative, and
-Theorem C.6 lacks a division by |H|; with it, it holds. Eq. 58 of the later version is
-no maximum. The table is in docs/results/statements.md.
+All bounds on first derivatives hold. Eq. 58 of the first version is not a derivative.
+Theorem C.6 lacks a division by |H|, and holds with it. Eq. 58 of the later version is
+not a maximum. The table is in docs/results/statements.md.
 
 Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """
@@ -24,7 +24,7 @@ from recipes.engine.statements import Settings, Statement, at_most_one, write, z
 
 
 class Case:
-    """Random x, other inputs, y, g and H of one channel, of mean zero what has to be.
+    """Random x, other inputs, y, g and H of one channel, with mean zero where needed.
 
     `convex` makes H positive definite; `curved` is its size.
     """
@@ -62,7 +62,7 @@ def gradients(cases):
         bound = (correlation**-0.5 + 1) ** 2 / c.sigma**2 * without
         ratios.append(found / bound)
         sharper.append(found / (without / correlation / c.sigma**2))
-        # The deviation of C.4 at epsilon = c / 2; BN's gradient is inverse to it.
+        # C.4's deviation at epsilon = c / 2; BN's gradient is inversely proportional.
         needed = (1 + correlation**0.5) ** 2 / (correlation / 2)
         shrinking.append(found * c.sigma**2 / needed / (without / 2))
     yield at_most_one("Theorem 3.2", "squared gradient / bound", ratios)
@@ -73,7 +73,7 @@ def gradients(cases):
 
 
 def losses(draws):
-    """Lemma 3.3: near an optimum without BN the loss with BN is small too."""
+    """Lemma 3.3: near an optimum without BN, the loss with BN is small too."""
     rng, ratios, of_epsilon = np.random.default_rng(0), [], []
     for epsilon in np.linspace(0.01, 0.49, 49):
         z, label = rng.normal(size=(2, draws, 3))
@@ -121,15 +121,15 @@ def hessian_entries(cases, flat):
 
 
 def shrinks(case, by):
-    """The ratio of C.6's two sides at epsilon = d / 2, sigma being as small as it may.
+    """The ratio of C.6's two sides at epsilon = d / 2, with the smallest sigma allowed.
 
-    d, one number for both inputs, makes the second derivative without BN what the
-    paper has for it, d |x| |other| |H|. f is 6 |g| / `by`.
+    d, one number for both inputs, is such that the second derivative without BN is the
+    paper's d |x| |other| |H|. f is 6 |g| / `by`.
     """
     without = abs(case.x @ case.H @ case.other)
     d = without / case.size / np.linalg.norm(case.H)
     needed = ((1 + d**0.5) ** 2 + 6 * np.linalg.norm(case.g) / by) / (d / 2)
-    # With BN, it is inverse to sigma^2.
+    # With BN, it is inversely proportional to sigma^2.
     found = abs(case.x @ case.bent @ case.other) * case.sigma**2 / needed
     return found / (without / 2)
 
@@ -138,7 +138,7 @@ def curvatures(cases):
     """Theorems 4.2 and C.1 of the later version, gamma = 1, lambda = 1, H positive.
 
     Their conditions are <g, y^> > 0, and that H keeps the relative norms of g and of
-    G, the gradient in y: as the proof needs it, G^T H G <= g^T H g.
+    G, the gradient in y. In the form the proof needs: G^T H G <= g^T H g.
     """
     kept, maxima, exceeded = [], [], []
     for c in cases:
@@ -182,7 +182,7 @@ def largest_form(A, v):
 
 
 def run(settings):
-    """Computes all; returns the directory with table.md and results.json."""
+    """Computes everything; returns the directory with table.md and results.json."""
     seeds = range(settings.draws)
     cases = [Case(seed) for seed in seeds]
     found = [

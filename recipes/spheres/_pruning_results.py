@@ -1,4 +1,4 @@
-"""What came out of `recipes.spheres.pruning`: a table and a figure."""
+"""The results of `recipes.spheres.pruning`: a table and a figure."""
 
 import numpy as np
 import pandas as pd
@@ -13,18 +13,18 @@ KEYS = {"accuracy": "as pruned", "recalibrated": "statistics recalibrated"}
 
 
 def by_method(lines):
-    """A DataFrame of each method, from the whole network on, by what is gone."""
+    """A DataFrame for each method, from the whole network on, by what is removed."""
     lines = pd.DataFrame(lines).sort_values("channels", kind="stable")
     return {name: lines[lines["method"].isin(["whole", name])] for name in METHODS}
 
 
 def limits(points):
-    """One point less than the whole network has, of each of `KEYS`."""
+    """One point less than the whole network has, for each of `KEYS`."""
     return {key: points["merge"][key].iloc[0] - LOSS for key in KEYS}
 
 
 def shares(points):
-    """What is gone where a point of accuracy is lost, of each method, as `share_at`."""
+    """What is removed when a point of accuracy is lost, by method: see `share_at`."""
     return {
         method: {
             key: {gone: share_at(lines, limit, key, gone) for gone in GONE}
@@ -35,9 +35,9 @@ def shares(points):
 
 
 def share_at(lines, limit, key, gone):
-    """What of `GONE` is gone where accuracy, of `KEYS`, first falls below a limit.
+    """The share, of `GONE`, at which accuracy, of `KEYS`, first falls below a limit.
 
-    It is interpolated linearly; that of the last line where no line is below.
+    Interpolated linearly; that of the last line if no line is below.
     """
     below = np.flatnonzero(lines[key] < limit)
     if not below.size:
@@ -47,7 +47,7 @@ def share_at(lines, limit, key, gone):
 
 
 def draw(path, points, settings):
-    """Draws test accuracy over what is gone: a row for each of `KEYS`."""
+    """Draws test accuracy over what is removed: a row for each of `KEYS`."""
     title = f"{data.stem(settings.dataset)}, {settings.model}, {settings.norm}"
     size, columns = (7.2, 5.6), ("channels", "macs")
     figure, axes = figures.subplots(2, 2, title, sharey=True, size=size, sharex="col")

@@ -1,6 +1,6 @@
-r"""Channels of a trained network that can go: small gamma, and values that agree.
+r"""Channels a trained network can lose: small gamma, and values that agree.
 
-The small run, on scikit-learn's digits, and that of the numbers below:
+The small run, on scikit-learn's digits, and the run behind the numbers below:
 
     python -m recipes.spheres.pruning
     python -m recipes.spheres.pruning --dataset=cifar10 --data_dir=<where it is> \
@@ -9,22 +9,24 @@ The small run, on scikit-learn's digits, and that of the numbers below:
         --shares=0.05,0.1,0.15,0.2,0.3,0.5
 
 Claim (Sun et al., Section 2.2, left there as future work): not only units with a small
-gamma can be removed (Liu et al.), but also units with similar gamma and beta, for they
-have similar outputs. Three ways to remove channels of one network at growing tolerance,
-without training after it (`--gamma_l1` trains with Liu et al.'s penalty on gamma):
+gamma can be removed (Liu et al.), but also units with similar gamma and beta, because
+they have similar outputs. There are three ways to remove channels of one network at
+growing tolerance, without further training (`--gamma_l1` trains with Liu et al.'s
+penalty on gamma):
 
-* smallest gamma: channels of the smallest |gamma| in all layers, with their beta, as
-  Liu et al. do. Only channels that one layer makes, as there: not those of sums.
+* smallest gamma: channels with the smallest |gamma| in all layers, with their beta, as
+  in Liu et al. As there, only channels made by a single layer, not those of sums.
 * small gamma, mean kept: `prune(model, data, gamma=t, similarity=None)`
-* and merging: `prune(model, data, gamma=t)`, where what another channel cannot say
-  deviates by t at most.
+* and merging: `prune(model, data, gamma=t)`, where the part that another channel cannot
+  express deviates by at most t.
 
-With ResNet-20 after 4 epochs of CIFAR-10 (77.7 %), one point of accuracy is lost where
-0.4, 0.8 and 1.1 % of the channels are gone in these ways, and with statistics that are
-recalibrated 1.5, 0.3 and 0.8 %; on digits (98.1 %) then 3.4, 2.0 and 4.1 %. Merging
-helps where they are not, but not for the reason given: units correlate with those of
-the nearest gamma and beta by 0.208, with any other by 0.212. That run takes 20 minutes
-of a core of an AMD EPYC, the small one 2.5 minutes of two (docs/results/pruning.md).
+ResNet-20 after 4 epochs of CIFAR-10 (77.7 %) loses one point of accuracy when 0.4, 0.8
+and 1.1 % of the channels are removed in these ways, and with recalibrated statistics
+when 1.5, 0.3 and 0.8 % are; on digits (98.1 %), recalibrated, 3.4, 2.0 and 4.1 %.
+Merging helps without recalibration, but not for the reason given: units correlate with
+those of the nearest gamma and beta by 0.208, with any other by 0.212. That run takes 20
+minutes on one core of an AMD EPYC, the small one 2.5 minutes on two
+(docs/results/pruning.md).
 
 Reference: Sun et al., AAAI 2020, Section 2.2. https://arxiv.org/abs/2006.09104
 Liu et al., Network Slimming, ICCV 2017. https://arxiv.org/abs/1708.06519
@@ -48,7 +50,7 @@ from recipes.engine.run import RESULTS, Run
 from recipes.engine.settings import setting
 from recipes.spheres import _pruning_results as results
 
-# Those whose channels `prune` measures.
+# The norms whose channels `prune` measures.
 NORMS = (
     *("bn", "cbn", "bn_before", "bn_rho", "bn_rho_amat", "cbn_batch", "cbn_fixed"),
     *("noisy_bn", "lp1", "lp2", "lpinf", "renorm"),
@@ -127,9 +129,9 @@ def compiled(model):
 
 
 def own_norms(model):
-    """The |gamma|, over the input's deviation, of norms whose channels one layer makes.
+    """|gamma| over the input's deviation, for norms whose channels one layer makes.
 
-    A dict by name; norms of channels that cannot go are not in it.
+    A dict by name, without norms whose channels cannot be removed.
     """
     found = {}
     for layer in norms_of_one_maker(model):
@@ -140,9 +142,9 @@ def own_norms(model):
 
 
 def without_smallest(model, share, images):
-    """The network without the given share of channels of the smallest |gamma|.
+    """The network without the given share of channels, those of smallest |gamma|.
 
-    As Liu et al.: over all layers, each of which keeps one channel, and without beta.
+    As in Liu et al.: over all layers, each of which keeps a channel, and without beta.
     """
     gammas = own_norms(model)
     limit = np.quantile(np.concatenate(list(gammas.values())), share)
@@ -157,21 +159,21 @@ def without_smallest(model, share, images):
 
 
 def copy(model):
-    """A model that shares no weights with the one that it is a copy of."""
+    """A copy of a model, with weights of its own."""
     twin = keras.models.clone_model(model)
     twin.set_weights(model.get_weights())
     return compiled(twin)
 
 
 def problem(settings):
-    """The training of a classifier by `SlimmingSGD`, as long as `until` says."""
+    """The training of a classifier by `SlimmingSGD`, up to `until`."""
     optimizer = partial(SlimmingSGD, gamma_l1=settings.gamma_l1)
     epochs = min(settings.until or settings.epochs, settings.epochs)
     return classifier.problem(settings, optimizer=optimizer)._replace(epochs=epochs)
 
 
 def trained(settings):
-    """Trains a network, or loads what came out before, compiled for evaluation."""
+    """Trains a network, or loads an earlier result, compiled for evaluation."""
     kind = "pruning_train"
     found = training.train(settings, kind, problem, at_end=classifier.save).results
     directory = settings.directory(kind)
@@ -179,7 +181,7 @@ def trained(settings):
         raise UserError(f"The training in {directory} diverged.")
     try:
         return compiled(keras.saving.load_model(found["saved_model"]))
-    except Exception as error:  # of the many kinds of zipfile, Keras and h5py
+    except Exception as error:  # zipfile, Keras and h5py raise many kinds
         reason = f"its network {found['saved_model']} cannot be loaded ({error})"
         raise files.damaged(directory / RESULTS, reason) from None
 
@@ -188,7 +190,7 @@ def run(settings):
     """Trains a network, prunes it in all ways and returns the directory of the run."""
     recorded = Run(settings.directory("pruning", settings.name), settings.config())
     if recorded.results is None:
-        data.images(settings)  # that they can be read
+        data.images(settings)  # fails early if they cannot be read
         with recorded:
             if recorded.results is None:
                 measure(recorded, settings)
@@ -207,7 +209,7 @@ def measure(recorded, settings):
     more = loaded.x_train[: settings.statistics_size].copy()
     test = [x[: settings.test_size].copy() for x in (loaded.x_test, loaded.y_test)]
     del loaded
-    data.load.cache_clear()  # all other images
+    data.load.cache_clear()  # frees all other images
     done = {(line["method"], line["level"]) for line in recorded.metrics}
     wanted = [("whole", 0.0), *(("gamma", share) for share in settings.shares)]
     wanted += itertools.product(("mean", "merge"), settings.levels)
@@ -226,7 +228,7 @@ def measure(recorded, settings):
 
 
 def speeds(points, model, images, x):
-    """How fast two merged networks are: the last within a point, and the last."""
+    """How fast two merged networks are: the last within a point, and the last one."""
     limit = results.limits(points)["recalibrated"]
     merged = points["merge"].iloc[1:].sort_values("level")
     within = merged[merged["recalibrated"] >= limit]
@@ -235,7 +237,7 @@ def speeds(points, model, images, x):
     for line in chosen.to_dict("records"):
         nets = model, pruned_by("merge", model, line["level"], images).model
         calls = [partial(net.predict, x, batch_size=128, verbose=0) for net in nets]
-        # In turns, the fastest of each; the first compiles.
+        # In turns; the fastest of each counts, and the first compiles.
         seconds = [[timeit.timeit(call, number=1) for call in calls] for _ in range(6)]
         whole, fast = (len(x) / np.min(seconds[1:], axis=0)).tolist()
         found.append({**line, "images_per_second": fast, "of_whole": whole})
@@ -243,7 +245,7 @@ def speeds(points, model, images, x):
 
 
 def pruned_by(method, model, level, images):
-    """The network pruned by one of `METHODS`; the level is a share or a tolerance."""
+    """The network pruned by one of `METHODS`. `level` is a share or a tolerance."""
     if method == "gamma":
         return without_smallest(model, level, images)
     similarity = None if method == "mean" else 1.0
@@ -251,11 +253,12 @@ def pruned_by(method, model, level, images):
 
 
 def point(method, model, level, images, more, test):
-    """What is left by one of `METHODS`, or `"whole"`, at a level, a dict.
+    """What one of `METHODS`, or `"whole"`, leaves at a level: a dict.
 
-    It has `method`, `level`, the shares of `channels`, `parameters` and `macs` that are
-    gone, the `error` of the outputs on `images` (the root of the mean square, relative)
-    and test `accuracy`, which is `recalibrated` after recalibration on `more` images.
+    It has `method`, `level`, the shares of `channels`, `parameters` and `macs` that
+    were removed, the `error` of the outputs on `images` (root mean square, relative),
+    the test `accuracy`, and `recalibrated`, the same after recalibration on `more`
+    images.
     """
     line = {"method": method, "level": level}
     line |= dict.fromkeys(("channels", "parameters", "macs"), 0.0)
@@ -279,9 +282,9 @@ def point(method, model, level, images, more, test):
 def premise(model, images):
     """Whether units with about the same gamma and beta have about the same outputs.
 
-    A dict of means over all units of `own_norms` that vary: |correlation| of outputs
-    with those of the unit of the layer whose (gamma, beta) is `nearest`, its mean over
-    `all` others, and its maximum, `most`.
+    A dict of means over all units of `own_norms` that vary: the |correlation| of their
+    outputs with those of the unit in the layer whose (gamma, beta) is `nearest`, the
+    mean over `all` others, and the maximum, `most`.
     """
     found = {"nearest": [], "all": [], "most": []}
     for name in own_norms(model):

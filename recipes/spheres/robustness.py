@@ -12,24 +12,25 @@ The small run, one on CIFAR-10 images, and the paper's, for a GPU:
         --epsilon_2=0.4347 --steps=40 --step_size=0.0333 --test_size=10000
 
 Claim (BN, GN, LN and WN; here CBN, WS and CWN as well): under Gaussian noise and the
-BIM attack all of them lose accuracy, and with weight decay they lose less of it, for
-the growing norm of the weights amplifies the attack. Pixels go from 0 to 1; noise and
+BIM attack all of them lose accuracy, and less of it with weight decay, because the
+growing norm of the weights amplifies the attack. Pixels are from 0 to 1; noise and
 radii are in these units. The paper takes the settings of Galloway et al. (2019), whose
 published evaluation (github.com/AngusG/bn-advex-zhang-fixup) has noise of deviation
 1/4, an l_inf radius of 2/255, and 40 steps of 1/30 of the radius.
 
-The small run (ResNet-8 on digits, 14 trainings) takes 4.5 minutes of two cores of an
-AMD EPYC that other work shares. All lose accuracy. With the noise and the steps of
-Galloway et al. (--noise=0.25 --steps=40 --step_size=0.0333), under BIM (l_inf) BN loses
-40.8 points without decay and 39.4 with it (the paper, on CIFAR-10: 43.1 and 33.8), GN
-38.3 and 38.1 (38.9 and 35.6); without decay WS+GN loses least, 33.3, CBN and WN most,
-47.2. On 20,000 images of CIFAR-10 (three seeds), BN, GN, LN, WN and CBN lose 53.0,
-43.9, 36.8, 43.7 and 56.7, with decay 50.9, 29.4, 20.7, 14.1 and 49.6. Decay takes 6 to
-23 points of the clean accuracy.
+The small run (ResNet-8 on digits, 14 trainings) takes 4.5 minutes on two shared cores
+of an AMD EPYC. All norms lose accuracy. With the noise and the steps of Galloway et al.
+(--noise=0.25 --steps=40 --step_size=0.0333), under BIM (l_inf) BN loses 40.8 points
+without decay and 39.4 with it (the paper, on CIFAR-10: 43.1 and 33.8), GN 38.3 and 38.1
+(38.9 and 35.6). Without decay WS+GN loses least, 33.3, and CBN and WN most, 47.2. On
+20,000 images of CIFAR-10 (three seeds), BN, GN, LN, WN and CBN lose 53.0, 43.9, 36.8,
+43.7 and 56.7, with decay 50.9, 29.4, 20.7, 14.1 and 49.6. Decay costs 6 to 23 points of
+clean accuracy.
 
-On digits one run each, 360 test images: the standard error is 2.6 points. Decay helps
-five of seven norms there, in the paper BN and GN on CIFAR-10, all four on CIFAR-100;
-the norm of scale-invariant weights cannot be why. See docs/results/robustness.md.
+On digits there is one run each, with 360 test images: the standard error is 2.6 points.
+Decay helps five of seven norms there; in the paper it helps BN and GN on CIFAR-10, and
+all four on CIFAR-100. The norm of scale-invariant weights cannot be the reason. See
+docs/results/robustness.md.
 
 Reference: Sun et al., AAAI 2020, Section 3.2. https://doi.org/10.1609/aaai.v34i04.6046
 """
@@ -50,7 +51,7 @@ from recipes.spheres.weight_growth import Decays, label_of
 
 FACTORS = (0.5, 1, 2)  # of epsilon, for the figure
 SHOWN = ("clean", "noise", "noise_difference", "attacked", "attack_difference")
-# Clean, under noise and under BIM without and with decay, ResNet-101: Tables 1 and 2.
+# Clean, under noise, under BIM; without and with decay; ResNet-101: Tables 1 and 2.
 PAPER = {
     "CIFAR-10": {
         "bn": ((0.9687, 0.8125, 0.5380), (0.9375, 0.7812, 0.6000)),
@@ -69,7 +70,7 @@ PAPER = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attacked(classifier.Training):
-    """A training whose network is attacked; lengths are in units of pixels' range."""
+    """A training whose network is attacked. Lengths are in units of the pixel range."""
 
     ATTACK = ("noise", "epsilon", "epsilon_2", "steps", "step_size", "test_size")
     VARIABLE = (*classifier.Training.VARIABLE, *ATTACK)
@@ -101,7 +102,7 @@ def train(settings):
 
 
 def measure(model, problem, settings, run):
-    """What noise and attacks take of a network; see `recipes.engine.training.train`."""
+    """What noise and attacks cost a network; see `recipes.engine.training.train`."""
     network, x, y = pixels(model, problem.images, settings.test_size)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -122,10 +123,10 @@ def measure(model, problem, settings, run):
 
 
 def pixels(model, images, test_size=None):
-    """A network of standardised images as one of pixels between 0 and 1.
+    """A network for standardised images as one for pixels between 0 and 1.
 
-    Returns it, which shares the weights, test images in such pixels, if all images
-    attain both ends of the range, and their labels.
+    Returns that network, which shares the weights; test images in such pixels, if all
+    images together attain both ends of the range; and their labels.
     """
     every = images.x_train, images.x_test
     low = np.minimum(*(x.min((0, 1, 2)) for x in every))
@@ -139,7 +140,7 @@ def pixels(model, images, test_size=None):
 
 
 def run(settings):
-    """Trains and attacks all, and returns the directory with the table and figure."""
+    """Trains and attacks; returns the directory with the table and the figure."""
     outcomes = training.train_all(train, settings.runs(), settings.workers)
     rows, panels = [], {}
     for norm, decay in itertools.product(settings.norms, settings.weight_decays):
@@ -162,7 +163,7 @@ def run(settings):
 
 
 def lost_of(found):
-    """What noise and BIM take of the accuracy of one run; NaN if it diverged."""
+    """The accuracy that noise and BIM cost one run; NaN if it diverged."""
     inf = {} if found["diverged"] else found["inf"][FACTORS.index(1)]
     return [inf.get(key, math.nan) for key in SHOWN[2::2]]
 
@@ -208,7 +209,7 @@ def table(rows, settings):
 
 
 def changes(rows):
-    """What weight decay changes of the losses of accuracy, as Markdown."""
+    """How weight decay changes the losses of accuracy, as Markdown."""
     header, lines = ["norm", "noise, here", "BIM l∞, here"], []
     header += [f"{what}, {of}" for of in PAPER for what in ("noise", "BIM l∞")]
     by_norm, decays = {}, [row["weight_decay"] for row in rows]
@@ -221,7 +222,7 @@ def changes(rows):
         by_seed = 100 * (lost[largest] - lost[least])
         by_seed = by_seed[~np.isnan(by_seed).any(1)]
         if not len(by_seed):
-            continue  # all runs of one diverged
+            continue  # with or without decay, all runs diverged
         own = [results.mean_and_std(column) for column in by_seed.T]
         cells = [("+" * (each["mean"] >= 0)) + results.spread(each, 1) for each in own]
         for of in PAPER.values():

@@ -2,17 +2,17 @@
 
     python -m recipes.spheres.statements
 
-Claims: Eq. 10, BN's outputs lie on a sphere; rank(Sigma_X) <= min(n, B) and its kernel
-of n - B dimensions or more, in or near which W lies "with very high probability" where
-B << n, and that B = 2 gives +-1 and no gradient (Section 2.2); Eq. 13, LN is centring
-the rows of W, then the sphere; Eq. 15, spectral normalisation; BN is WN where Sigma_X =
-I (Section 2.4); <dL/dy, y^> = 0 (Section 5.4). Layers are those of Keras and
-keras_norms, epsilon 1e-12. (Lemmas 1 to 3, Eqs. 12, 14 and WS: tests/ops/
-test_weight_norms.py, tests/diagnostics/test_geometry.py.) It takes seconds.
+Claims: Eq. 10, BN's outputs lie on a sphere; rank(Sigma_X) <= min(n, B), and its kernel
+has n - B dimensions or more, in or near which W lies "with very high probability" if
+B << n; B = 2 gives +-1 and no gradient (Section 2.2); Eq. 13, LN centres the rows of W,
+then projects onto the sphere; Eq. 15, spectral normalisation; BN is WN if Sigma_X = I
+(Section 2.4); <dL/dy, y^> = 0 (Section 5.4). Layers are those of Keras and keras_norms,
+epsilon 1e-12. (Lemmas 1 to 3, Eqs. 12, 14 and WS: tests/ops/test_weight_norms.py,
+tests/diagnostics/test_geometry.py.) It takes seconds.
 
-All identities hold; the rank is min(n, B - 1). But W does not lie near the kernel:
-what a unit gives varies in a batch of B by (B - 1) / B of its variance over all data,
-whatever n is. The table is in docs/results/statements.md.
+All identities hold; the rank is min(n, B - 1). But W does not lie near the kernel: in a
+batch of B, a unit's output has (B - 1) / B of its variance over all data, for any n.
+The table is in docs/results/statements.md.
 
 Reference: Sun et al., AAAI 2020. https://doi.org/10.1609/aaai.v34i04.6046
 """
@@ -39,12 +39,12 @@ def data(samples, seed=0):
 
 
 def value(layer, x, **options):
-    """What a layer gives, as an array."""
+    """A layer's output, as an array."""
     return ops.convert_to_numpy(layer(ops.convert_to_tensor(x), **options))
 
 
 def same(item, says, error):
-    """`zero`, in the precision that Keras is set to."""
+    """`zero`, in the current precision of Keras."""
     wide = keras.config.floatx() == "float64"
     return zero(item, says, float(np.max(error)), 1e-6 if wide else 1e-3)
 
@@ -157,7 +157,7 @@ def orthogonal(draws):
 
 
 def run(settings):
-    """Computes all; returns the directory with table.md and results.json."""
+    """Computes everything; returns the directory with table.md and results.json."""
     with precision(available()[-1]):
         found = [*spheres(), *invariances(), *small_batches(settings.draws)]
         found += orthogonal(settings.draws)

@@ -9,32 +9,33 @@ The small run, and the paper's, for a GPU:
 
 Claims:
 * Lemma 3: if the loss does not depend on the scale of a kernel W, a step D of gradient
-  descent makes |W|^2 larger by |D|^2, so that norms keep growing; with weight decay
-  they stabilise or fall (Figure 3, BN, GN, LN and WN; here CBN, WS and CWN as well).
-* gamma^2 and beta of a BN come near variance sigma^2 and mean mu of what it reads, and
-  their distance stays small (Figure 2).
+  descent increases |W|^2 by |D|^2, and norms keep growing; with weight decay they
+  stabilise or fall (Figure 3, BN, GN, LN and WN; here CBN, WS and CWN as well).
+* gamma^2 and beta of a BN approach the variance sigma^2 and the mean mu of its input,
+  and their distance stays small (Figure 2).
 * The effective weights W' of a BN and the convolution before it (Eq. 12) lie on the
-  ellipsoid W' Sigma W'^T = gamma^2 of each unit, Sigma the covariance of what the
-  convolution reads. It converges as training does (Section 2.2): here, what each epoch
-  changes of Sigma, gamma and W'.
-* Optimisation on the sphere stabilises training (Section 2.5): with --sphere also each
-  norm but CBN without decay and with `keras_norms.ProjectWeights`.
+  ellipsoid W' Sigma W'^T = gamma^2 of each unit, with Sigma the covariance of the
+  convolution's input. It converges as training does (Section 2.2). Here: how much each
+  epoch changes Sigma, gamma and W'.
+* Optimisation on the sphere stabilises training (Section 2.5): --sphere also trains
+  each norm but CBN without decay and with `keras_norms.ProjectWeights`.
 
 Plain gradient descent at one rate, with and without weight decay. The small run
 (ResNet-8 on digits, 14 trainings) takes 4 minutes on two cores of an AMD EPYC. The
 growth of |W|^2 over the sum of squared steps is 0.9998 to 1.0012 in all convolutions:
-Lemma 3 holds up to rounding and the epsilon of norms, but for CBN (-14.0 to 2.8),
-behind which not every kernel is scale-invariant. The norm of the first convolution of
-the first residual block goes from 5.72 to 5.77 to 5.87, with decay to 2.98 to 3.14.
-Norms grow until the loss is small (at rate 1, by 23 to 40 %). The distances of Figure 2
-are stable without decay, not small: 0.23 and 0.28. The first epoch changes Sigma by 11
-%, the last one by 0.2; with decay, at this constant rate, by 4.5, to the end. At rate 1
-the test accuracy with BN stays above 99 % on the sphere in the last half, above 98
-without it, and falls to 41 with decay.
+Lemma 3 holds up to rounding and the epsilon of norms, except for CBN (-14.0 to 2.8),
+after which not every kernel is scale-invariant. The norm of the first convolution of
+the first residual block goes from 5.72 to between 5.77 and 5.87, with decay to between
+2.98 and 3.14. Norms grow until the loss is small (at rate 1, by 23 to 40 %). The
+distances of Figure 2 are stable without decay, but not small: 0.23 and 0.28. The first
+epoch changes Sigma by 11 %, the last one by 0.2; with decay, at this constant rate, by
+4.5 until the end. At rate 1 the test accuracy with BN stays above 99 % on the sphere in
+the last half, above 98 without it, and falls to 41 with decay.
 
-On 20,000 images of CIFAR-10 (30 epochs, rate 0.1, decay 5e-4) that norm goes to 7.03 to
-7.37, and the ratio is 1.0000; with decay it goes to 5.84 to 6.24. Without decay the
-distances grow, to 1.24 and 0.52. See docs/results/weight_growth.md.
+On 20,000 images of CIFAR-10 (30 epochs, rate 0.1, decay 5e-4) that norm goes to between
+7.03 and 7.37, and the ratio is 1.0000; with decay the norm goes to between 5.84 and
+6.24. Without decay the distances grow, to 1.24 and 0.52. See
+docs/results/weight_growth.md.
 
 Reference: Sun et al., AAAI 2020, Section 3.1. https://doi.org/10.1609/aaai.v34i04.6046
 """
@@ -76,7 +77,7 @@ class Decays(classifier.Grid):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growing(classifier.Training):
-    """A training, of points on spheres or not."""
+    """A training, on spheres or not."""
 
     sphere: bool | None = setting(
         None, "Train each norm but CBN with ProjectWeights, too."
@@ -92,7 +93,7 @@ class Settings(Decays, Growing):
     model: str = setting("resnet8", "A residual network.", matches="resnet")
     epochs: int | None = 30
     learning_rate: float = setting(0.1, "Learning rate of all steps.", above=0)
-    momentum: float = 0.0  # as Lemma 3 has it
+    momentum: float = 0.0  # as in Lemma 3
     optimizer: str | None = setting(None, "None: the lemma is of SGD.", matches="$")
 
     def runs(self):
@@ -104,7 +105,7 @@ class Settings(Decays, Growing):
         return runs
 
     def outcomes(self):
-        """Trains all; yields norm, decay (`None`: on the sphere), outcomes."""
+        """Trains everything; yields norm, decay (`None`: on the sphere), outcomes."""
         found = training.train_all(train, self.runs(), self.workers)
         for norm, decay in itertools.product(self.norms, (*self.weight_decays, None)):
             sphere = True if decay is None else None
@@ -142,14 +143,14 @@ def train(settings):
 
 
 class _Growth(diagnostics.WeightGrowth):
-    """Logs of each epoch and kernel |W|, and sums of |W + D|^2 - |W|^2 and |D|^2."""
+    """Logs |W| of each kernel each epoch, and sums of |W + D|^2 - |W|^2 and |D|^2."""
 
     def on_epoch_begin(self, epoch, logs=None):
         super().on_epoch_begin(epoch, logs)
         self.history = {}
 
     def on_train_batch_end(self, batch, logs=None):
-        super().on_train_batch_end(batch)  # Nobody reads the logs of a step.
+        super().on_train_batch_end(batch)  # nothing reads the logs of a step
 
     def on_epoch_end(self, epoch, logs=None):
         for key, norms in self.history.items():
@@ -200,7 +201,7 @@ def ellipsoid(model, problem, settings):
 
 
 def run(settings):
-    """Trains all, and returns the directory with the table and the figures.
+    """Trains everything; returns the directory with the table and the figures.
 
     These are growth.png (Figure 3) and, with BN, variance.png and mean.png (Figure 2)
     and ellipsoid.png.
@@ -245,10 +246,10 @@ def run(settings):
 
 
 def epochs(curve, layer):
-    """What the lines of a run say of a kernel, up to where it diverged: a DataFrame.
+    """What the lines of a run say about a kernel, until it diverged: a DataFrame.
 
-    On all its lines are the norm at the `start`, the `ratio` of the growth of |W|^2 to
-    the squared steps since then, and the lowest test accuracy of the last half.
+    Every line has the norm at the `start`, the `ratio` of the growth of |W|^2 to the
+    squared steps since then, and the lowest test accuracy of the last half.
     """
     keys = ("norm", "growth", "squared steps")
     names = {f"{layer} {key}": key for key in keys}
@@ -264,8 +265,8 @@ def epochs(curve, layer):
 def drawn(curve, layer, decay):
     """A dict from a label to the lines of a run for the figure.
 
-    Without decay they have the `gain` of the norm, and the same is there by Lemma 3,
-    by which the norm is the root of `|W_0|^2 + sum |D|^2`.
+    Without decay they have the `gain` of the norm, and the same by Lemma 3, which makes
+    the norm the root of `|W_0|^2 + sum |D|^2`.
     """
     lines = epochs(curve, layer)
     found = {label_of(decay): lines}
@@ -278,7 +279,7 @@ def drawn(curve, layer, decay):
 
 
 def summary(outcomes, layer):
-    """Of the runs that did not diverge; `lowest` and `highest` of all convolutions."""
+    """For the runs that did not diverge; `lowest` and `highest` of all convolutions."""
     curves = [each.metrics for each in outcomes if not each.results["diverged"]]
     last = [epochs(curve, layer).iloc[-1].rename({"norm": "end"}) for curve in curves]
     columns = ["test_accuracy", "lowest_accuracy", "start", "end", "ratio"]
@@ -296,7 +297,7 @@ def summary(outcomes, layer):
 
 
 def followed(of_bn, names):
-    """Dict from each name to one from each decay to what is `pooled` of its runs."""
+    """Dict from each name to a dict from each decay to its runs' `pooled` values."""
     return {
         name: {label: pooled(curves, name) for label, curves in of_bn.items()}
         for name in names
@@ -315,7 +316,7 @@ def changes_drawn(of_bn):
 
 
 def pooled(curves, key):
-    """The values of all seeds and channels: a list an epoch."""
+    """The values of all seeds and channels: one list per epoch."""
     lines = [line for curve in curves for line in curve]
     values = pd.DataFrame(lines, columns=["epoch", key]).explode(key).dropna()
     return values.groupby("epoch")[key].apply(list).tolist()
@@ -335,7 +336,7 @@ def distance_rows(distances):
 
 
 def label_of(decay):
-    """A weight decay as figures call it; `None` is on the sphere."""
+    """The name of a weight decay in figures; `None` is on the sphere."""
     if decay is None:
         return SPHERE
     return f"decay {decay:g}" if decay else "no decay"
@@ -369,7 +370,7 @@ def table(found, seeds):
         return text
     text += "\nThe BN after it, median over channels and seeds\n\n"
     text += _by_epoch(found["distances"], DISTANCES, "its largest channel")
-    if not found["changes"]:  # of runs that have not measured them
+    if not found["changes"]:  # from runs that did not measure them
         return text
     text += "\nWhat an epoch changes, the norm of the difference over the norm\n\n"
     return text + _by_epoch(found["changes"], CHANGES, "its largest seed")
