@@ -1,4 +1,4 @@
-"""Classifiers of images, trained as Section 6.1 of the CBN paper does.
+"""Classifiers of images, trained as in Section 6.1 of the CBN paper.
 
 Reference: Peng, Yu and Yu, Re-Thinking the Effectiveness of Batch Normalization and
 Beyond, TPAMI 2023, Section 6.1. https://doi.org/10.1109/TPAMI.2023.3319005
@@ -112,7 +112,7 @@ class Training(Images):
                 )
 
     def program(self):
-        # Of other optimizers these two are no variables.
+        # In other optimizers these two are not variables.
         fixed = () if self.optimizer is None else (self.momentum, self.weight_decay)
         return *super().program(), fixed
 
@@ -145,7 +145,7 @@ class Grid(Training, Sweep):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Populations(Grid):
-    """The same, where those of one network can train together."""
+    """The same, where trainings of one network can run together."""
 
     population: int | None = setting(
         None,
@@ -161,8 +161,8 @@ def problem(settings, strategy=None, optimizer=None):
     Args:
         settings: A `Training`.
         strategy: `None`, or what `recipes.engine.devices.get` returns.
-        optimizer: Callable with the arguments of `optimizers.SGD`; `None` for that of
-            the settings.
+        optimizer: Callable with the arguments of `optimizers.SGD`; `None` for the one
+            in the settings.
 
     Returns:
         A `recipes.engine.training.Problem`.

@@ -12,11 +12,11 @@ flags.disclaim_key_flags()  # --help of a recipe shows them as its own
 
 
 def run(recipe, kind):
-    """Defines the flags, and calls the recipe with the settings that they say.
+    """Defines the flags, and calls the recipe with the settings they give.
 
     Args:
-        recipe: Function of the settings. What it returns is the path of a directory
-            with table.md, and is reported; or `None`.
+        recipe: Function of the settings. It returns the path of a directory with
+            table.md, which is reported, or `None`.
         kind: The class of the settings.
     """
     kind.define_flags()
@@ -34,7 +34,7 @@ def run(recipe, kind):
             sys.exit(str(error))
         except KeyboardInterrupt:
             print("\nInterrupted. Run the same command to continue.", file=sys.stderr)
-            sys.exit(128 + signal.SIGINT)  # as shells have it
+            sys.exit(128 + signal.SIGINT)  # as shells do
         if directory is not None:
             report(directory)
             print(f"Time     {time.monotonic() - start:.0f} s")
@@ -43,7 +43,7 @@ def run(recipe, kind):
 
 
 def parse(kind, arguments):
-    """The settings that a list of arguments such as `--epochs=3` says."""
+    """The settings given by a list of arguments such as `--epochs=3`."""
     values = flags.FlagValues()
     kind.define_flags(values)
     _refuse(values(["recipe", *arguments])[1:])
@@ -51,7 +51,7 @@ def parse(kind, arguments):
 
 
 def _refuse(arguments):
-    """Raises a ValueError if there are arguments that are no flags."""
+    """Raises a ValueError if there are arguments that are not flags."""
     if arguments:
         raise ValueError(
             f"Arguments must be flags, --name=value. Received: {arguments}"

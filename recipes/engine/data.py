@@ -28,14 +28,14 @@ class ImageData(NamedTuple):
 
 
 def stem(dataset):
-    """The name of a data set, which for an .npz file is the file's."""
+    """The name of a data set; for an .npz file, the name of the file."""
     return pathlib.Path(dataset).stem
 
 
 def check(dataset, streamed=False):
     """Raises a UserError unless a data set is known, or the path of an .npz file.
 
-    `streamed` says whether it may be one that is too large to be arrays.
+    `streamed` says whether data sets too large to be arrays are allowed.
     """
     known = ("digits", *TFDS, *(STREAMED if streamed else ()))
     if dataset not in known and not dataset.endswith(".npz"):
@@ -62,9 +62,9 @@ def source(settings):
 
 
 def other_batches(settings, count):
-    """Yields `count` batches as training has them, but of other images.
+    """Yields `count` batches like those of training, but of other images.
 
-    Each is the first of an epoch, so that they are independent.
+    Each is the first of an epoch, which makes them independent.
     """
     others = source(dataclasses.replace(settings, seed=1_000_000, epochs=count))
     for epoch in range(count):
@@ -73,7 +73,7 @@ def other_batches(settings, count):
 
 
 def images(settings):
-    """The `ImageData` that a `recipes.engine.settings.Images` says."""
+    """The `ImageData` that a `recipes.engine.settings.Images` describes."""
     return load(
         settings.dataset,
         settings.data_dir,
@@ -84,10 +84,10 @@ def images(settings):
 
 
 def enlarged(images):
-    """Images of 16x16 and less made 32x32 or larger, each pixel repeated.
+    """Images of 16x16 or less made 32x32 or larger, by repeating each pixel.
 
-    VGG-16 halves its map five times. Digits of 8x8 are a single position by the fourth
-    stage, where eight of nine weights of a kernel see zeros alone; without a norm, that
+    VGG-16 halves its map five times. 8x8 digits are a single position by the fourth
+    stage, where eight of nine weights of a kernel see only zeros; without a norm, that
     network does not train.
     """
     height = images.x_train.shape[1]
@@ -106,12 +106,12 @@ def load(dataset, data_dir=None, train_size=None, download=False, validation_siz
             for testing every time), `"mnist"`, `"cifar10"`, `"cifar100"` (through
             tensorflow_datasets), or the path of an .npz file with the arrays
             x_train, y_train, x_test and y_test.
-        data_dir: Where tensorflow_datasets looks; its own default where None.
-        train_size: Use this many training images only, the first ones of a fixed
-            permutation. All where None.
+        data_dir: Where tensorflow_datasets looks. None: its own default.
+        train_size: Use only this many training images, the first ones of a fixed
+            permutation. None: all.
         download: Whether tensorflow_datasets may download what it does not find.
-        validation_size: Hold out this many of these training images, in the place of
-            the test images, which then nobody sees: for choosing settings.
+        validation_size: Hold out this many of these training images and use them
+            instead of the test images, which stay unseen: for choosing settings.
     """
     check(dataset)
     if dataset == "digits":
@@ -184,7 +184,7 @@ def _npz(path):
     try:
         with np.load(path) as file:
             found = {name: file[name] for name in names if name in file}
-    except Exception as error:  # of the many kinds of zipfile and NumPy
+    except Exception as error:  # zipfile and NumPy raise many kinds
         raise UserError(
             "Argument `dataset` must be the path of an undamaged .npz file. "
             f"Received: dataset={path!r}, which cannot be read ({error})"
@@ -241,25 +241,25 @@ class Arrays:
         self.steps = self._batches.steps
 
     def batches(self, first_epoch=0):
-        """The training batches from an epoch on, without end."""
+        """Endless training batches, starting at an epoch."""
         self._batches.first_epoch = first_epoch
         return self._batches
 
 
 class Batches(keras.utils.PyDataset):
-    """Batches of training images without end, each a function of (seed, its number).
+    """Endless batches of training images, each a function of (seed, its number).
 
     Batch i belongs to epoch `first_epoch + i // steps`. An epoch is one permutation
-    of the images, less the remainder that does not fill a batch; with `replacement`,
-    each image is drawn anew from all. As nothing depends on what was asked for before,
-    neither prefetching nor a restart changes any batch: give `fit` the same `steps` as
-    `steps_per_epoch`, and to resume, `first_epoch`.
+    of the images, without the remainder that does not fill a batch; with `replacement`,
+    each image is drawn from all of them. No batch depends on earlier requests, so
+    neither prefetching nor a restart changes any: pass the same `steps` to `fit` as
+    `steps_per_epoch`, and `first_epoch` to resume.
 
     Args:
         x, y: Images `(n, height, width, channels)` and labels `(n,)`.
         batch_size: Integer, at most n.
-        seed: Integer, of the order and of the augmentation.
-        augment: Whether to pad by 4 pixels, crop at random, and mirror half of them.
+        seed: Integer, for the order and the augmentation.
+        augment: Whether to pad by 4 pixels, crop at random, and mirror half the images.
         first_epoch: Integer, the epoch of batch 0.
         replacement: Whether an epoch may hold an image several times.
     """
@@ -290,7 +290,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def crop_and_flip(x, rng):
-    """Shifts each image by up to 4 pixels, zeros coming in, and mirrors half of them.
+    """Shifts each image by up to 4 pixels, filling with zeros, and mirrors half.
 
     `x` are images `(n, height, width, channels)`, `rng` a `numpy.random.Generator`.
     """

@@ -1,9 +1,9 @@
-r"""One training on many devices: each batch is divided among them.
+r"""One training on many devices, which share each batch.
 
     none            one device
     mirrored        TensorFlow, all GPUs of a machine, by tf.distribute.MirroredStrategy
-    tpu             TensorFlow, the TPU of this machine or the one that the environment
-                    variable TPU_NAME says, by tf.distribute.TPUStrategy
+    tpu             TensorFlow, the TPU of this machine or the one named by the
+                    environment variable TPU_NAME, by tf.distribute.TPUStrategy
     data_parallel   JAX, all devices of all machines, by keras.distribution
 
     python -m recipes.train --strategy=mirrored
@@ -14,12 +14,12 @@ On many machines, the same command on each, with its own number (docs/tpu.md):
     KERAS_BACKEND=jax python -m recipes.train --strategy=data_parallel \
         --job_addresses=10.0.0.1:1234,10.0.0.2:1234 --num_processes=2 --process_id=0
 
-`--batch_size` is that of all devices together, and the norms have the statistics of all
-of it (`synchronized=True` on TensorFlow), so that a run does on many devices what it
-does on one, up to rounding. For a larger batch, the learning rate is as it is asked.
+`--batch_size` is for all devices together, and the norms use statistics of the whole
+batch (`synchronized=True` on TensorFlow). A run therefore does the same on many devices
+as on one, up to rounding. The learning rate is not adapted to a larger batch.
 
-Process 0 writes the files of a run. The others start from what it has: a run goes on
-from the last epoch that process 0 has recorded, whichever process died.
+Process 0 writes the files of a run, and the others start from them: whichever process
+died, a run continues from the last epoch that process 0 has recorded.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class Replicas:
             )
             self._strategy = tf.distribute.TPUStrategy(resolver)
         else:
-            # CPUs that TensorFlow was told to divide, where there is no GPU.
+            # Without a GPU: the logical CPUs that TensorFlow was configured with.
             listed = tf.config.list_logical_devices
             names = [device.name for device in listed("GPU") or listed("CPU")]
             self._strategy = tf.distribute.MirroredStrategy(names)
@@ -93,7 +93,7 @@ class Replicas:
         return self._strategy.scope()
 
     def norm(self, norm):
-        """The `recipes.models.norms.Norm` with statistics of all replicas."""
+        """The `recipes.models.norms.Norm`, with statistics over all replicas."""
         if norm.layer is None:
             return norm
 
@@ -110,7 +110,7 @@ class Replicas:
         return directories
 
     def distribute(self, source, settings):
-        """The batches of `recipes.engine.data.source`, as `fit` is to get them."""
+        """The batches of `recipes.engine.data.source`, in the form for `fit`."""
         return _Datasets(source, settings.batch_size, self.devices)
 
 
@@ -140,14 +140,14 @@ class DataParallel:
         yield
 
     def norm(self, norm):
-        """The same `Norm`: an array is that of all devices."""
+        """The same `Norm`: an array already spans all devices."""
         return norm
 
     def places(self, name, runs_dir, *others):
         """Where this process reads and writes the run `name`.
 
-        Those are the given directories for process 0. The others get a copy of what it
-        has of the run, which nobody reads again.
+        For process 0 those are the given directories. The others get a copy of its
+        files of the run, which is not read again.
         """
         if self._processes == 1:
             return runs_dir, *others
@@ -166,16 +166,16 @@ class DataParallel:
         return copies, *(other and copies for other in others)
 
     def distribute(self, source, settings):
-        """The part of each batch of `source` that this process has."""
+        """This process's part of each batch of `source`."""
         numbers = self.devices, self._process, self._processes
         return _Parts(source, settings.batch_size, *numbers)
 
 
 class _Parts:
-    """What `data.source` returns, with an equal part of each batch a device.
+    """What `data.source` returns, with an equal part of each batch for each device.
 
-    Test images are divided into batches of one size. Where the devices cannot share
-    that, zeros of weight 0 fill a batch up, so that every image counts once.
+    Test images are divided into batches of one size. If the devices cannot share it
+    evenly, zeros of weight 0 fill the batch up, and every image counts once.
     """
 
     def __init__(self, source, batch_size, devices, process=0, processes=1):
@@ -195,7 +195,7 @@ class _Parts:
             self.test = source.test
 
     def batches(self, first_epoch=0):
-        """This process's part of the training batches from an epoch on, without end."""
+        """This process's part of the endless training batches, starting at an epoch."""
         batches = self._source.batches(first_epoch)
         return self._mine(batches) if isinstance(self._source.test, tuple) else batches
 
@@ -204,7 +204,7 @@ class _Parts:
 
 
 class _Datasets(_Parts):
-    """The same for one process, as `tf.data.Dataset`, with sizes known."""
+    """The same for one process, as `tf.data.Dataset`, with known sizes."""
 
     def _mine(self, batches):
         import tensorflow as tf
@@ -213,7 +213,7 @@ class _Datasets(_Parts):
 
         def generate():
             for i in range(len(batches)) if finite else itertools.count():
-                # Copies: TensorFlow takes the memory, and may write results there.
+                # Copies: TensorFlow reuses the memory, and may write results there.
                 yield tuple(map(np.array, batches[i]))
 
         specs = tuple(tf.TensorSpec(array.shape, array.dtype) for array in batches[0])
@@ -225,7 +225,7 @@ class _Datasets(_Parts):
 
 
 class _PartOfBatches(keras.utils.PyDataset):
-    """The part of each batch that a process has."""
+    """A process's part of each batch."""
 
     num_batches = None  # endless, unless of a list
 
@@ -243,10 +243,10 @@ class _PartOfBatches(keras.utils.PyDataset):
 
 
 def test_batch(count, devices):
-    """How many of `count` test images are a batch, and how many with what fills it up.
+    """The number of test images in a batch, and its size once it is filled up.
 
-    The first divides `count`, so that every batch weighs the same in a mean, and the
-    second is a multiple of `devices`; they are equal if any size allows.
+    The first divides `count`, which gives every batch the same weight in a mean; the
+    second is a multiple of `devices`. They are equal if some size allows it.
     """
     sizes = [n for n in range(1, min(count, TEST_BATCH_SIZE) + 1) if count % n == 0]
     shared = [n for n in sizes if n % devices == 0]
@@ -266,7 +266,7 @@ def _test(test, devices):
 
 
 def _from_process_0(content):
-    """The bytes that process 0 has; the others give none."""
+    """The bytes of process 0; the others contribute none."""
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     size = int(broadcast_one_to_all(np.int32(len(content))))

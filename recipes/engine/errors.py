@@ -1,8 +1,8 @@
-"""What went wrong and can be put right by who gave the command."""
+"""Errors that the user of a command can put right."""
 
 
 class UserError(ValueError):
-    """The command line shows its text, without a traceback."""
+    """An error whose text the command line shows without a traceback."""
 
 
 def check_size(name, value, most, about):

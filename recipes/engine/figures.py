@@ -19,8 +19,8 @@ from recipes.engine import files
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# A norm has one colour and one name in all pictures. Those of Okabe and Ito, and of
-# Paul Tol's "muted", are with those that meet most.
+# A norm has one colour and one name in all pictures. Norms that often meet have colours
+# of Okabe and Ito, or of Paul Tol's "muted".
 _STYLE_OF = {
     "none": ("#999999", "no normalization"),
     "bn": ("#D55E00", "BN"),
@@ -80,7 +80,7 @@ def training_curves(path, panels, title):
         for name, of in panels.items()
     }
     loss = "train_loss", "training loss (nats)", {"yscale": "log"}
-    # The last points of an accuracy near 1 are told apart by their errors.
+    # Accuracies near 1 are easier to tell apart by their errors.
     error = "test_error", "test error (%)", {"yscale": "log"}
     curves(path, panels, [loss, error], title)
 
@@ -94,19 +94,20 @@ def _with_error(run):
 
 
 def curves(path, panels, rows, title, colour_of=None, dashed=()):
-    """Draws values of each epoch: one column a panel, one row a value.
+    """Draws values of each epoch: a column for each panel, a row for each value.
 
-    Each curve is the mean over the runs that reached the epoch, in a band of all these.
+    Each curve is the mean over the runs that reached the epoch; a band shows their
+    range.
 
     Args:
         path: Where the PNG goes.
         panels: Dict from the title of a panel to a dict from a label to its runs, each
             a list of the dicts in metrics.jsonl.
-        rows: List of the key in metrics.jsonl, its label with the unit, and settings of
-            the axes, such as `{"yscale": "log"}`.
-        title: Of the picture.
+        rows: List of tuples: the key in metrics.jsonl, its label with the unit, and
+            settings of the axes, such as `{"yscale": "log"}`.
+        title: Title of the picture.
         colour_of: Dict from a label to its colour; `colours` of the labels if `None`.
-        dashed: Labels whose curves are drawn last and do not cover the others.
+        dashed: Labels whose curves are drawn last, and do not cover the others.
     """
     colour_of = colour_of or _colours(panels.values())
 
@@ -121,7 +122,7 @@ def curves(path, panels, rows, title, colour_of=None, dashed=()):
 
 
 def gradient_norms(path, panels, title):
-    """As `curves` of the norm of the gradient; `panels` is a dict from the rate."""
+    """Like `curves`, for the norm of the gradient. `panels` is a dict from the rate."""
     colour_of = _colours(panel for row in panels.values() for panel in row.values())
 
     def draw(axis, rate, name):
@@ -134,7 +135,7 @@ def gradient_norms(path, panels, title):
 
 
 def distributions(path, panels, interval, ylabel, title, ylim):
-    """Draws how values spread over channels at each epoch: quantiles as bands.
+    """Draws the spread of values over channels at each epoch: quantiles as bands.
 
     Args:
         path, title: See `curves`.
@@ -179,7 +180,7 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
         for label, outcomes in outcomes_of.items():
             found = pd.Series(outcomes, dtype=object).explode().dropna().astype(float)
             found = found.groupby(level=0).agg(["mean", "min", "max"])
-            low = (found["mean"] - found["min"]).clip(lower=0)  # but for rounding
+            low = (found["mean"] - found["min"]).clip(lower=0)  # negative by rounding
             high = (found["max"] - found["mean"]).clip(lower=0)
             style = {"marker": "o", "ms": 4, "capsize": 2, "color": colour_of[label]}
             style["label"] = name_of(label)
@@ -196,13 +197,13 @@ def against(path, panels, xlabel, ylabel, title, base, **settings):
 
 
 def heat_map(path, panels, xlabel, label, title):
-    """Draws numbers as colours, a panel beside the other, and writes them there.
+    """Draws numbers as colours, with the numbers written in, in panels side by side.
 
     Args:
         path, title: See `curves`.
         panels: Dict from the title of a panel to a dict from the label of a row to a
-            dict from that of a column to a number, or `None`.
-        xlabel, label: What the columns are, and the numbers.
+            dict from the label of a column to a number, or `None`.
+        xlabel, label: What the columns are, and what the numbers are.
     """
     frames = {name: pd.DataFrame(of).T.astype(float) for name, of in panels.items()}
     rows, columns = next(iter(frames.values())).shape
@@ -225,13 +226,13 @@ def heat_map(path, panels, xlabel, label, title):
 
 
 def steps(path, panels, names, title):
-    """Draws outcomes of a list of variants, those of a paper below.
+    """Draws outcomes of a list of variants, with those of a paper below.
 
     Args:
         path, title: See `curves`.
         panels: Dict from the title of a panel to a dict from a label, which has an axis
-            of its own, to a list of `results.mean_and_std`, one a variant, or `None`.
-        names: Those of the variants, from above to below.
+            of its own, to a list with `results.mean_and_std` or `None` per variant.
+        names: Names of the variants, from top to bottom.
     """
     labels = list(next(iter(panels.values())))
     size = 3 + 2.2 * len(panels), 1 + len(labels) * (0.8 + 0.25 * len(names))
@@ -273,7 +274,7 @@ def _by_epoch(path, rows, columns, draw, ylabels, title, sharey="row"):
 
 
 def subplots(rows, columns, title, sharey, size=None, sharex=True):
-    """A figure and its axes, an array `(rows, columns)`, of a size that fits them."""
+    """A figure of fitting size, and its axes, an array `(rows, columns)`."""
     size = size or (1.4 + 2.5 * columns, 1.2 + 2.1 * rows)
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)

@@ -1,7 +1,7 @@
 """Files that are written whole and read with a clear error.
 
-A process may be killed at any moment, the disk may be full, and a file may come back
-damaged: then there is the old file, or an error that names it and says what to do.
+A process may be killed at any moment, the disk may be full, and a file may be damaged.
+Then there is still the old file, or an error that names it and says what to do.
 """
 
 import json
@@ -18,7 +18,7 @@ def write(path, save):
     """Calls `save(temporary path)` and renames the file to `path`, whole or not at all.
 
     Args:
-        path: Where the file is to be. Missing directories are made.
+        path: Where to put the file. Missing directories are made.
         save: Callable of one `pathlib.Path`, which has the suffix of `path`.
 
     Raises:
@@ -30,7 +30,7 @@ def write(path, save):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             save(temporary)
-            # On the disk before it has the name: power may fail too.
+            # On the disk before it gets the name: power may fail too.
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -49,7 +49,7 @@ def unwritable(path, error):
 
 
 def sweep(path):
-    """Removes what killed processes left of `path`, which nobody may be writing."""
+    """Removes what killed processes left of `path`; no process may be writing it."""
     name = rf"\.{re.escape(path.stem)}-\d+{re.escape(path.suffix)}"
     for left in path.parent.glob(f".*{path.suffix}"):
         if re.fullmatch(name, left.name):
@@ -57,7 +57,7 @@ def sweep(path):
 
 
 def write_json(path, value):
-    """Writes `value`, where NaN and infinities become null, as JSON cannot say them."""
+    """Writes `value`. NaN and infinities become null, since JSON lacks them."""
     text = json.dumps(finite(value), indent=2) + "\n"
     write(path, lambda temporary: temporary.write_text(text))
 
@@ -87,7 +87,7 @@ def damaged(path, reason):
 
 
 def finite(value):
-    """A copy of what JSON can say, but for NaN and infinities, which become None."""
+    """A copy as JSON can hold it: NaN and infinities become None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

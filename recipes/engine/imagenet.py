@@ -3,15 +3,15 @@
 tensorflow_datasets reads it, and TensorFlow decodes, crops and mirrors, on the host and
 for every backend. The images cannot be downloaded without an account: put the archives
 ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar of https://image-net.org into
-`<data_dir>/downloads/manual` and give `--download` once, which prepares them.
+`<data_dir>/downloads/manual` and pass `--download` once, which prepares them.
 
 Training images are a random part of 8 to 100 % of the area with a ratio of width to
-height between 3/4 and 4/3, resized, and half of them mirrored; test images are the
-middle of 7/8 of the shorter side, as in the paper and in the example of PyTorch.
+height between 3/4 and 4/3, resized, and half of them mirrored. Test images are the
+middle 7/8 of the shorter side, as in the paper and in PyTorch's example.
 
-The order of files and images, each crop and mirror are a function of the seed, whatever
-number of threads runs; but not for other versions of TensorFlow or tensorflow_datasets,
-nor for files of another number of shards.
+The order of files and images, and each crop and mirroring, depend only on the seed, not
+on the number of threads. They can differ with other versions of TensorFlow or
+tensorflow_datasets, or with another number of shards.
 """
 
 import functools
@@ -22,21 +22,21 @@ import numpy as np
 from recipes.engine.errors import UserError, check_size
 
 NAME = "imagenet2012"
-# The paper's settings (Section 6.1), where they differ from those for CIFAR.
+# The paper's settings (Section 6.1) that differ from those for CIFAR.
 SETTINGS = {"batch_size": 256, "weight_decay": 1e-4, "image_size": 224}
 DROPS = (1 / 4, 1 / 2, 3 / 4)  # of the rate: epochs 30, 60 and 90 of its 120
 MEAN = 255 * np.array([0.485, 0.456, 0.406], "float32")
 DEVIATION = 255 * np.array([0.229, 0.224, 0.225], "float32")
 AUTOTUNE = -1  # of tf.data
-SHUFFLED = 10_000  # encoded images, of about 0.1 MB, among which the next is chosen
+SHUFFLED = 10_000  # encoded images, of about 0.1 MB, from which the next is chosen
 
 
 class Stream:
     """The batches of ImageNet, as a classifier reads them.
 
     Args:
-        settings: A `recipes.engine.classifier.Training`. With `download`, the data set
-            is prepared from its archives if it is not there.
+        settings: A `recipes.engine.classifier.Training`. With `download`, a missing
+            data set is prepared from its archives.
 
     Attributes:
         image_shape: `(image_size, image_size, 3)`.
@@ -62,12 +62,12 @@ class Stream:
         self.test = self._test().batch(settings.batch_size).prefetch(AUTOTUNE)
 
     def share(self, part, parts, test_size, padded_size):
-        """From now on, read one of `parts` equal parts of each batch, number `part`.
+        """From now on, read only number `part` of `parts` equal parts of each batch.
 
-        Each process reads all files and decodes its own training images; all together
-        have those that one process has in a batch, in another order. Test batches of
-        `test_size` images, a divisor of `test_count`, are filled up to `padded_size`,
-        and have weights too, third: 1 for images, 0 for what fills up.
+        Each process reads all files and decodes its own training images. Together they
+        have the batch that a single process would have, in another order. Test batches
+        of `test_size` images, a divisor of `test_count`, are filled up to
+        `padded_size`, and have a third entry, weights: 1 for images, 0 for the filling.
         """
         import tensorflow as tf
 
@@ -87,7 +87,7 @@ class Stream:
     def batches(self, first_epoch=0):
         """A `tf.data.Dataset` of the training batches from `first_epoch` on.
 
-        Each epoch has all images once, less the remainder that does not fill a batch:
+        Each epoch has all images once, without a remainder that does not fill a batch:
         images `(batch_size, height, width, 3)`, float32, labels `(batch_size,)`, int64.
         """
         epochs = map(self._epoch, range(first_epoch, self._settings.epochs))
@@ -96,7 +96,7 @@ class Stream:
 
     def _epoch(self, epoch):
         seed = self._settings.seed
-        first = epoch * self._count  # of the random numbers of this epoch
+        first = epoch * self._count  # the first random number of this epoch
         order = int(np.random.default_rng((seed, epoch)).integers(2**31))
         images = self._read(self._split, shuffle_seed=order)
         images = images.shuffle(SHUFFLED, seed=order, reshuffle_each_iteration=False)
@@ -122,7 +122,7 @@ class Stream:
         return self._read("validation").map(self._middle, AUTOTUNE)
 
     def _read(self, split, shuffle_seed=None):
-        """Encoded images and labels, in an order that `shuffle_seed` decides."""
+        """Encoded images and labels, in an order given by `shuffle_seed`."""
         import tensorflow_datasets as tfds
 
         fixed = {"shuffle_reshuffle_each_iteration": False, "try_autocache": False}
@@ -137,12 +137,12 @@ class Stream:
 
 
 def random_crop(image, size, seed):
-    """A random part of a JPEG, resized, and mirrored half of the times.
+    """A random part of a JPEG, resized, and mirrored half of the time.
 
     Args:
         image: Scalar string tensor.
         size: Integer, height and width of the result.
-        seed: Two integers, which decide the part.
+        seed: Two integers, which determine the result.
 
     Returns:
         Float32 tensor `(size, size, 3)`, from 0 to 255.
@@ -182,7 +182,7 @@ def _decode(image, crop, size):
 
 
 def standardise(image):
-    """Pixels from 0 to 255, by the mean and the deviation of ImageNet's channels."""
+    """Pixels from 0 to 255, standardised by ImageNet's channel means and deviations."""
     return (image - MEAN) / DEVIATION
 
 
@@ -191,7 +191,7 @@ def _builder(data_dir, download):
     import tensorflow_datasets as tfds
 
     if keras.backend.backend() != "tensorflow":
-        tf.config.set_visible_devices([], "GPU")  # they are for the other backend
+        tf.config.set_visible_devices([], "GPU")  # GPUs are for the other backend
     builder = tfds.builder(NAME, data_dir=data_dir)
     if download:
         builder.download_and_prepare()

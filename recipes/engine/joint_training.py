@@ -1,9 +1,10 @@
-"""Trainings as those of `recipes.train`, but many of them together, on JAX.
+"""Trainings like those of `recipes.train`, but many of them together, on JAX.
 
-A run is recorded in the same way: its directory, a line of metrics an epoch, the
-network as it was after the epoch of the highest test accuracy. Its batches come in
-another order than those of `recipes.train`, so that it is another run: its settings
-have `population` = true, and so has its name. With whom it trained does not matter.
+A run is recorded in the same way: its directory, a line of metrics per epoch, and the
+network as it was after the epoch with the highest test accuracy. Its batches come in a
+different order from those of `recipes.train`, which makes it a different run: its
+settings and its name have `population` = true. The other runs that it trained with do
+not matter.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ class Together(classifier.Saved):
 
 
 def describe(settings):
-    """The `Together` of a `Training`, of which nothing is saved, or of a `Saved`."""
+    """The `Together` of a `Training`, which saves nothing, or of a `Saved`."""
     names = [field.name for field in dataclasses.fields(classifier.Saved)]
     return Together(**{name: getattr(settings, name, None) for name in names})
 
@@ -45,7 +46,7 @@ def train_all(settings, runs, function):
 
     Args:
         settings: A `classifier.Populations`.
-        runs: List of the settings of one, a `Training` or `Saved`. Those of one network
+        runs: List of settings, each a `Training` or `Saved`. Those of one network
             follow each other.
         function: Trains one by itself, see `recipes.engine.training.train_all`.
 
@@ -67,35 +68,35 @@ def train_all(settings, runs, function):
 
 
 def train(runs):
-    """Trains networks together, or goes on with that, or returns what came out before.
+    """Trains networks together, continues that, or returns their earlier results.
 
-    What is complete is left as it is, and the others train. The state of all of them is
-    in the checkpoint of the first of them.
+    Complete runs are left as they are; the others train. Their common state is in the
+    checkpoint of the first one.
 
     Args:
-        runs: List of `recipes.engine.classifier.Training` or `Saved`, which differ in
-            no more than their seed, rho, omega and learning rate.
+        runs: List of `recipes.engine.classifier.Training` or `Saved`, which differ only
+            in their seed, rho, omega and learning rate.
 
     Returns:
-        List of `recipes.engine.training.Outcome`, of a `Together` each. In the results
+        List of `recipes.engine.training.Outcome`, each of a `Together`. In the results,
         `seconds_per_step` is the time of a step of all trials divided by their number,
         and there are also `trials_at_once`, and `images_per_second` of all trials.
 
     Raises:
         ValueError: If the backend is not JAX, if the runs differ in other settings, or
-            if the data set is too large to be held by the device.
+            if the data set does not fit the device.
     """
     population.check_backend()
     listed = [describe(settings) for settings in runs]
     runs = {settings: settings.run() for settings in listed}
     if any(run.results is None for run in runs.values()):
-        data.images(listed[0])  # that they can be read
+        data.images(listed[0])  # fails early if they cannot be read
     with contextlib.ExitStack() as stack:
         missing = {}
         for settings, run in runs.items():
             if run.results is None:
                 stack.enter_context(run)
-                if run.results is None:  # nor has another process completed it now
+                if run.results is None:  # and no other process has completed it
                     missing[settings] = run
         if missing:
             _train(missing)
@@ -113,7 +114,7 @@ def _train(missing):
         if all(trial in stored for trial in trials.trials):
             trials.restore(arrays)
     for run, diverged in zip(runs, trials.diverged, strict=True):
-        epochs = trials.epoch  # of which a run that diverged has fewer
+        epochs = trials.epoch  # a run that diverged has fewer
         run.keep(min(epochs, len(run.metrics)) if diverged else epochs)
     speeds, saved = [], time.monotonic()
     while trials.epoch < settings[0].epochs and not trials.diverged.all():
@@ -135,9 +136,9 @@ def _train(missing):
 
 
 def log(run, trials, row, scores):
-    """Adds the line of an epoch to the run whose place in a population is a row.
+    """Adds the line of an epoch to the run at the place `row` of a population.
 
-    The `scores` are what its `train` and `evaluate` returned.
+    `scores` is what the population's `train` and `evaluate` returned.
     """
     run.log(
         epoch=int(trials.epochs[row]),
@@ -155,14 +156,14 @@ def finish(run, settings, best, **more):
 
 
 def own_of(settings):
-    """The dict of a trial: what settings have for themselves."""
+    """The dict of a trial: the settings that are its own."""
     return {key: getattr(settings, key) for key in population.OWN}
 
 
 def of(runs):
-    """The `Population` of runs that differ in no more than `population.OWN`.
+    """The `Population` of runs that differ only in `population.OWN`.
 
-    It is on as many devices as can have the same number of them.
+    It uses as many devices as can each have the same number of runs.
     """
     first, own = runs[0], population.OWN
     changed = {
@@ -182,7 +183,7 @@ def of(runs):
         settings = dataclasses.replace(first, **trial)
         return classifier.network(settings, source, settings.normalisation())
 
-    import jax  # which is not there with other backends
+    import jax  # not installed with other backends
 
     devices = jax.devices()
     most = max(n for n in range(1, len(devices) + 1) if len(runs) % n == 0)

@@ -1,4 +1,4 @@
-"""Gradient descent as the papers ran it, and the learning rate through training."""
+"""Gradient descent as in the papers, and the learning rate during training."""
 
 import bisect
 
@@ -19,10 +19,10 @@ class SGD(keras.optimizers.Optimizer):
 
     The `weight_decay` of `keras.optimizers.SGD` is decoupled: it stays out of the
     momentum, and at momentum 0.9 shrinks the weights ten times less. Here every
-    trainable weight decays, biases and the affine weights of norms too, and the loss
-    that training reports is free of the penalty.
+    trainable weight decays, including biases and the affine weights of norms, and the
+    loss that training reports does not contain the penalty.
 
-    Momentum and weight decay are variables: a compiled network can train with others.
+    Momentum and weight decay are variables: a compiled network can use other values.
 
     Args:
         learning_rate: Float or `keras.optimizers.schedules.LearningRateSchedule`.
@@ -78,7 +78,7 @@ DROPS = (1 / 2, 5 / 6)  # of the rate: epochs 60 and 100 of the papers' 120
 
 
 def piecewise_schedule(learning_rate, total_steps, drops=DROPS):
-    """The rate, which falls to a tenth of itself a few times.
+    """The rate, which falls to a tenth a few times.
 
     Args:
         learning_rate: Float, the rate of the first step.
@@ -98,15 +98,15 @@ def piecewise_schedule(learning_rate, total_steps, drops=DROPS):
 class Rate(keras.callbacks.Callback):
     """Sets the learning rate where a piecewise schedule changes it.
 
-    A schedule in the optimizer is part of the compiled step; a rate that is set is not,
-    so that one network trains with another. CBN layers are told as by the `AMAT`
-    callback: AMAT knows `omega * rate` only, and as omega is part of the compiled step,
-    these layers have omega 1 and are told that product. With gradient accumulation it
-    is divided by the number of batches of an update, as AMAT does.
+    A schedule in the optimizer is part of the compiled step. A rate that is set is not,
+    and one compiled network can train with other rates. CBN layers get the rate as from
+    the `AMAT` callback. AMAT needs only `omega * rate`, and omega is part of the
+    compiled step: these layers have omega 1 and get that product. With gradient
+    accumulation it is divided by the number of batches per update, as AMAT does.
 
     Args:
         schedule: A `keras.optimizers.schedules.PiecewiseConstantDecay`.
-        omegas: Dict from the name of each layer that is told to its omega.
+        omegas: Dict from the name of each layer that gets the rate to its omega.
     """
 
     def __init__(self, schedule, omegas):
@@ -115,7 +115,7 @@ class Rate(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._rate = None
-        # Batches, of which `optimizer.iterations` counts those that moved the weights.
+        # Counts batches; `optimizer.iterations` counts updates of the weights.
         self._step = int(ops.convert_to_numpy(self.model.optimizer.variables[0]))
         layers = followers(self.model)
         self._layers = [layer for layer in layers if layer.name in self._omegas]
@@ -126,7 +126,7 @@ class Rate(keras.callbacks.Callback):
         self._step += 1
         if rate == self._rate:
             return
-        # In an epoch the trainer of JAX has the state, and takes it back if it is new.
+        # During an epoch JAX's trainer holds the state, and takes new values back.
         if keras.backend.backend() == "jax":
             self.model.jax_state_sync()
         self.model.optimizer.learning_rate = rate
@@ -137,12 +137,12 @@ class Rate(keras.callbacks.Callback):
 
 
 def followers(model):
-    """The layers of a model that AMAT would tell the learning rate."""
+    """The layers of a model to which AMAT would pass the learning rate."""
     return layers_of(model, FollowsLearningRate)
 
 
 def give_omegas(model):
-    """Makes the omega of all such layers 1; returns a dict of what it was, by name."""
+    """Sets the omega of all such layers to 1; returns the old values by name."""
     omegas = {layer.name: layer.omega for layer in followers(model)}
     for layer in followers(model):
         layer.omega = 1.0

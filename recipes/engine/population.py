@@ -1,9 +1,9 @@
 """Many trainings of one network, in one compiled program, on JAX.
 
 The trials of a population differ in their seed, learning rate, rho and omega. Weights,
-statistics, the optimizer's state and these settings have a leading axis for the trial,
-over which `jax.vmap` runs the training step. An epoch is one program: the images stay
-on the device, where batches are drawn, shifted and mirrored.
+statistics, the optimizer's state and these settings have a leading trial axis, over
+which `jax.vmap` runs the training step. An epoch is one program: the images stay on the
+device, where batches are drawn, shifted and mirrored.
 
     trials = [{"seed": 0, "learning_rate": 0.1}, {"seed": 1, "learning_rate": 0.1}]
     population = Population(build, trials, images, epochs=120)
@@ -11,14 +11,14 @@ on the device, where batches are drawn, shifted and mirrored.
         scores = population.train() | population.evaluate()
     best = population.model(scores["test_accuracy"].argmax())
 
-Trials can be dropped (`keep`), and one can take the place of another (`replace`), which
-changes no program. On many devices, such as a slice of TPUs, each has some of the
-trials, and nothing is exchanged.
+Trials can be dropped (`keep`), and one can replace another (`replace`); the program
+stays the same. On many devices, such as a slice of TPUs, each has some of the trials,
+and nothing is exchanged.
 
 A trial has the initial weights that `recipes.train` gives its seed, and takes the same
 steps, but its batches come from JAX's random numbers.
 
-This is for accelerators, which a small network leaves idle. On a CPU nothing is gained.
+This is for accelerators, which a small network leaves idle. A CPU gains nothing.
 """
 
 import json
@@ -36,7 +36,7 @@ if keras.backend.backend() == "jax":
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# What a trial may have for itself.
+# What may differ between trials.
 OWN = ("seed", "rho", "stage_rho", "omega", "learning_rate")
 
 
@@ -45,23 +45,24 @@ class Population:
 
     Args:
         build: Callable, `build(trial)` returns the `keras.Model` of a trial, from
-            images to logits, after its seed was set. The models may differ in initial
-            weights, rho and omega only: the first one computes for all.
+            images to logits, after its seed was set. The models may differ only in
+            initial weights, rho and omega: the first one computes for all.
         trials: List of dicts, each with an integer `seed`, a positive float
-            `learning_rate`, and whatever `build` wants to know, as JSON can hold it.
+            `learning_rate`, and whatever `build` needs, in a form JSON can hold.
         images: A `recipes.engine.data.ImageData`.
         epochs: Integer, the length of the whole training, for the schedule.
         batch_size: Integer, the batch of one trial.
-        optimizer: Of `recipes.engine.optimizers.OF_NAME`, with the arguments
+        optimizer: One of `recipes.engine.optimizers.OF_NAME`, with the arguments
             `momentum`, `weight_decay` and `gradient_accumulation_steps`.
         augment: Whether training images are cropped at random and mirrored.
-        replacement: Whether each image of a batch is drawn anew from all.
-        amat: Whether CBN layers are told the learning rate of each step.
-        devices: List of JAX devices, of which each gets as many trials. `None`: one.
+        replacement: Whether each image of a batch is drawn from all images.
+        amat: Whether CBN layers get the learning rate of each step.
+        devices: List of JAX devices, each of which gets the same number of trials.
+            `None`: one.
 
     Attributes:
         trials: List with the dict of each trial that is left.
-        epochs: Integers `(trials,)`, the epochs behind each.
+        epochs: Integers `(trials,)`, the epochs each has trained.
         steps: Number of steps in an epoch.
         seconds: Of the last epoch, without compilation; `None` before.
 
@@ -134,12 +135,12 @@ class Population:
 
     @property
     def epoch(self):
-        """The number of epochs behind the oldest trial."""
+        """The number of epochs that the oldest trial has trained."""
         return int(self.epochs.max())
 
     @property
     def diverged(self):
-        """Booleans `(trials,)`, whose training loss was NaN or infinite in an epoch."""
+        """Booleans `(trials,)`: whether a training loss was NaN or infinite."""
         return np.asarray(self._state["diverged"])
 
     def train(self):
@@ -176,15 +177,15 @@ class Population:
         return jax.tree.map(np.asarray, scores)
 
     def _compiled(self, function, arguments):
-        """`function` of one trial as a program of all, before its run is timed.
+        """`function` of one trial as a program for all, compiled before it is timed.
 
-        Its first argument is used up, its last one are data, which all trials share.
+        Its first argument is used up; its last is the data, which all trials share.
         """
         name, own = function.__name__, len(arguments) - 1
         if name not in self._programs:
             by_trial = self._by_trial.spec
-            # Of sharded arrays alone, the compiler would divide grouped convolutions
-            # otherwise, and exchange them.
+            # From sharded arrays alone, the compiler would divide grouped convolutions
+            # in another way, and exchange data.
             mapped = jax.shard_map(
                 jax.vmap(function, (*[0] * own, None)),
                 mesh=self._by_trial.mesh,
@@ -217,8 +218,8 @@ class Population:
 
         Args:
             index: Integer, its place in `trials`.
-            best: Whether it has the weights of the first of the evaluations with the
-                highest test accuracy, in place of the present ones.
+            best: Whether it has the weights of the first evaluation with the highest
+                test accuracy, instead of the current ones.
         """
         model = self._seeded(self.trials[index])
         keys = ["best"] if best else ["trainable", "non_trainable"]
@@ -234,7 +235,7 @@ class Population:
         trials = [json.dumps(self.trials[row]) for row in rows]
         arrays = {"trials": np.array(trials), "epochs": self.epochs[rows]}
         for i, leaf in enumerate(jax.tree.leaves(self._state)):
-            half = leaf.dtype == jnp.bfloat16  # which NumPy files do not know
+            half = leaf.dtype == jnp.bfloat16  # unknown to NumPy files
             arrays[f"state/{i}"] = np.asarray(leaf[rows], "float32" if half else None)
         return arrays
 
@@ -242,7 +243,7 @@ class Population:
         """Continues where `arrays` was called.
 
         Args:
-            arrays: What that returned, of the same network, also of more trials.
+            arrays: What that returned, for the same network and maybe more trials.
             indices: Integers, the places of the trials that continue; all if `None`.
         """
         indices = np.arange(len(self.trials)) if indices is None else np.array(indices)

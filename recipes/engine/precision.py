@@ -6,14 +6,14 @@ import keras
 
 
 def available():
-    """The dtypes: operations of Keras return float32 of float64 but on TensorFlow."""
+    """The dtypes. Except on TensorFlow, Keras operations turn float64 into float32."""
     wide = keras.backend.backend() == "tensorflow"
     return ("float32", "float64") if wide else ("float32",)
 
 
 @contextlib.contextmanager
 def precision(dtype):
-    """Networks and losses that are made here compute in `dtype`."""
+    """Networks and losses made in this context compute in `dtype`."""
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float32" if dtype.startswith("mixed") else dtype)
     keras.config.set_dtype_policy(dtype)

@@ -1,4 +1,4 @@
-"""What `python -m recipes`, `benchmarks` or `tuner` shows: the programs in it."""
+"""The list of programs that `python -m recipes`, `benchmarks` or `tuner` shows."""
 
 import ast
 import pathlib

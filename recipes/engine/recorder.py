@@ -26,20 +26,20 @@ def scores(logs):
 
 
 class Hooks(NamedTuple):
-    """What a recipe measures. They must leave the model as it is.
+    """What a recipe measures. Hooks must not change the model.
 
     Attributes:
         before, after: Callables of the model, the `Problem` and the settings, at the
-            start and at the end of an epoch; `before` gets the epoch, from 0, too. Each
+            start and at the end of an epoch; `before` also gets the epoch, from 0. Each
             returns a dict for the line of the epoch. Nothing is measured after an epoch
             whose loss is not finite.
         at_end: Callable of the trained model, the `Problem`, the settings and the run.
             It returns a dict of more results, and is not called if training diverged.
-        callbacks: Callables of the `Problem` and the settings, each returns a Keras
-            callback. What it puts into the logs of an epoch goes into the line.
-        keep_best: Whether `at_end` is about the weights after the first of the epochs
-            with the highest test accuracy. It is then called for a training that
-            diverged after such an epoch, too.
+        callbacks: Callables of the `Problem` and the settings, each of which returns a
+            Keras callback. What it adds to the logs of an epoch goes into the line.
+        keep_best: Whether `at_end` is about the weights after the first epoch with the
+            highest test accuracy. It is then also called for a training that diverged
+            after such an epoch.
     """
 
     before: Callable | None = None
@@ -53,15 +53,15 @@ class Recorder(keras.callbacks.Callback):
     """Logs and checkpoints epochs of `fit`, and stops when the loss is not finite.
 
     Weights, moving statistics, the optimizer, the best weights so far and the epoch
-    stand in one file, so that they cannot disagree (`BackupAndRestore` writes two files
-    in place). The seconds of a step leave out the first step after a start, which
-    compiles, and evaluation.
+    are in one file, and therefore cannot disagree (`BackupAndRestore` writes two files
+    in place). The seconds of a step exclude evaluation, and the first step after a
+    start, which compiles.
 
     Attributes:
-        epoch: Number of whole epochs behind us, the `initial_epoch` of `fit`.
+        epoch: Number of complete epochs, the `initial_epoch` of `fit`.
         last: The epoch after which `fit` ends.
         best: Dict from the path of each variable of the model to its value after the
-            first of the epochs with the highest test accuracy, or `None`.
+            first epoch with the highest test accuracy, or `None`.
     """
 
     def __init__(self, recorded, model, problem, settings, hooks, last):
@@ -116,7 +116,7 @@ class Recorder(keras.callbacks.Callback):
             self._seconds = time.perf_counter() - self._start
 
     def _wait(self):
-        # The step counter is there when the step that made it is done.
+        # The step counter is available once its step is done.
         numpy_copy(self.model.optimizer.iterations)
 
     def on_epoch_end(self, epoch, logs=None):
@@ -152,5 +152,5 @@ def _named(model):
 
 
 def numpy_copy(variable):
-    """The value of a Keras variable, which the next step does not overwrite."""
+    """The value of a Keras variable, safe from being overwritten by the next step."""
     return np.array(keras.ops.convert_to_numpy(variable))

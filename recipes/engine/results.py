@@ -1,4 +1,4 @@
-"""Tables of what came out, their numbers over seeds, and the files they go to."""
+"""Tables of results, their numbers over seeds, and the files they go to."""
 
 import numpy as np
 import pandas as pd
@@ -13,16 +13,16 @@ def write(directory, text, results):
 
 
 def markdown(header, rows):
-    """A Markdown table: the first column to the left, the others to the right."""
+    """A Markdown table: the first column is aligned left, the others right."""
     table = pd.DataFrame([list(map(str, row)) for row in rows], columns=list(header))
     align = ["left", *["right"] * (len(header) - 1)]
     return table.to_markdown(index=False, disable_numparse=True, colalign=align) + "\n"
 
 
 def mean_and_std(values):
-    """Over seeds, what is not `None`: a dict of `mean` and `std`, or `None`.
+    """A dict of `mean` and `std` over the values that are not `None`; or `None`.
 
-    The deviation is that of a sample (n - 1); a single value has none, `None`.
+    The deviation is that of a sample (n - 1); for a single value it is `None`.
     """
     values = pd.Series([value for value in values if value is not None], dtype=float)
     if values.empty:
@@ -45,7 +45,7 @@ def accuracies(outcomes):
     """The test accuracy, %, of each run that did not diverge.
 
     Args:
-        outcomes: List of `recipes.engine.training.Outcome`, one a seed.
+        outcomes: List of `recipes.engine.training.Outcome`, one per seed.
     """
     found = [outcome.results for outcome in outcomes]
     return [100 * each["test_accuracy"] for each in found if not each["diverged"]]
@@ -62,7 +62,7 @@ def percent(outcomes):
 
 
 def note(seeds):
-    """What stands below a table: what its numbers are."""
+    """The note below a table: what its numbers are."""
     if seeds == 1:
         return "One run each."
     return (
@@ -75,14 +75,15 @@ def summarise(outcomes, target_accuracy):
     """The numbers of one row of a comparison, over the runs that did not diverge.
 
     Args:
-        outcomes: List of `recipes.engine.training.Outcome`, one a seed.
+        outcomes: List of `recipes.engine.training.Outcome`, one per seed.
         target_accuracy: Float.
 
     Returns:
         Dict with `test_accuracy` and `train_loss` (of the last epoch) and
         `seconds_per_step`, as `mean_and_std`; `epochs_to_target`, a list with an epoch
-        or `None` a run; `diverged` and `seeds`, two counts; and, where trials trained
-        together, `trials_at_once` and `images_per_second` of the largest population.
+        or `None` for each run; `diverged` and `seeds`, two counts; and, if trials
+        trained together, `trials_at_once` and `images_per_second` of the largest
+        population.
     """
     runs = [outcome.results for outcome in outcomes]
     trained = [run for run in runs if not run["diverged"]]
@@ -93,7 +94,7 @@ def summarise(outcomes, target_accuracy):
         "seeds": len(runs),
     }
     if together := [run for run in runs if run.get("images_per_second") is not None]:
-        # The largest population was the whole machine's load.
+        # The largest population had the whole machine.
         largest = max(together, key=lambda run: run["trials_at_once"])
         keys = ("trials_at_once", "images_per_second")
         summary |= {key: largest[key] for key in keys}
@@ -107,7 +108,7 @@ def first_epoch(metrics, target_accuracy):
 
 
 def epochs(values):
-    """A list with an epoch or `None` a run, as text."""
+    """A list with an epoch or `None` for each run, as text."""
     reached = [epoch for epoch in values if epoch is not None]
     if not reached:
         return "never"

@@ -1,13 +1,13 @@
-"""A run: one directory that says what was asked, what happened, and what came out.
+"""A run: one directory with what was asked, what happened, and the results.
 
     config.json       the settings; the same directory takes no others
-    metrics.jsonl     one line an epoch (or measurement), written as it happens
+    metrics.jsonl     one line per epoch (or measurement), written as it happens
     checkpoint.npz    named arrays: the state after an epoch, until the run is complete
     results.json      the outcome; a run that has it is complete
     .lock             held by the process that trains it, while it does
 
-Files that are read again are written beside themselves, forced to the disk and renamed,
-so that a process may die at any moment and the same command goes on where it was.
+Files that are read again are written under another name, forced to the disk and
+renamed. A process may therefore die at any moment, and the same command continues.
 """
 
 import json
@@ -20,8 +20,8 @@ import numpy as np
 from recipes.engine import files
 from recipes.engine.errors import UserError
 
-FORMAT = 2  # of the directory; runs of another one are refused
-PATIENCE = 2.0  # seconds, in which the children of a killed process end too
+FORMAT = 2  # of the directory; runs with another format are refused
+PATIENCE = 2.0  # seconds, for the children of a killed process to end too
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 CHECKPOINT, RESULTS = "checkpoint.npz", "results.json"
 
@@ -31,11 +31,11 @@ class InUse(UserError):
 
 
 class Run:
-    """The directory of a run. In `with run:` it is one process's alone.
+    """The directory of a run. Inside `with run:`, only this process has it.
 
     Args:
-        directory: Where it is, or is to be.
-        config: Dict of settings, as JSON can hold them.
+        directory: Its path; it need not exist.
+        config: Dict of settings, in a form JSON can hold.
 
     Raises:
         UserError: If the directory has other settings, or is of another version; and,
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def results(self):
-        """The dict given to `finish`, or `None` as long as the run is not complete."""
+        """The dict given to `finish`, or `None` while the run is incomplete."""
         path, checkpoint = self.directory / RESULTS, self.directory / CHECKPOINT
         results = files.read_json(path) if path.exists() else None
         if results is not None and checkpoint.exists():
@@ -152,13 +152,13 @@ class Run:
     def _lines(self):
         path = self.directory / METRICS
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        # Without its end a line was being written when the process died.
+        # An unfinished line was being written when the process died.
         return [line for line in lines if line.endswith(b"\n")]
 
     def save(self, **arrays):
         """Writes the checkpoint: arrays by name, `epoch` among them.
 
-        Lines of metrics until then are on the disk first.
+        Before that, the lines of metrics are forced to the disk.
         """
         path = self.directory / METRICS
         if path.exists():
@@ -177,9 +177,9 @@ class Run:
         try:
             with np.load(path) as file:  # which verifies the checksums
                 arrays = dict(file)
-        except Exception as error:  # of the many kinds of zipfile and NumPy
+        except Exception as error:  # zipfile and NumPy raise many kinds
             raise files.damaged(path, f"it is no whole archive ({error})") from None
-        # Of a damaged directory, zipfile may skip entries.
+        # In a damaged directory, zipfile may skip entries.
         if arrays.pop("members", None) != len(arrays) or "epoch" not in arrays:
             raise files.damaged(path, "not all of its arrays are there")
         return arrays

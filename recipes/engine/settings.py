@@ -1,6 +1,6 @@
-"""Settings: frozen dataclasses, of which flags, names, checks and JSON are made.
+"""Settings: frozen dataclasses, from which flags, names, checks and JSON are made.
 
-A setting is described once, in the class of what it is a setting of:
+A setting is described once, in the class that it belongs to:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Training(Settings):
@@ -8,8 +8,8 @@ A setting is described once, in the class of what it is a setting of:
         dataset: str = setting("digits", "Name of the data set.")
         epochs: int | None = setting(None, "120; of digits 15.", at_least=1)
 
-A class that changes a default repeats the name alone: `epochs: int = 30`. Settings with
-`compare=False`, such as places of files, do not decide the outcome: they are neither in
+A class that changes a default repeats only the name: `epochs: int = 30`. Settings with
+`compare=False`, such as places of files, do not affect the outcome: they are neither in
 the name nor in the JSON of a run. `None` becomes what `usual` says.
 """
 
@@ -39,10 +39,10 @@ def setting(default, help, *, compare=True, **checks):
     Args:
         default: Its value; `None` if that depends on other settings.
         help: Text of the flag.
-        compare: Whether it decides the outcome.
-        **checks: `choices`, the values that there are; `matches`, a pattern of what
-            `help` describes; `directory`, whether it may not be a file; or bounds of a
-            number: `above`, `at_least` and `at_most`.
+        compare: Whether it affects the outcome.
+        **checks: `choices`, the allowed values; `matches`, a pattern for what `help`
+            describes; `directory`, whether it may not be a file; or bounds of a number:
+            `above`, `at_least` and `at_most`.
     """
     metadata = {"help": help, **checks}
     return dataclasses.field(default=default, metadata=metadata, compare=compare)
@@ -53,7 +53,7 @@ class Settings:
     """Base of all settings.
 
     Raises:
-        ValueError: If a value is not one that its setting can have.
+        ValueError: If a setting cannot have its value.
     """
 
     NAMED: ClassVar = ()  # in every name, by their values
@@ -68,7 +68,7 @@ class Settings:
     backend: str | None = None  # of Keras; no flag
 
     def __init_subclass__(cls):
-        """A default alone takes all else from the class above."""
+        """A default alone inherits everything else from the class above."""
         above = {}
         for base in reversed(cls.__mro__[1:]):
             above |= vars(base).get("__dataclass_fields__", {})
@@ -91,18 +91,18 @@ class Settings:
             _check(field, getattr(self, field.name))
 
     def usual(self):
-        """A dict of what stands for `None`."""
+        """A dict of the values that replace `None`."""
         return {}
 
     def config(self):
-        """What decides the outcome, as JSON has it."""
+        """What affects the outcome, in a form JSON can hold."""
         names = [field.name for field in dataclasses.fields(self) if field.compare]
         values = [getattr(self, name) for name in names]
         values = [list(v) if isinstance(v, tuple) else v for v in values]
         return dict(zip(names, values, strict=True))
 
     def label(self):
-        """What it is, then every setting that is not the default."""
+        """Its kind, then every setting that is not the default."""
         named = [name for name in self.NAMED if not _is_swept(type(self), name)]
         own = {name: getattr(self, name) for name in named}
         usual = type(self)(**own).config() | {"backend": "tensorflow"}
@@ -125,7 +125,7 @@ class Settings:
         return pathlib.Path(self.runs_dir, name)
 
     def program(self):
-        """What networks have in common that are compiled once."""
+        """What networks that are compiled once have in common."""
         fixed = [name for name in self.config() if name not in self.VARIABLE]
         return type(self).__qualname__, *((name, getattr(self, name)) for name in fixed)
 
@@ -147,7 +147,7 @@ class Settings:
 
     @classmethod
     def from_flags(cls, flag_values=flags.FLAGS):
-        """The settings that the flags say."""
+        """The settings given by the flags."""
         return cls(**{each.name: flag_values[each.name].value for each in _flags(cls)})
 
 
@@ -178,11 +178,11 @@ class Images(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep(Settings):
-    """Settings of many runs: a field whose name ends with s says what one of them has.
+    """Settings of many runs: a field whose name ends with s sweeps a field of one run.
 
-    A class of a recipe is one of `RUN` too. `activations = ("relu", "tanh")` are runs
-    whose `activation` is one of these, `seeds = 3` are the seeds 0, 1 and 2. Help and
-    checks are those of the setting of one run.
+    The class of a recipe also inherits from `RUN`. `activations = ("relu", "tanh")`
+    means runs whose `activation` is one of these, and `seeds = 3` the seeds 0, 1 and 2.
+    Help and checks are those of the setting of one run.
     """
 
     RUN: ClassVar[type]
@@ -198,7 +198,7 @@ class Sweep(Settings):
     )
 
     def __init_subclass__(cls):
-        """What is swept takes all but the default from the setting of one run."""
+        """Swept fields take all but the default from the setting of one run."""
         super().__init_subclass__()
         of_run = getattr(getattr(cls, "RUN", None), "__dataclass_fields__", {})
         for name, value in list(vars(cls).items()):
@@ -223,7 +223,7 @@ class Sweep(Settings):
         """The settings of all runs: every combination of what is swept.
 
         Args:
-            **values: What one run has in place of that: a value of the setting.
+            **values: Values of one run's settings, which are then not swept.
         """
         names = [field.name for field in dataclasses.fields(self.RUN)]
         swept = {
@@ -239,7 +239,7 @@ class Sweep(Settings):
 
 
 def _default(value):
-    """That of an attribute of a class, which may be a field."""
+    """The default of an attribute of a class, which may be a field."""
     return value.default if isinstance(value, Field) else value
 
 
@@ -255,7 +255,7 @@ def _flags(cls):
 
 
 def _kind(field):
-    """The type of a setting without `None`, and that of each of several ones."""
+    """The type of a setting without `None`, and the type of its items if several."""
     kind = field.type
     if isinstance(kind, types.UnionType):
         (kind,) = [each for each in typing.get_args(kind) if each is not type(None)]
@@ -306,7 +306,7 @@ def _check(field, value):
 
 
 def _must(about, value):
-    """What a number or text must be and is not, or `None`."""
+    """The condition that a number or text fails, or `None`."""
     if about.get("choices") and value not in about["choices"]:
         return f"be of {', '.join(map(str, about['choices']))}"
     if "matches" in about and not re.match(about["matches"], value):

@@ -11,9 +11,9 @@ class Statement(NamedTuple):
     """One statement and what came out.
 
     Attributes:
-        item: The paper's number of it, and which form: the name in results.json.
+        item: The paper's number for it, and which form: the name in results.json.
         says: What is computed, with its sizes.
-        claimed: What the paper has in its place, as text.
+        claimed: What the paper claims for it, as text.
         computed: Float.
         holds: Whether `computed` is as claimed.
     """
@@ -27,7 +27,7 @@ class Statement(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(settings.Settings):
-    """How much is drawn; the same numbers come out each time."""
+    """How much is drawn; the numbers are the same each time."""
 
     draws: int = setting(1000, "Random cases of each inequality.", at_least=1)
 
@@ -54,7 +54,7 @@ def table(found):
 
 
 def zero(item, says, error, tolerance=1e-9):
-    """An identity: the largest relative error of it is 0, up to rounding."""
+    """An identity: its largest relative error is 0, up to rounding."""
     return Statement(item, says, "0", error, error < tolerance)
 
 

@@ -1,7 +1,7 @@
-"""The training: one loop, that goes on where it was, and compiles a network once.
+"""The training: one loop that continues where it stopped and compiles a network once.
 
-A kind of training is a function of its settings that returns a `Problem`: a network,
-its batches, its learning rate. What a recipe measures on the way are hooks of `train`.
+A kind of training is a function from its settings to a `Problem`: a network, its
+batches, its learning rate. Recipes measure during training by hooks of `train`.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ class Problem(NamedTuple):
     """What a kind of training trains.
 
     Attributes:
-        network: Callable that returns a new, compiled `keras.Model`. Two of equal
-            `settings.program()` differ in the values of variables alone.
-        batches: Callable of an epoch, returns the batches from then on, without end.
+        network: Callable that returns a new, compiled `keras.Model`. Two with equal
+            `settings.program()` differ only in the values of variables.
+        batches: Callable of an epoch; returns endless batches, starting there.
         steps: Integer, of an epoch.
         epochs: Integer, of the whole training.
         test: Test data, as `keras.Model.fit` takes them, or `None`.
         schedule: See `optimizers.Rate`; `None` if the rate is the optimizer's.
-        amat: Whether CBN layers are told the learning rate.
+        amat: Whether CBN layers get the learning rate.
         images: What `recipes.engine.data.load` returned, for hooks.
         strategy: One of `recipes.engine.devices`, or `None`.
     """
@@ -55,7 +55,7 @@ class Outcomes(dict):
     """A dict from the settings of each run to its `Outcome`."""
 
     def of(self, **values):
-        """A list of the outcomes whose settings have these values."""
+        """The outcomes whose settings have these values, a list."""
         return [
             outcome
             for settings, outcome in self.items()
@@ -64,31 +64,31 @@ class Outcomes(dict):
 
 
 def train(settings, kind, problem_of, *, name=None, until=None, verbose=0, **hooks):
-    """Trains a network, or goes on with that, or returns what came out before.
+    """Trains a network, continues its training, or returns its earlier results.
 
     Args:
-        settings: A `Settings`, which says `runs_dir` and `seed`.
+        settings: A `Settings` with `runs_dir` and `seed`.
         kind: Start of the name of the run, `""` for none.
-        problem_of: Callable of the settings, returns a `Problem`. It is called if there
-            is something to train.
-        name: Name of the run, of `kind` and the settings where `None`.
+        problem_of: Callable of the settings; returns a `Problem`. It is called only if
+            there is something to train.
+        name: Name of the run; made from `kind` and the settings if `None`.
         until: Integer, stop after this epoch of the whole training; the same call with
-            a later one goes on. The results are then those so far.
+            a later one continues. The results are then those so far.
         verbose: As in `keras.Model.fit`.
-        **hooks: Of `recipes.engine.recorder.Hooks`.
+        **hooks: Fields of `recipes.engine.recorder.Hooks`.
 
     Returns:
         An `Outcome`. The results have `name`, `epochs`, `diverged`, the scores of the
-        last epoch, the median `seconds_per_step`, and what the hook `at_end` says. What
-        is not finite is `None`.
+        last epoch, the median `seconds_per_step`, and what the hook `at_end` returns.
+        What is not finite is `None`.
     """
     recorded = run.Run(settings.directory(kind, name), settings.config())
     results = recorded.results
     if results is None:
-        # Before anything is recorded: the data may not be there.
+        # Before anything is recorded, since the data may be missing.
         problem, found = problem_of(settings), Hooks(**hooks)
         with recorded:
-            results = recorded.results  # of another process that completed it now
+            results = recorded.results  # if another process has just completed it
             if results is None:
                 results = _train(recorded, settings, problem, found, until, verbose)
     return Outcome(settings, results, recorded.metrics)
@@ -108,14 +108,14 @@ def _train(recorded, settings, problem, hooks, until, verbose):
                 steps_per_epoch=problem.steps,
                 epochs=last,
                 initial_epoch=recorder.epoch,
-                shuffle=False,  # the batches are
+                shuffle=False,  # the batches are already shuffled
                 validation_data=problem.test,
                 validation_batch_size=TEST_BATCH_SIZE,
                 callbacks=[*callbacks, recorder],
                 verbose=verbose,
             )
         except BaseException:
-            _last.clear()  # nobody knows what state it is in
+            _last.clear()  # its state is unknown
             raise
     results = results_of(recorded)
     if recorder.epoch < problem.epochs and not results["diverged"]:
@@ -129,7 +129,7 @@ def _train(recorded, settings, problem, hooks, until, verbose):
 
 
 def results_of(recorded):
-    """What came out of a run so far, by its metrics."""
+    """The results of a run so far, from its metrics."""
     metrics = recorded.metrics
     last = metrics[-1]
     seconds = [line["seconds_per_step"] for line in metrics]
@@ -155,8 +155,8 @@ _last = {}  # the program and the model of the last training in this process
 def compiled(settings, problem):
     """The network of a training, and the omegas of its layers, by name.
 
-    Runs of one program are one network, compiled once: making that takes longer than a
-    small training. The next of them gets the values of all variables of a new one.
+    Runs of one program share one network, compiled once, because compiling takes longer
+    than a small training. Each run copies in the variables of a new network.
     """
     program = settings.program(), problem.strategy
     again = _last.get("program") == program
@@ -180,13 +180,13 @@ def compiled(settings, problem):
 
 
 def standalone(model, problem):
-    """A new network, as one saves it, with the weights of a trained one.
+    """A new network to be saved, with the weights of a trained one.
 
-    The trained one is not it: other runs go on with it, and its layers have omega 1.
+    The trained network itself is reused by other runs, and its layers have omega 1.
     """
     new = problem.network()
     for variable, value in zip(new.variables, model.variables, strict=True):
-        variable.assign(numpy_copy(value))  # JAX gives away the memory of a value
+        variable.assign(numpy_copy(value))  # JAX may reuse the memory of a value
     if problem.amat:
         rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
         for layer in optimizers.followers(new):
@@ -195,11 +195,11 @@ def standalone(model, problem):
 
 
 def train_all(function, runs, count=None):
-    """Trains many, several at a time, and shows how far that is.
+    """Trains many, several at a time, and shows the progress.
 
     Args:
-        function: Callable of the settings of one, returns an `Outcome`. Other processes
-            must be able to import it.
+        function: Callable of the settings of one run; returns an `Outcome`. Other
+            processes must be able to import it.
         runs: List of settings. Equal ones are trained once.
         count: See `recipes.engine.workers.each`.
 

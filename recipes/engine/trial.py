@@ -22,7 +22,7 @@ _LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=N
 
 
 class Trial:
-    """How a network trains. What differs between trials are arguments of its functions.
+    """How a network trains. What differs between trials is passed to its methods.
 
     Args:
         model: The `keras.Model` that computes. It must not be used elsewhere: the omega
@@ -45,7 +45,7 @@ class Trial:
         self._replacement = replacement
         self._augment, self._amat, self._schedule = augment, amat, schedule
         (self._rate,) = _places(optimizer.variables, [optimizer._learning_rate])
-        # AMAT's eta depends on the product of omega and the rate: layers are told that.
+        # AMAT's eta depends on the product of omega and the rate, so layers get that.
         told = []
         if amat:
             optimizers.give_omegas(model)
@@ -78,7 +78,7 @@ class Trial:
 
         Args:
             current: Dict with the entries `CURRENT` of the state.
-            settings: See `start`; `omega` of each layer that AMAT would tell the rate.
+            settings: See `start`; has the `omega` of each layer that follows the rate.
             epoch: Integer, from 0.
             data: Training images and labels.
 
@@ -135,7 +135,7 @@ class Trial:
         weights = state["trainable"], state["non_trainable"]
 
         def measure(first):
-            # The last batch begins earlier than it should, and counts what is new.
+            # The last batch begins early, and counts only images not yet counted.
             start = jnp.minimum(first, count - batch)
             x, y = (jax.lax.dynamic_slice_in_dim(a, start, batch) for a in data)
             logits, _ = self._model.stateless_call(*weights, x, training=False)
@@ -170,10 +170,10 @@ def epoch_keys(seed, epoch):
 
 
 def convolution(layer, x, kernel):
-    """What a `keras.layers.Conv2D` without groups computes, as a product of matrices.
+    """What a `keras.layers.Conv2D` without groups computes, as a matrix product.
 
-    Convolutions of many trials, each with its kernel, would be grouped ones, and the
-    gradients of kernels such ones with windows as large as the image: both are slow.
+    Convolutions of many trials, each with its own kernel, would be grouped, and the
+    gradients of kernels grouped with windows as large as the image: both are slow.
 
     Args:
         layer: The layer, which has strides, padding and data format.

@@ -1,4 +1,4 @@
-"""Trainings side by side, each in a process of its own with one thread."""
+"""Trainings in parallel, each in its own process with one thread."""
 
 import collections
 import concurrent.futures
@@ -11,14 +11,14 @@ import threading
 
 import keras
 
-# A network for small images gains little from a second thread, a second run gains all.
+# A network for small images gains little from a second thread; a second run uses it.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
     "NPROC": "1",  # XLA
-    # glibc keeps memory that is freed: the next step asks for as much again, and where
-    # page faults are slow, they took a third of a step on TensorFlow.
+    # Makes glibc keep freed memory: the next step needs as much again. Where page
+    # faults are slow, they took a third of a step on TensorFlow.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "1000000000",
     "TF_CPP_MIN_LOG_LEVEL": "3",  # nothing but the progress bar
@@ -28,7 +28,7 @@ MOST = 8  # each takes about 1 GB
 
 def default_count():
     """How many: 1 where there is an accelerator, else one for each core, at most 8."""
-    if keras.backend.backend() == "torch":  # whose devices Keras does not list
+    if keras.backend.backend() == "torch":  # Keras does not list its devices
         import torch
 
         devices = ["cuda"] * torch.cuda.device_count()
@@ -40,7 +40,7 @@ def default_count():
 
 
 def cores():
-    """How many cores this process may use; all, where the system does not say which."""
+    """How many cores this process may use; all, if the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
@@ -49,22 +49,22 @@ def cores():
 def each(function, jobs, program, count=None):
     """Calls `function(job)` for each job, `count` at a time.
 
-    Jobs of one program meet in one process, as long as no process is idle: to compile
-    a small network takes longer than to train it.
+    Jobs of one program share one process, unless another would be idle: compiling a
+    small network takes longer than training it.
 
     Args:
-        function: Of a module, so that another process can import it.
+        function: Module-level function, which another process can import.
         jobs: List of what can be pickled.
-        program: Function of a job that returns what can be a key of a dict, equal for
-            those that are compiled once.
-        count: Integer; `default_count()` where None. With 1, the calls are made one
-            after the other in this process, with all of the machine.
+        program: Function of a job that returns a hashable value, equal for jobs that
+            are compiled once.
+        count: Integer. None: `default_count()`. With 1, the calls are made one after
+            the other in this process, which has the whole machine.
 
     Yields:
-        A job, and what the function returned, as they come.
+        A job and what the function returned, in the order in which jobs end.
 
     Raises:
-        RuntimeError: If a process is killed. This and any error of the function end
+        RuntimeError: If a process is killed. This, or any error in the function, ends
             all processes.
     """
     waiting = collections.defaultdict(collections.deque)
@@ -88,7 +88,7 @@ def each(function, jobs, program, count=None):
                     job = waiting[last[pool]].popleft()
                     if not waiting[last[pool]]:
                         del waiting[last[pool]]
-                    with environment(ENVIRONMENT):  # which a new worker inherits
+                    with environment(ENVIRONMENT):  # a new worker inherits it
                         running[pools[pool].submit(function, job)] = pool, job
                 done, _ = concurrent.futures.wait(
                     running, return_when=concurrent.futures.FIRST_COMPLETED
@@ -100,7 +100,7 @@ def each(function, jobs, program, count=None):
         except BaseException as error:
             for pool in pools:
                 pool.shutdown(wait=False, cancel_futures=True)
-            # This process would not end before them, which may take hours.
+            # Otherwise this process would wait for them, maybe for hours.
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
             if isinstance(error, concurrent.futures.BrokenExecutor):
@@ -113,7 +113,7 @@ def each(function, jobs, program, count=None):
 
 
 def _next(waiting, last, pool):
-    """The program that a pool goes on with: its own, a free one, that of most jobs."""
+    """A pool's next program: its own, else a free one, else the one with most jobs."""
     if last[pool] in waiting:
         return last[pool]
     return max(waiting, key=lambda key: (key not in last, len(waiting[key])))
@@ -127,7 +127,7 @@ def _pool():
 
 @contextlib.contextmanager
 def environment(variables):
-    """Sets environment variables, for processes that start in this context."""
+    """Sets environment variables for processes that start in this context."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -139,7 +139,7 @@ def environment(variables):
 
 def end_with_parent():
     """Lets a process that `multiprocessing` started end when its parent does."""
-    # Ctrl-C ends a worker at once, and so does the end of the process that started it.
+    # Ctrl-C ends a worker at once, as does the end of the process that started it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
 

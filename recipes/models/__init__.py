@@ -33,8 +33,8 @@ def build(
         model: `"resnet20"` (any depth 6n + 2 but 50), `"vgg11"` or `"vgg16"`, for small
             images, which may end with a width, such as `"vgg16_0.25"` with a quarter of
             the channels; `"mlp256"`, Dense layers of 256 (or any number of) units; for
-            images of ImageNet `"resnet18"`, `"resnet34"`, and, of 32x32 pixels at
-            least, `"resnet50"`, `"resnet101"`, `"densenet121"`, `"densenet169"` or
+            ImageNet's images `"resnet18"`, `"resnet34"`, and, for at least 32x32
+            pixels, `"resnet50"`, `"resnet101"`, `"densenet121"`, `"densenet169"` or
             `"efficientnetb0"`.
         input_shape: `(height, width, channels)`.
         num_classes: Size of the output.
@@ -59,7 +59,7 @@ def build(
 
 @contextlib.contextmanager
 def dtype_policy(dtype):
-    """Layers that are made here have the dtype policy `dtype`, if not `None`."""
+    """Layers made in this context have the dtype policy `dtype`, if not `None`."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(before if dtype is None else dtype)
     try:
@@ -69,10 +69,10 @@ def dtype_policy(dtype):
 
 
 def scaled(model, width, initializer=None):
-    """The same network, not trained, with `width` times as many channels.
+    """The same network, untrained, with `width` times as many channels.
 
-    Each convolution keeps one filter at least. `initializer` is the name of Keras'
-    initializer of all kernels, in place of their own.
+    Each convolution keeps at least one filter. `initializer` names a Keras initializer
+    for all kernels, instead of their own.
     """
 
     def clone(layer):

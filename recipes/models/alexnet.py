@@ -1,10 +1,10 @@
-"""AlexNet (Krizhevsky et al., 2012), revised as by Zhou et al.
+"""AlexNet (Krizhevsky et al., 2012), as revised by Zhou et al.
 
 Five convolutions of 96, 256, 384, 384 and 256 channels, a 3x3 maximum with stride 2
-behind the first, the second and the last, Dense layers of 4096 and 4096 and, added
-before the logits, five times 20. No dropout, as in the revision, and no local response
-normalisation. Images of fewer than 64 pixels a side, for which the first kernel, 11x11
-with stride 4, is too large, get one of 3x3.
+after the first, the second and the last, Dense layers of 4096 and 4096 and, added
+before the logits, five of 20. No dropout, as in the revision, and no local response
+normalisation. The first kernel is 11x11 with stride 4; images with sides under 64
+pixels, for which that is too large, get one of 3x3.
 
 Reference: https://arxiv.org/abs/2205.15146, Appendix I.1.
 """
@@ -14,7 +14,7 @@ from keras import Model, layers
 from recipes.models.head import conv2d, dense_head
 
 CONVOLUTIONS = ((96, 11, True), (256, 5, True), (384, 3, False), (384, 3, False))
-CONVOLUTIONS += ((256, 3, True),)  # filters, size of the kernel, a maximum behind it
+CONVOLUTIONS += ((256, 3, True),)  # filters, kernel size, whether a maximum follows
 
 
 def alexnet(input_shape, num_classes, norm=None, place=1, width=1.0):
@@ -24,7 +24,7 @@ def alexnet(input_shape, num_classes, norm=None, place=1, width=1.0):
         input_shape, num_classes: See `recipes.models.build`.
         norm, place: See `dense_head`. Places 1, 2 and 3 are AlexNet-1, AlexNet-2 and
             AlexNet-3 of the paper.
-        width: Factor of all channels and sizes but those of the added layers.
+        width: Factor for all channels and sizes but those of the added layers.
     """
     x = inputs = layers.Input(input_shape, name="image")
     for index, (filters, size, pool) in enumerate(CONVOLUTIONS, start=1):

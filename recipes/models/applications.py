@@ -1,13 +1,13 @@
 """Networks of keras.applications with any norm and activation.
 
-`keras_norms.convert` finds the places of norms that stand before linear layers. What
-differs from keras.applications: all ReLU, or Swish, layers have the given activation,
-the one inside of squeeze-and-excitation too, while its sigmoid gates stay; the output
-are logits; a convolution has a bias unless a norm follows it; EfficientNet does not
-scale its input, which is standardised already. Convolutions of ResNet and DenseNet
-start with `he_normal`, as those of the other networks do. CBN stands before the
-convolutions of squeeze-and-excitation too, which BatchNormalization does not follow.
-DenseNet normalises what is concatenated again in each layer that reads it, before the
+`keras_norms.convert` finds the places of norms that stand before linear layers.
+Differences from keras.applications: all ReLU or Swish layers have the given activation,
+including the one inside squeeze-and-excitation, but not its sigmoid gates; the output
+is logits; a convolution has a bias unless a norm follows it; EfficientNet does not
+scale its input, which is already standardised. Convolutions of ResNet and DenseNet
+start with `he_normal`, like those of the other networks. CBN also stands before the
+convolutions of squeeze-and-excitation, which no BatchNormalization follows. DenseNet
+normalises concatenated inputs again in each layer that reads them, before the
 activation; CBN stands after that activation.
 
 Reference: https://arxiv.org/abs/1512.03385 (Table 1), https://arxiv.org/abs/1905.11946,
@@ -36,7 +36,7 @@ def application(name, input_shape, num_classes, norm, activation):
 
     Args:
         name: A key of `APPLICATIONS`.
-        input_shape: `(height, width, channels)`, 32x32 at least.
+        input_shape: `(height, width, channels)`, at least 32x32.
         num_classes, activation: See `recipes.models.build`.
         norm: A `recipes.models.norms.Norm`.
     """
@@ -76,7 +76,7 @@ def application(name, input_shape, num_classes, norm, activation):
 
 
 def _call(layer, *args, mask=None, **kwargs):
-    # Of images there are no masks, which most layers would not take.
+    # Images have no masks, which most layers would not accept.
     return args[0] if layer is None else layer(*args, **kwargs)
 
 

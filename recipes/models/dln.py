@@ -1,9 +1,9 @@
 """The 25-layer deep linear network and its regression (Santurkar et al., A.1).
 
-The network maps x to W_k ... W_1 x and is to match A x, where x and A are Gaussian. All
-matrices are square. The loss is |W_k ... W_1 x - A x|^2, summed over the data set: with
-the mean in its place, the paper's learning rate of 1e-6 would move nothing. A norm
-stands after each layer but the last, so that outputs of any size can be had.
+The network maps x to W_k ... W_1 x and should match A x, where x and A are Gaussian.
+All matrices are square. The loss is |W_k ... W_1 x - A x|^2, summed over the data set:
+with the mean instead, the paper's learning rate of 1e-6 would move nothing. A norm
+stands after each layer but the last, which leaves outputs free to have any size.
 
 Reference: https://arxiv.org/abs/1805.11604, Appendix A.1, item 2.
 """
@@ -17,7 +17,7 @@ DIMENSION, DEPTH, SAMPLES = 10, 25, 1000
 
 @keras.saving.register_keras_serializable(package="keras_norms_recipes")
 class SumOfSquares(keras.losses.Loss):
-    """The squared distance of target and prediction, summed over the batch."""
+    """The squared distance between target and prediction, summed over the batch."""
 
     def __init__(self, reduction="sum", name="sum_of_squares", dtype=None):
         super().__init__(name=name, reduction=reduction, dtype=dtype)

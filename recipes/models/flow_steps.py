@@ -4,13 +4,13 @@ A call returns the output, and log |det| of its Jacobian for each sample, of sha
 `(batch,)`; `inverse` takes the output back. Masks are arrays of zeros and ones of the
 shape of an image: the half of the ones is kept.
 
-A norm between couplings has to be inverted. Batch normalization with its moving
-statistics, at inference, is an affine map. In training its statistics are those of the
-batch, and gradients go through them; the log-determinant then is that of a sample with
-the statistics held constant, as in Dinh et al. (of the batch as a whole there is no
-inverse: its mean is lost). Layer normalization loses the mean and the deviation of a
-sample, so that it has neither inverse nor density; here it takes them from the half
-that the coupling before it kept, which makes it a coupling itself, exact in both modes.
+A norm between couplings has to be inverted. At inference, batch normalization uses its
+moving statistics and is an affine map. In training it uses those of the batch, and
+gradients go through them; the log-determinant is then that of a sample with the
+statistics held constant, as in Dinh et al. (the batch as a whole has no inverse: its
+mean is lost). Layer normalization loses the mean and the deviation of a sample, and so
+has neither inverse nor density. Here it takes them from the half that the preceding
+coupling kept, which makes it a coupling itself, exact in both modes.
 
 Reference: Dinh, Sohl-Dickstein and Bengio, Density estimation using Real NVP, 2017,
 Sections 3.2 to 3.7 and Appendix E. https://arxiv.org/abs/1605.08803
@@ -31,7 +31,7 @@ def sample_sum(x):
 
 
 class Logit(layers.Layer):
-    """`logit(margin + (1 - 2 margin) x)` of pixels in [0, 1], where it is finite."""
+    """`logit(margin + (1 - 2 margin) x)`, which is finite for pixels in [0, 1]."""
 
     def call(self, x, training=None):
         p = LOGIT_MARGIN + (1 - 2 * LOGIT_MARGIN) * x
@@ -43,7 +43,7 @@ class Logit(layers.Layer):
 
 
 class Squeeze(layers.Layer):
-    """Each 2x2 of pixels becomes one pixel with four times the channels."""
+    """Turns each 2x2 of pixels into one pixel with four times the channels."""
 
     def call(self, x, training=None):
         _, h, w, c = x.shape

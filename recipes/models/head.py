@@ -14,8 +14,8 @@ def dense_head(x, widths, num_classes, activation, norm=None, place=1):
         x: Tensor `(batch, features)`.
         widths: Sizes of the hidden layers, first one first.
         num_classes, activation: See `recipes.models.build`.
-        norm: `None`, or a layer, not yet called, that stands before a Dense layer.
-        place: Positive integer, that Dense layer, 1 for the logits, 2 the next below.
+        norm: `None`, or a layer, not yet called, to put before a Dense layer.
+        place: Positive integer, which Dense layer: 1 for the logits, 2 the next below.
     """
     if not 1 <= place <= len(widths) + 1:
         raise ValueError(

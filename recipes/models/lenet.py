@@ -1,9 +1,9 @@
-"""LeNet-5 (LeCun et al., 1998), revised as by Zhou et al.
+"""LeNet-5 (LeCun et al., 1998), as revised by Zhou et al.
 
-Two 5x5 convolutions of 6 and 16 channels, each with a 2x2 maximum behind it, and Dense
-layers of 120, 84 and, added before the logits, seven times 20. Zhou et al. have ReLU
-and maxima where the original has sigmoid and means. Convolutions are padded, so that
-images of 8x8 fit.
+Two 5x5 convolutions of 6 and 16 channels, each with a 2x2 maximum after it, and Dense
+layers of 120, 84 and, added before the logits, seven of 20. Zhou et al. have ReLU and
+maxima where the original has sigmoid and means. Convolutions are padded to allow images
+of 8x8.
 
 Reference: https://arxiv.org/abs/2205.15146, Table 7 and Appendix I.1.
 """

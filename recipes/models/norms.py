@@ -25,8 +25,8 @@
 | ws+gn, cwn+bn | WS and group, CWN and bn, as their papers use them | kernel, after |
 
 "After" is between linear layer and activation, "before" between activation and linear
-layer. Kernels are those of all convolutions. Another normalisation is one more entry of
-`NORMS`, or a `Norm` of one's own given to a model.
+layer. Kernels are those of all convolutions. To use another normalisation, add an entry
+to `NORMS`, or pass your own `Norm` to a model.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Norm:
         placement: `"after"` a linear layer and before the activation, `"before"` a
             linear layer and after the activation, or `None`: nowhere.
         wrapper: Callable, `wrapper(layer, name=...)` wraps a convolution.
-        amat: Whether the `AMAT` callback is to tell its layers the learning rate.
+        amat: Whether its layers get the learning rate from the `AMAT` callback.
     """
 
     layer: Callable | None = None
@@ -61,11 +61,11 @@ class Norm:
 
     @property
     def use_bias(self):
-        """Whether a linear layer needs its own bias, for no norm after it has one."""
+        """Whether a linear layer needs its own bias: no norm after it has one."""
         return self.placement != "after"
 
     def convolution(self, layer):
-        """The convolution, with its kernel normalised if this norm does that."""
+        """The convolution, with a normalised kernel if this norm has that."""
         return layer if self.wrapper is None else self.wrapper(layer, name=layer.name)
 
     def before(self, x, name):
@@ -97,19 +97,19 @@ def cbn(rho=1.0, omega=10.0, placement="before", kind=CBN, amat=True, **argument
         own = rho.get(stage(name), rho[None]) if isinstance(rho, dict) else rho
         return kind(rho=own, omega=omega, name=name, **arguments)
 
-    layer(1, "checked")  # refuses bad arguments now
+    layer(1, "checked")  # reports bad arguments early
     return Norm(layer, placement, amat=amat)
 
 
 def without_amat(rate=-1.0, **arguments):
-    """CBN told once and for all: by default that there is no learning rate."""
+    """CBN with a fixed learning rate, by default none."""
     layer = CBN(momentum=0.9, **arguments)
     layer.set_learning_rate(rate)
     return layer
 
 
 def fixed_average(omega, **arguments):
-    """CBN with eta = 0.9 whatever the learning rate of the optimizer is."""
+    """CBN with eta = 0.9, whatever the optimizer's learning rate."""
     return without_amat(rate=0.1, omega=1.0, **arguments)
 
 
@@ -127,7 +127,7 @@ CBN_FAMILY = {
 BN = keras.layers.BatchNormalization
 PYTORCH = {"momentum": 0.9, "epsilon": 1e-5}  # as in the baselines of the CBN paper
 # The last bounds and the averages of Batch Renormalization (arXiv 1702.03275, Section
-# 4.1), without their warm-up, which Keras has not.
+# 4.1), without their warm-up, which Keras lacks.
 RENORM = {"renorm_clipping": {"rmin": 1 / 3, "rmax": 3.0, "dmax": 5.0}}
 RENORM |= {"renorm": True, "momentum": 0.99, "epsilon": 1e-5}
 # Mean 0 and variance 1 for good.
@@ -136,7 +136,7 @@ NORMS = {
     "none": Norm(),
     "bn": after(BN, **PYTORCH),
     **{name: make() for name, make in CBN_FAMILY.items()},
-    # Seeded by `keras.utils.set_random_seed`, as initializers are.
+    # Seeded by `keras.utils.set_random_seed`, like initializers.
     "noisy_bn": after(NoisyBN, **PYTORCH),
     "noise": after(NoisyBN, noise_at_inference=True, **FROZEN),
     **{f"lp{p}": after(LpNorm, p=p, momentum=0.9) for p in (1, 2, "inf")},
@@ -165,8 +165,8 @@ def stage(name):
 def stage_rho(rho, text):
     """The rho of each stage, from text like `"stage1=0.5,stage2=2"` or `None`.
 
-    It is `rho` itself, or a dict from a stage to its rho and from `None` to `rho`, that
-    of all other stages.
+    Either `rho` itself, or a dict from a stage to its rho and from `None` to `rho`, for
+    all other stages.
     """
     if text is None:
         return rho
@@ -186,7 +186,7 @@ def stage_rho(rho, text):
 
 
 def check_stages(text, model):
-    """Raises a ValueError if `stage_rho` names a stage that the model has no CBN in."""
+    """Raises a ValueError if `stage_rho` names a stage without CBN in the model."""
     stages = {stage(layer.name) for layer in layers_of(model, CBN)}
     named = stage_rho(1.0, text)
     if isinstance(named, dict) and named.keys() - stages - {None}:
@@ -197,7 +197,7 @@ def check_stages(text, model):
 
 
 def get(name, rho=1.0, omega=10.0):
-    """The `Norm` called `name`, of CBN layers with `rho` (see `stage_rho`), `omega`."""
+    """The `Norm` called `name`; CBN layers have `rho` (see `stage_rho`) and `omega`."""
     if name not in NORMS:
         raise ValueError(
             f"Argument `norm` must be one of {sorted(NORMS)}. Received: norm={name!r}"

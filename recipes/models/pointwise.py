@@ -1,6 +1,6 @@
-"""Layers in the place of a norm that have no statistics: DyT and Derf.
+"""Layers without statistics that replace a norm: DyT and Derf.
 
-Channels are last. Each has a weight and a bias a channel, and one scale for all.
+Channels are last. Each layer has a weight and a bias per channel, and one scale.
 """
 
 import keras

@@ -1,15 +1,15 @@
 """RealNVP (Dinh, Sohl-Dickstein and Bengio, 2017): a network with inverse and density.
 
-Images go through a logit, then through scales. A scale is affine couplings with
-checkerboard masks, a 2x2 of pixels into channels, couplings with masks of channels,
-and half of the channels is done; the last scale is checkerboard couplings alone. A
-coupling keeps one half of its input and changes the other by what a residual network
-makes of the first:
+Images go through a logit, then through scales. A scale has affine couplings with
+checkerboard masks, moves each 2x2 of pixels into channels, has couplings with channel
+masks, and then half of the channels is done; the last scale has only checkerboard
+couplings. A coupling keeps one half of its input, and changes the other by what a
+residual network computes from the first:
 
     y_a = x_a       y_b = x_b * exp(s(x_a)) + t(x_a)       log |det dy/dx| = sum s
 
-A normalisation has two places. In the networks of s and t it may be anything: they are
-never inverted. Between couplings it is inverted, see `recipes.models.flow_steps`.
+A normalisation has two places. In the networks of s and t any will do: they are never
+inverted. Between couplings it is inverted, see `recipes.models.flow_steps`.
 
 Reference: https://arxiv.org/abs/1605.08803, Sections 3.3 to 3.7, Appendix E.
 """
@@ -26,11 +26,11 @@ from recipes.models.head import conv2d
 
 
 def residual_network(shape, width, blocks, norm, name):
-    """The network of s and t: zeros for twice the channels until it is trained.
+    """The network of s and t: twice the channels, all zeros until it is trained.
 
     `shape` is that of its input, `width` the channels of all convolutions but the last,
     `blocks` the number of residual blocks of two 3x3 convolutions, `norm` a
-    `norms.Norm`, `name` the start of the names of its layers.
+    `norms.Norm`, and `name` the start of the names of its layers.
     """
 
     def convolution(x, name):
@@ -61,7 +61,7 @@ class RealNVP(keras.Model):
         image_shape: `(height, width, channels)`. Height and width are multiples of
             `2 ** (scales - 1)`.
         norm: Name of a normalisation, see `recipes.models.norms`.
-        between: Whether `norm` stands between couplings too, if it is of `BETWEEN`.
+        between: Whether `norm`, if it is in `BETWEEN`, also stands between couplings.
         scales: Integer >= 1.
         couplings: Number of couplings with one kind of mask; the last scale has one
             more.
@@ -110,8 +110,8 @@ class RealNVP(keras.Model):
     def call(self, x, training=None):
         """The log-likelihood of images `(batch, height, width, channels)`, `(batch,)`.
 
-        In training with batch statistics between couplings it is that of a sample given
-        the statistics, not a density of the batch.
+        In training, with batch statistics between couplings, it is that of a sample
+        given the statistics, not a density of the batch.
         """
         z, log_det = self.transform(x, training)
         return log_det - 0.5 * sample_sum(ops.square(z) + math.log(2 * math.pi))
@@ -133,7 +133,7 @@ class RealNVP(keras.Model):
         return ops.concatenate(flat, -1), log_det
 
     def inverse(self, z):
-        """Latent variables `(batch, dimensions)` to images; of inference."""
+        """Latent variables `(batch, dimensions)` to images, at inference."""
         h, w, c = self._last_shape
         first = self.dimensions - h * w * c
         x = ops.reshape(z[:, first:], (-1, h, w, c))

@@ -10,9 +10,9 @@ block is
     after:    x_next = act(shortcut + norm(conv2(act(norm(conv1(x))))))
     before:   x_next = act(shortcut + conv2(norm(act(conv1(norm(x))))))
 
-by the place of the norm. The shortcut is x itself, or where the shape changes a 1x1
-convolution of what conv1 reads, normalised after it as the others are. Nothing
-normalises the image.
+by the place of the norm. The shortcut is x itself or, where the shape changes, a 1x1
+convolution of conv1's input, normalised after it like the others. Nothing normalises
+the image.
 
 Reference: https://arxiv.org/abs/1512.03385
 """
@@ -32,7 +32,7 @@ def resnet(depth, input_shape, num_classes, norm, activation, activate_sum=True)
         input_shape, num_classes, activation: See `recipes.models.build`.
         norm: A `recipes.models.norms.Norm`.
         activate_sum: Whether a block ends with the activation of the sum, as above. If
-            not, x_next = shortcut + act(branch), as Eq. 7 of the CBN paper has it.
+            not, x_next = shortcut + act(branch), as in Eq. 7 of the CBN paper.
     """
     if depth not in LARGE and (depth < 8 or depth % 6 != 2):
         raise ValueError(

@@ -39,7 +39,7 @@ def vgg(depth, input_shape, num_classes, norm, activation, hidden=(), head_norm=
             x = layers.Activation(activation, name=f"{name}_activation")(x)
         if max(x.shape[1:3]) > 1:
             x = layers.MaxPooling2D(padding="same", name=f"stage{stage}_pool")(x)
-    # A 32x32 image is one position by now; of a larger one this takes the mean.
+    # A 32x32 image is one position by now; for a larger one this takes the mean.
     x = layers.GlobalAveragePooling2D(name="pool")(x)
     x = norm.before(x, "logits")
     place = 2 if hidden else 1
