@@ -1,1 +1,1 @@
-"""Speed and memory against what a user has today, as ratios from one run."""
+"""Speed and memory compared with what users have today, as ratios from one run."""

@@ -6,16 +6,16 @@
 ResNet-20 with CBN through Keras `fit`, with the learning rate from
 
 * `constant`: a number;
-* `schedule`: a `LearningRateSchedule`, which AMAT has put into the compiled step;
-* `callback`: a callback that changes the rate before every step, so that AMAT assigns
-  it to every layer in every step.
+* `schedule`: a `LearningRateSchedule`, which AMAT puts into the compiled step;
+* `callback`: a callback that changes the rate before every step, which makes AMAT
+  assign it to every layer in every step.
 
-Measured in two ways. *Direct*: the seconds that AMAT's own methods take, over those of
-the steps around them. *Interleaved*: steps with AMAT against steps without it, where
-the layers were told a rate once, in turns; the median of the ratios, its quartiles, and
-an interval that holds the median in 19 of 20 runs (McGill et al. 1978:
+Measured in two ways. *Direct*: the seconds that AMAT's own methods take, divided by
+those of the steps around them. *Interleaved*: steps with AMAT and steps without it (the
+layers got a rate once) take turns; the median of the ratios, its quartiles, and an
+interval that contains the median in 19 of 20 runs (McGill et al. 1978:
 median +- 1.57 * interquartile range / sqrt(rounds)). Only the second sees the schedule
-inside of the step. Without AMAT, `callback` has the callback that changes the rate.
+inside the step. Without AMAT, `callback` still has the callback that changes the rate.
 
 Prints a table; --output also writes it as JSON with versions and machine.
 """
@@ -36,7 +36,7 @@ RATES = ("constant", "schedule", "callback")
 class TimedAMAT(AMAT):
     """AMAT that adds up the seconds it takes in the steps that the clock times.
 
-    Where `waits`, for the step before first: the wait is not AMAT's work.
+    With `waits`, it first waits for the previous step: waiting is not AMAT's work.
     """
 
     def __init__(self, waits):
@@ -69,13 +69,13 @@ def interval(row, rounds):
 
 
 def candidate(rate, with_amat, network, size, batch, steps):
-    """Compile and warm up. Returns a function that trains for a turn; and its AMAT."""
+    """Compile and warm up. Returns a function that trains for a turn, and its AMAT."""
     learning_rate = training.LEARNING_RATE
     if rate == "schedule":
         learning_rate = keras.optimizers.schedules.CosineDecay(learning_rate, 10**6)
     model = networks.build(network, "cbn", size, learning_rate=training.LEARNING_RATE)
     training.compile_model(model, learning_rate=learning_rate)
-    # A rate that has changed is read, which waits anyway.
+    # A changed rate is read, which waits anyway.
     amat = TimedAMAT(waits=rate == "callback") if with_amat else None
     callbacks = [ChangeRate()] if rate == "callback" else []
     callbacks += [amat] if with_amat else []
@@ -92,8 +92,8 @@ def measure(rate, network, size, batch, *, steps, rounds):
         rate: A name in `RATES`.
         network: A name in `networks.NETWORKS`.
         size: Height and width of the images.
-        batch: Images a step.
-        steps: Steps of a turn.
+        batch: Images per step.
+        steps: Steps per turn.
         rounds: Turns with AMAT, and without, 3 or more: two have no quartiles.
     """
     case = network, size, batch, steps

@@ -9,13 +9,13 @@ drawn at random, with scales of both signs. For each model:
 
 * `convert(model, "cbn", data=...)` gives the same outputs; the model trains one step,
   is saved, and loads;
-* the same for the other norms, where the outputs are preserved by all but WS and CWN;
+* the same for the other norms, all of which preserve the outputs except WS and CWN;
 * `fold` of the model, and of each converted and trained model, gives the same outputs.
 
-A difference is max |a - b| / max |b|. The model's own rounding, its difference in
-float32 from itself in float64, is the measure of them: no other order of the arithmetic
-can be expected to stay below it. Prints a table; --output also writes it as JSON, and
-the same command goes on with what is missing there.
+A difference is max |a - b| / max |b|. To judge it, compare the model's own rounding,
+the difference between the model in float32 and in float64: no other order of the
+arithmetic can be expected to stay below that. Prints a table; --output also writes it
+as JSON, and the same command continues with what is missing there.
 """
 
 import functools
@@ -55,7 +55,7 @@ PRESERVE_LIMIT = 1e-4
 FOLD_LIMIT = 1e-5
 
 if keras.backend.backend() == "torch":
-    del MODELS["NASNetMobile"]  # which Keras does not build there
+    del MODELS["NASNetMobile"]  # Keras does not build it there
 
 _MODELS = compare.define_names("models", list(MODELS), MODELS)
 _BATCH = flags.DEFINE_integer("batch", 8, "Images in a batch.", lower_bound=2)
@@ -84,7 +84,7 @@ def check(name, batch):
     expected = outputs(model, x)
     found = {
         "BatchNormalization": count(model, keras.layers.BatchNormalization),
-        # How much outputs depend on the image, of their size.
+        # How much outputs depend on the image, relative to their size.
         "spread": float(np.max(np.std(expected, 0)) / np.max(np.abs(expected))),
         "rounding": difference(expected, in_float64(name, model, x)),
         "norms": {},
@@ -107,12 +107,12 @@ def in_float64(name, model, x):
 
 
 def scaled(name):
-    """Whether the family scales its input outside of the model."""
+    """Whether the family scales its input outside the model."""
     return not name.startswith(("Efficient", "MobileNetV3", "ConvNeXt"))
 
 
 def folded(model, x, expected):
-    """The difference after fold, and how many layers stay in place of norms."""
+    """The difference after fold, and how many layers it leaves in place of norms."""
     with warnings.catch_warnings(action="ignore"):
         result = fold(model)
     norms = count(result, keras.layers.BatchNormalization)
@@ -131,7 +131,7 @@ def converted(model, norm, x, labels, expected):
         result = {"preserve": difference(outputs(new, x), expected)}
         result["CBN"] = count(new, CBN)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        # One step: making a graph takes longer than to run it.
+        # One step: making a graph takes longer than running it.
         optimizer = keras.optimizers.SGD(1e-3, clipnorm=1.0)
         new.compile(optimizer, loss, run_eagerly=True)
         callbacks = [AMAT()] if norm == "cbn" else None

@@ -15,7 +15,7 @@ from recipes.engine import files
 
 
 def define_names(flag, default, names, help=""):
-    """Define a flag of names with commas between them; others are an error."""
+    """Define a flag of names separated by commas; unknown names are an error."""
     listed = ", ".join(names)
     holder = flags.DEFINE_list(flag, default, f"{help} Of {listed}.".strip())
     flags.register_validator(
@@ -29,8 +29,8 @@ def timer(run, at_least=0.0):
 
     Args:
         run: A function without arguments, called three times here to warm up.
-        at_least: Seconds. A shorter `run` is repeated until all of them take as long;
-            the time is that of one. How often is measured here, by calling it once.
+        at_least: Seconds. A shorter `run` is repeated until the repetitions take this
+            long; the time is that of one. One call here measures how often to repeat.
     """
 
     def timed(number):
@@ -45,7 +45,7 @@ def timer(run, at_least=0.0):
 
 
 def take_turns(timers, rounds):
-    """Time all candidates in every round, so that a slow moment hits all of them.
+    """Time all candidates in every round: a slow moment then affects all of them.
 
     Args:
         timers: Dict from names to functions that return seconds.
@@ -73,7 +73,7 @@ def ratio(times, yardstick):
 
 
 def report(output, benchmark, rows, **settings):
-    """Print the table of rows; write them to a JSON file where `output` names one."""
+    """Print the table of rows; write them to the JSON file `output` if given."""
     found = described(benchmark, rows, **settings)
     print(tables.of(found))
     if output:
@@ -86,14 +86,14 @@ def described(benchmark, rows, **settings):
 
 
 def report_steps(steps, settings, output):
-    """As `report`, of steps that take long: the results of each are written as it ends.
+    """Like `report`, for long steps: the results of each are written when it ends.
 
     Args:
         steps: Iterable of dicts that name a step, each with a function that returns
             its results, a dict.
-        settings: Dict, what all steps have in common, the name of the benchmark too.
-        output: Path of a JSON file, or `None`. Steps that it has of the same settings,
-            backend and versions are not taken again; of others it forgets them.
+        settings: Dict of what all steps have in common, with the name of the benchmark.
+        output: Path of a JSON file, or `None`. Steps it has with the same settings,
+            backend and versions are not repeated; those with others are dropped.
     """
     rows = []
     if output and os.path.exists(output):

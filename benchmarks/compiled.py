@@ -1,4 +1,4 @@
-"""Training steps compiled by JAX for chips that need not be there."""
+"""Training steps compiled by JAX for chips that need not be present."""
 
 import math
 import re
@@ -22,15 +22,15 @@ _TENSOR = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
 class Chips:
-    """Chips in a mesh with one axis, that of the batch.
+    """Chips in a mesh with one axis, for the batch.
 
     Args:
         devices: List of the devices of a topology.
 
     Attributes:
         chips: How many.
-        everywhere, by_batch: `jax.sharding.NamedSharding` of what every chip holds
-            whole, and of what is divided among them along the first axis.
+        everywhere, by_batch: `jax.sharding.NamedSharding` for what every chip holds
+            whole, and for what is divided among them along the first axis.
     """
 
     def __init__(self, devices):
@@ -47,7 +47,7 @@ class Chips:
         ]
 
     def batch(self, per_chip, shape, dtype):
-        """The shape of a batch that is divided among the chips."""
+        """The shape of a batch divided among the chips."""
         shape = (per_chip * self.chips, *shape)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_batch)
 
@@ -59,8 +59,8 @@ def compile_step(model, chips, batch_per_chip, loss_last=False):
         model: A `keras.Model` that returns logits.
         chips: The `Chips` to compile for.
         batch_per_chip: Integer.
-        loss_last: Whether the step returns the loss behind the state, not before it as
-            that of Keras does. For GPUs, XLA else copies each donated scalar.
+        loss_last: Whether the step returns the loss after the state, not before it as
+            Keras' step does. Otherwise, for GPUs, XLA copies each donated scalar.
     """
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
@@ -91,8 +91,8 @@ def compile_step(model, chips, batch_per_chip, loss_last=False):
 def collectives(text):
     """The collectives that each run of a compiled program starts.
 
-    Not those of a branch: the only ones are of sums that are taken once more where a
-    batch is far from the moving mean, in float32.
+    Those in branches do not count: they only belong to sums in float32 that are taken
+    again if a batch is far from the moving mean.
 
     Args:
         text: The program, as `compiled.as_text()` gives it.
@@ -113,7 +113,7 @@ def size(shape):
 
 
 def of_collectives(text):
-    """Their numbers and bytes, a dict of what `collectives` finds."""
+    """The numbers and bytes of what `collectives` finds, a dict."""
     found = collectives(text)
     kinds = [kind for kind, _ in found]
     return {

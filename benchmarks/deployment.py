@@ -4,16 +4,16 @@
 
 Needs `pip install '.[tensorflow,recipes,deploy]'`. Trains each network with
 BatchNormalization and with CBN on images of 32x32, folds it, exports it for one image
-at a time, and runs the test images through what the file became. `cbn_pruned` is the
+at a time, and runs the test images through the exported file. `cbn_pruned` is the
 network with CBN without the channels that are constant on the calibration images; it is
-left out where there are none. Errors are those of logits against the trained float32
+left out if there are none. Errors are those of logits against the trained float32
 network, in standard deviations of its logits. *Same class* is the share of test images
-that get the class which that network gives. *Time* is the processor's for one image on
-one thread, over that of the folded SavedModel; the formats take turns, and the number
-is the median of the ratios, with quartiles.
+with the class that this network gives. *Time* is processor time for one image on one
+thread, relative to the folded SavedModel; the formats take turns, and the number is the
+median of the ratios, with quartiles.
 
 The 200 calibration images, from which int8 takes the ranges of activations, are
-training images. Keras' int8 is that of Dense layers alone: convolutions stay as they
+training images. Keras' int8 applies to Dense layers only: convolutions stay as they
 are.
 """
 
@@ -70,7 +70,7 @@ def build(network, norm, shape, classes):
 
 @functools.lru_cache(maxsize=1)  # a network and the same one pruned
 def trained(network, norm):
-    """The network after a training, its statistics measured on the training images."""
+    """The trained network, with statistics measured on the training images."""
     images = data_set()
     keras.utils.set_random_seed(0)
     model = build(network, norm, images.x_train.shape[1:], images.num_classes)
@@ -116,7 +116,7 @@ def deployed(model, x_train, folder):
 
 
 def processor_time(run, image):
-    """Seconds, without those in which the machine did something else."""
+    """Processor seconds, without those in which the machine did something else."""
     start = time.process_time()
     run(image)
     return time.process_time() - start

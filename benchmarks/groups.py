@@ -26,7 +26,7 @@ BATCH = 1024
 
 
 def accuracy(group_size, seed):
-    """Of the test images, in percent."""
+    """The accuracy on the test images, in percent."""
     images = data.load("digits")
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.layers.Flatten()])

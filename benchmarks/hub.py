@@ -9,11 +9,11 @@ Each network is built small, without presets, with random weights as in
 * `convert(model, "cbn", data=...)` gives the same outputs and leaves no
   BatchNormalization; how long it takes;
 * the model trains two steps, is saved, and loads;
-* `fold` of the network, and of the trained one, gives the same outputs with layers of
-  Keras only.
+* `fold` of the network, and of the trained one, gives the same outputs with Keras'
+  layers only.
 
 A difference is max |a - b| / max |b| over all outputs. Prints a table; --output also
-writes it as JSON, and the same command goes on with what is missing there.
+writes it as JSON, and the same command continues with what is missing there.
 """
 
 import functools
@@ -152,7 +152,7 @@ def _hgnet(affine):
 
 
 def _vgg():
-    """keras-hub's VGG, which has no norms, with one behind each convolution."""
+    """keras-hub's VGG, which has no norms, with one after each convolution."""
 
     def with_norm(layer, *args, **kwargs):
         y = layer(*args, **kwargs)
@@ -233,7 +233,7 @@ def check(name, batch=8):
     row["left"] = count(new, layers.BatchNormalization)
     row["preserve"] = difference(outputs(new, x), expected)
     targets = tree.map_structure(keras.ops.zeros_like, new(x, training=False))
-    # On TensorFlow, making a graph of the step takes longer than to run it twice.
+    # On TensorFlow, making a graph of the step takes longer than running it twice.
     eagerly = keras.backend.backend() == "tensorflow"
     new.compile(keras.optimizers.SGD(1e-3, clipnorm=1.0), "mse", run_eagerly=eagerly)
     history = new.fit(

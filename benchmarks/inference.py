@@ -4,15 +4,15 @@
     KERAS_BACKEND=jax python -m benchmarks.inference
 
 Each network is timed in five forms: without normalisation; with BatchNormalization and
-with CBN; and both folded. The candidates take turns, so that whatever else the machine
-does hits all of them; a ratio is the median over the rounds of time / time without
+with CBN; and both folded. The candidates take turns, and other load on the machine
+affects all of them. A ratio is the median over the rounds of time / time without
 normalisation in the same round, and its spread is the interquartile range. All weights
-of the norms are random, so that every shift is there that a trained network can have.
+of the norms are random, to have every shift that a trained network can have.
 
 `resnet20` is the network of `recipes`, all of 3x3 convolutions: the worst case, since
-each CBN leaves a shift before zero padding. The others are those of keras.applications,
-converted; their form without normalisation is the folded BatchNormalization network, in
-which no trace of it is left.
+each CBN leaves a shift before zero padding. The others are converted from
+keras.applications; their form without normalisation is the folded BatchNormalization
+network, which has no trace of it.
 
 Prints a table; --output also writes it as JSON with versions and machine.
 """

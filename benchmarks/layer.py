@@ -5,15 +5,14 @@
     python -m benchmarks.layer --kernels            # weight normalisations
 
 Times a training call of each layer and its gradients with respect to the input and the
-weights, moving statistics included. The yardstick is keras BatchNormalization; for
-`--kernels`, a 3x3 convolution that keeps the number of channels, with and without a
-normalised kernel. The candidates take turns, so that whatever else
-the machine does hits all of them; a ratio is the median over the rounds of time /
-the yardstick's time in the same round, and its spread is the interquartile range.
-Beside each time stands the floor: the least time in which the bytes that must move can
-move (forward: read x twice, write y; backward: read x and the upstream gradient twice,
-write dx; all once where the tensor fits into the last-level cache), at the copy
-bandwidth measured in the same run.
+weights, moving statistics included. The yardstick is keras BatchNormalization; with
+`--kernels`, a 3x3 convolution that keeps the number of channels is timed with and
+without a normalised kernel. The candidates take turns, and other load on the machine
+affects all of them. A ratio is the median over the rounds of time / the yardstick's
+time in the same round, and its spread is the interquartile range. Next to each time is
+the floor: the least time for the bytes that must move (forward: read x twice, write y;
+backward: read x and the upstream gradient twice, write dx; all once if the tensor fits
+into the last-level cache), at the copy bandwidth measured in the same run.
 
 Prints a table; --output also writes it as JSON with versions and machine.
 """
@@ -122,7 +121,7 @@ def measure(shape, dtype, rounds, copy_bandwidth, cache):
         timers[name] = compare.timer(run, at_least=2e-3)
     times = compare.take_turns(timers, rounds)
     size = x.size * (4 if dtype == "float32" else 2)
-    # A convolution is bound by arithmetic; its floor is not given.
+    # A convolution is limited by arithmetic, so no floor is given.
     passes = 0 if _KERNELS.value else 8 if 3 * size > cache else 5
     return [
         {

@@ -56,7 +56,7 @@ def _device():
 
 
 def cache_bytes():
-    """Return the size of the last-level cache; 0 where it cannot be read."""
+    """Return the size of the last-level cache; 0 if it cannot be read."""
     sizes = [0]
     for file in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"):
         text = file.read_text().strip()
@@ -67,7 +67,7 @@ def cache_bytes():
 def copy_bandwidth(rounds=10):
     """Bytes per second, read plus written, of a large copy by all cores of the host.
 
-    By NumPy, so that a machine has one figure, whatever framework is measured on it.
+    It uses NumPy, to give a machine one figure for all frameworks.
     """
     threads = workers.cores()
     source, target = (

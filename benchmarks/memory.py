@@ -3,22 +3,22 @@
     python -m benchmarks.memory                     # TensorFlow, resident memory
     KERAS_BACKEND=jax python -m benchmarks.memory   # JAX, as the compiler allots it
 
-On JAX the training step of `fit` is compiled and not run: the peak is what the program
-allots, temporary memory and arguments and outputs that are not in the place of an
-argument. It is exact, on a CPU and on a GPU.
+On JAX the training step of `fit` is compiled and not run. The peak is what the program
+allocates: temporary memory, arguments, and outputs that do not reuse an argument's
+memory. It is exact, on a CPU and on a GPU.
 
-On TensorFlow and PyTorch each candidate trains for a few steps of `fit` in a process of
-its own. On a GPU the peak is that of the framework's allocator. On a CPU it is the
-process's highest resident memory after the first steps, less what was resident before
-the model was made: an upper bound, for a page stays resident as long as anything on it
-does. Large blocks are given back to the system at once (`MALLOC_MMAP_THRESHOLD_`), so
-that they count while they live. What the framework itself takes to trace and hold a
-graph counts too: some 100 MB, and more for a graph of more operations. So each
-candidate also trains with half of the images, and the difference says what an image
-takes, its activations alone. Linux only.
+On TensorFlow and PyTorch each candidate trains for a few steps of `fit` in its own
+process. On a GPU the peak is that of the framework's allocator. On a CPU it is the
+process's highest resident memory after the first steps, minus what was resident before
+the model was made. This is an upper bound, because a page stays resident as long as
+anything on it does. Large blocks are returned to the system at once
+(`MALLOC_MMAP_THRESHOLD_`), and so count only while they live. What the framework itself
+takes to trace and hold a graph counts too: some 100 MB, and more for a graph of more
+operations. Therefore each candidate also trains with half of the images; the difference
+gives the memory per image, of its activations alone. Linux only.
 
-The ratio is that of an image where it was measured, else that of the peak, to
-BatchNormalization; the floor is `none`, without any normalisation.
+The ratio to BatchNormalization is that of the memory per image if it was measured, else
+that of the peak; the floor is `none`, without any normalisation.
 
 Prints a table; --output also writes it as JSON with versions and machine.
 """
@@ -92,7 +92,7 @@ def of_this_process(network, norm, policy, jit_compile="auto"):
 
 
 class Resident:
-    """Resident memory of this process, as Linux counts it."""
+    """Resident memory of this process, as counted by Linux."""
 
     def now(self):
         return self._read("VmRSS")
@@ -167,10 +167,10 @@ def measure(network, norms, policy="float32", jit_compile="auto"):
     """Measure one network with every norm. Returns a list of rows.
 
     Args:
-        network: As `"resnet20:32:128"`.
+        network: For example `"resnet20:32:128"`.
         norms: Names in `networks.NORMS`, `"bn"` among them.
         policy: Name of the dtype policy.
-        jit_compile: That of `compile`; not for JAX, where the step is compiled.
+        jit_compile: Argument of `compile`; not for JAX, which compiles the step anyway.
     """
     rows = []
     for norm in norms:

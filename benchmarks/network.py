@@ -6,15 +6,15 @@
         --networks=resnet50:224:128 --dtype_policy=mixed_bfloat16 --steps=20   # a GPU
 
 The networks are those of `benchmarks.networks`, trained by SGD with momentum on one
-batch that is already there; CBN with the AMAT callback, as users have it; WS, CWN and
-WN with BatchNormalization behind them. All candidates are compiled first and then take
-turns of some steps of `fit`; the device is waited for at both ends of a turn. A ratio
-is the median over the rounds of time / BatchNormalization's time in the same round, and
-its spread is the interquartile range.
+batch that is already on the device; CBN with the AMAT callback, as in normal use; WS,
+CWN and WN with BatchNormalization after them. All candidates are compiled first and
+then take turns of some steps of `fit`, waiting for the device at both ends of a turn. A
+ratio is the median over the rounds of time / BatchNormalization's time in the same
+round, and its spread is the interquartile range.
 
-The floor is `none`, the same network without normalisation. On a CPU there is also what
-the passes of the normalisation over its tensors take at the copy bandwidth measured in
-the same run (see `PASSES`), if none of them is fused with a neighbour.
+The floor is `none`, the same network without normalisation. On a CPU there is also the
+time for the passes of the normalisation over its tensors, at the copy bandwidth
+measured in the same run (see `PASSES`), if none is fused with a neighbour.
 
 Prints a table; --output also writes it as JSON with versions and machine.
 """
@@ -29,8 +29,8 @@ from benchmarks import compare, machine, networks, training
 from keras_norms import CBN, LpNorm, NoisyBN
 from keras_norms.layers.fused_cbn import FusedCBN
 
-# Passes over the input that a layer makes in a training step, where the tensor does not
-# fit into the cache and where it does. BN, CBN, LpNorm, NoisyBN: read x twice, write y;
+# Passes over the input that a layer makes in a training step, if the tensor does not
+# fit into the cache and if it does. BN, CBN, LpNorm, NoisyBN: read x twice, write y;
 # read x and the upstream gradient twice, write dx. FusedCBN: read x; add a term of x to
 # dx.
 PASSES = {
@@ -60,11 +60,11 @@ def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
     Args:
         network: A name in `networks.NETWORKS`.
         size: Height and width of the images.
-        batch: Images a step.
+        batch: Images per step.
         norms: Names in `networks.NORMS`, `"bn"` among them.
         steps: Steps that a candidate makes in its turn.
         rounds: Turns of each candidate, 3 or more: two have no quartiles.
-        jit_compile: That of `compile`.
+        jit_compile: Argument of `compile`.
     """
     cache = machine.cache_bytes()
     turns, passes = {}, {}
@@ -104,7 +104,7 @@ def main(_):
     settings = {"steps": values.steps, "rounds": values.rounds}
     settings["jit_compile"] = jit_compile
     for text in values.networks:
-        keras.utils.clear_session(free_memory=True)  # which forgets the policy
+        keras.utils.clear_session(free_memory=True)  # this also resets the policy
         keras.config.set_dtype_policy(values.dtype_policy)
         rows += measure(*networks.parse(text), values.norms, **settings)
     compare.report(

@@ -34,7 +34,7 @@ NETWORKS = {
 }
 NORMS = ("none", "bn", "cbn", "fused_cbn", "noisy_bn", "lp_norm", "ws", "cwn", "wn")
 YARDSTICK = "bn"
-# With another p than 2.
+# With a p other than 2.
 LP_NORMS = {"lp_norm:1": 1, "lp_norm:inf": "inf"}
 _SIZED = re.compile(r"(\w+):([1-9]\d*):([1-9]\d*)", re.ASCII)
 
@@ -46,11 +46,11 @@ def build(network, norm, image_size=None, learning_rate=0.1, skip=None):
         network: A name in `NETWORKS`.
         norm: `"bn"` is the network as it is. `"none"` is without any normalisation,
             `"fused_cbn"` with `FusedCBN`, `"lp_norm:1"` and `"lp_norm:inf"` with
-            `LpNorm(1)` and `LpNorm("inf")`, the others are those of `convert`, which
+            `LpNorm(1)` and `LpNorm("inf")`; the others are those of `convert`, which
             leaves BN where it is for `"ws"`, `"cwn"` and `"wn"`.
         image_size: Height and width of the images, by default the usual ones.
-        learning_rate: What the CBN layers are told: AMAT is on.
-        skip: Regular expression, found in the names of layers that get no CBN.
+        learning_rate: The rate that the CBN layers get: AMAT is on.
+        skip: Regular expression; layers with a match in their name get no CBN.
 
     Returns:
         A `keras.Model`.
@@ -64,7 +64,7 @@ def build(network, norm, image_size=None, learning_rate=0.1, skip=None):
     model = make(image_size or usual_size)
     if norm == "bn":
         return model
-    with warnings.catch_warnings(action="ignore"):  # Nothing is to be preserved here.
+    with warnings.catch_warnings(action="ignore"):  # Nothing need be preserved here.
         if norm == "none":
             return convert(model, _nothing, preserve=False)
         if norm in LP_NORMS:
@@ -98,7 +98,7 @@ def parse(text, any_name=False):
 
 
 def check_flag(flag, any_name=False):
-    """Make what `parse` refuses in a flag, of one network or of several, an error."""
+    """Report what `parse` refuses in a flag, for one or more networks, as an error."""
 
     def check(given):
         try:

@@ -1,4 +1,4 @@
-"""Networks of random weights, and how much the outputs of two differ."""
+"""Networks with random weights, and how much the outputs of two differ."""
 
 import pathlib
 import tempfile
@@ -11,7 +11,7 @@ from keras_norms.layers import layers_of
 
 
 def randomize(model):
-    """Draw all weights of a model anew, so that no layer is left unused."""
+    """Draw new random weights for a model, to leave no layer without effect."""
     rng = np.random.default_rng(0)
     for layer in layers_of(model):
         for weight in () if layers_of(layer, include_self=False) else layer.weights:
@@ -48,13 +48,13 @@ def difference(actual, expected):
 
 def outputs(model, x):
     """All outputs, one row for each image."""
-    # Not compiled: that would take longer than to run it once.
+    # Not compiled: compiling would take longer than running it once.
     made = map(keras.ops.convert_to_numpy, tree.flatten(model(x, training=False)))
     return np.hstack([np.asarray(y, "float64").reshape(len(y), -1) for y in made])
 
 
 def reloaded(model):
-    """A model after it was saved."""
+    """A model, saved and loaded."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "model.keras"
         model.save(file)

@@ -4,18 +4,18 @@
     KERAS_BACKEND=jax python -m benchmarks.probe
 
 ResNet-20 on 32x32x3 images is trained with `fit` for a few steps, in turns without and
-with a probe before the first of them, so that whatever else the machine does hits both.
-A probe then costs the difference, state brought back and forth included; with
-`LandscapeProbe(every=N)` it is spread over N steps:
+with a probe before the first of them; other load on the machine affects both. A probe
+costs the difference, including moving state back and forth; with
+`LandscapeProbe(every=N)` the cost is spread over N steps:
 
     share = (seconds with - seconds without) / (N * seconds of a step)
 
-The seconds of a step are those of a `fit`, less those of a `fit` of one step, divided
-by the number of steps between: what `fit` does once does not count.
+The seconds of a step are those of a `fit`, minus those of a `fit` of one step, divided
+by the difference in steps: what `fit` does only once does not count.
 
 The share is the median over the rounds, its spread the interquartile range. The probe
-has the batch size of training and its default 8 points, which are 9 gradients.
-Compilation is timed apart: the first probe minus the median one.
+has the batch size of training and its default 8 points, which take 9 gradients.
+Compilation is timed separately: the first probe minus the median one.
 
 Prints a table; --output also writes it as JSON with versions and machine.
 """
@@ -59,12 +59,12 @@ def measure(norm):
         model.fit(
             images, labels, batch_size=_BATCH.value, callbacks=callbacks, verbose=0
         )
-        # The counter is there when the last step is done.
+        # The counter is available once the last step is done.
         keras.ops.convert_to_numpy(model.optimizer.iterations)
         return time.perf_counter() - start
 
     def with_probe():
-        # Steps count on from fit to fit: one probe in each.
+        # The step count continues from fit to fit: one probe in each.
         probe = LandscapeProbe(batch, every=_STEPS.value)
         result = seconds(probe)
         assert len(probe.history["step"]) == 1

@@ -3,8 +3,8 @@
     KERAS_BACKEND=torch python -m benchmarks.quantization      # a minute on 2 CPU cores
 
 Trains three Dense layers on scikit-learn's 8x8 digits, then calls `model.quantize`. A
-cell says by how much that changes the network's outputs (logits of the test images), in
-their standard deviation: root mean square / largest, and the test accuracy before and
+cell gives the change of the network's outputs (logits of the test images) in units of
+their standard deviation, root mean square / largest, and the test accuracy before and
 after. Mean over the seeds.
 """
 

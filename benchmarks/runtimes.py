@@ -1,6 +1,6 @@
 """Programs that run what Keras exports, and what they need for int8.
 
-Of the path of a file, each program is a function from one image to its outputs.
+Given the path of a file, each makes a function from one image to its outputs.
 """
 
 import warnings
@@ -16,7 +16,7 @@ def saved_model(path):
 def litert(path):
     import tensorflow as tf
 
-    # It has moved to a package of its own.
+    # It has moved to a separate package.
     with warnings.catch_warnings(action="ignore"):
         interpreter = tf.lite.Interpreter(str(path), num_threads=1)
     (given,) = interpreter.get_input_details()
@@ -72,7 +72,7 @@ def onnx_int8(path, images):
 def openvino(path):
     import openvino
 
-    # Some processors would compute in bfloat16.
+    # By default, some processors would compute in bfloat16.
     settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
     model = openvino.Core().compile_model(path, "CPU", settings)
     return lambda x: model(x)[0]

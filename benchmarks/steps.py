@@ -11,7 +11,7 @@ def training_step(layer, x, g, jit_compile):
     Args:
         layer: A built layer. Gradients are taken with respect to its input and its
             trainable weights, and its moving statistics are updated.
-        x, g: Tensors, the input and the gradient that arrives at the output.
+        x, g: Tensors, the input and the upstream gradient of the output.
         jit_compile: Whether XLA compiles it, on TensorFlow and JAX.
     """
     trained, moving = layer.trainable_variables, layer.non_trainable_variables

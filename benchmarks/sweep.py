@@ -24,7 +24,7 @@ from benchmarks import compare, steps
 from keras_norms import CBN
 
 _CHANNELS = (3, 64, 1024)
-_FEWEST = 8  # elements of a channel
+_FEWEST = 8  # elements per channel
 
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Rounds to time.", lower_bound=4)
 _JIT = flags.DEFINE_bool(
@@ -71,8 +71,8 @@ def measure(shape, phase, rounds, jit_compile):
     """Time the candidates on one shape.
 
     Returns:
-        Dict from their names to `milliseconds`, and but for the yardstick `ratio` and
-        `ratio_quartiles`.
+        Dict from their names to `milliseconds` and, except for the yardstick, `ratio`
+        and `ratio_quartiles`.
     """
     rng = np.random.default_rng(0)
     x, g = (

@@ -1,4 +1,4 @@
-"""Training through `fit`, where the data costs nothing and the clock knows no start."""
+"""Training through `fit`, with data that costs nothing, timed without the start."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ def compile_model(model, jit_compile="auto", learning_rate=LEARNING_RATE):
 def endless_batch(model, batch):
     """Data for `fit`: one random batch on the device, again and again.
 
-    TensorFlow on a GPU copies it there in every step, as it does with all datasets.
+    TensorFlow on a GPU copies it to the device in every step, as with all datasets.
     """
     rng = np.random.default_rng(0)
     x = rng.uniform(-1, 1, (batch, *model.input_shape[1:])).astype("float32")
@@ -40,17 +40,17 @@ def endless_batch(model, batch):
 
 
 def callbacks_for(model):
-    """AMAT where there is a CBN layer: elsewhere it would warn that there is none."""
+    """AMAT if there is a CBN layer: otherwise it would warn that there is none."""
     return [AMAT()] if layers_of(model, CBN) else []
 
 
 def wait_for_device(model):
-    """Inside of `fit`, between two steps: until the first of them is done."""
+    """Inside `fit`, between two steps: wait until the first one is done."""
     backend = keras.backend.backend()
     if backend == "jax":
         import jax
 
-        # All that a step returns is there at once.
+        # All results of a step become available together.
         jax.block_until_ready([*model._jax_state["optimizer_variables"]])
     elif backend == "tensorflow":
         import tensorflow as tf
@@ -64,16 +64,16 @@ def wait_for_device(model):
 
 
 class Clock(keras.callbacks.Callback):
-    """Times the steps of a `fit` but for the first and the last, to their very end.
+    """Times the steps of a `fit` except the first and the last, to their very end.
 
-    The first has the start of training in it. It takes a step after a step to know that
-    it is over: a callback at the end of each step would make `fit` wait for all.
+    The first includes the start of training. That a step is over shows only in the next
+    one: a callback at the end of each step would make `fit` wait for all of them.
 
     Args:
-        steps: How many steps to time, of `steps + 2`.
+        steps: How many of the `steps + 2` steps to time.
 
     Attributes:
-        seconds: Of one step, the mean.
+        seconds: Seconds per step, the mean.
     """
 
     def __init__(self, steps):
@@ -103,7 +103,7 @@ def turn(model, batch, steps, callbacks=()):
 def seconds_per_step(model, data, steps, callbacks=()):
     """Train for `steps + 2` steps and return the seconds of one of the inner steps.
 
-    What callbacks do belongs to the steps.
+    The steps include what callbacks do.
     """
     clock = Clock(steps)
     model.fit(

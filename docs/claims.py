@@ -2,11 +2,11 @@
 
     python docs/claims.py
 
-A line of the text that begins with "| " is a row: item, what the paper says, what came
-out here, at what size, agreement, pages, and the command. In the third and fourth,
-`{file.json:key}` is the number that docs/results/file.json computed for the key, and
-`{0.123}` has to stand on one of the row's pages. Everything else is as it is in the
-text, and `{counts}` is the number of rows by paper and agreement.
+A line of the text that begins with "| " is a row: item, what the paper says, the result
+here, at what size, agreement, pages, and the command. In the third and fourth,
+`{file.json:key}` is the number that docs/results/file.json has for the key, and
+`{0.123}` must be on one of the row's pages. `{counts}` is the number of rows by paper
+and agreement. All other text is copied.
 """
 
 import collections
@@ -21,7 +21,7 @@ NUMBER = re.compile(r"\{([^{}]*)\}")
 
 
 def rows(text):
-    """Yields heading and cells of each row."""
+    """Yields the heading and the cells of each row."""
     heading = None
     for line in text.splitlines():
         if line.startswith("## "):
@@ -31,7 +31,7 @@ def rows(text):
 
 
 def written(text):
-    """The page of a text. A ValueError names the row that something is wrong with."""
+    """The page for a text. A ValueError names the row with an error."""
 
     def of_rows(match):
         lines = [HEADER, ["---"] * len(HEADER)]

@@ -1,10 +1,10 @@
-"""Runs the Python of a guide, and writes what it prints and draws beside it.
+"""Runs the Python of a guide, and writes what it prints and draws next to it.
 
     python docs/execute.py docs/guides/swap.md
 
-The blocks run one after the other, in an empty folder. What one prints is the block of
-text after it, and a figure that it saves is the picture of that name beside the page.
-With `--output=FOLDER`, page and pictures go there.
+The blocks run one after the other, in an empty folder. What a block prints becomes the
+block of text after it, and a figure it saves becomes the picture of that name next to
+the page. With `--output=FOLDER`, page and pictures go there.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def execute(page, output):
         with contextlib.redirect_stdout(printed):
             exec(compile(match[2], page.name, "exec"), names)
         lines = printed.getvalue().splitlines()
-        # Keras' bars of progress are not results.
+        # Keras' progress bars are not results.
         text = "\n".join(line.rstrip() for line in lines if "━" not in line).strip("\n")
         return match[1] + (f"\n```text\n{text}\n```\n" if text else "")
 
@@ -46,5 +46,5 @@ if __name__ == "__main__":
     parser.add_argument("page", type=pathlib.Path)
     parser.add_argument("--output", type=pathlib.Path)
     arguments = parser.parse_args()
-    sys.path.insert(0, os.getcwd())  # as where one runs a guide: a checkout
+    sys.path.insert(0, os.getcwd())  # a checkout, where guides are run
     execute(arguments.page.resolve(), arguments.output or arguments.page.parent)

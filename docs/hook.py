@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself for the site of mkdocs.yml."""
+"""What MkDocs alone does not do for the site of mkdocs.yml."""
 
 import html
 import pathlib
@@ -13,7 +13,7 @@ MATH = re.compile(r'<(span|div) class="arithmatex">\\[([](.*?)\\[)\]]</\1>', re.
 
 
 def on_config(config):
-    """Adds what the index of results links to the navigation, in its order."""
+    """Adds the pages that the index of results links to the navigation, in order."""
     (results,) = (part["Results"] for part in config.nav if "Results" in part)
     text = (ROOT / "docs" / results[0]).read_text()
     results += [f"results/{page}" for page in re.findall(r"\]\((\w+\.md)\)", text)]
@@ -21,7 +21,7 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Adds the pages that stand at the root of the repository."""
+    """Adds the pages at the root of the repository."""
     for name, page in {"README": "index", "CHANGELOG": "changelog"}.items():
         text = (ROOT / f"{name}.md").read_text().replace("](docs/", "](")
         files.append(File.generated(config, f"{page}.md", content=text))
@@ -40,7 +40,7 @@ def on_page_content(content, **kwargs):
 
 
 class Docstrings(griffe.Extension):
-    """What docstrings of Keras layers have and Markdown does not."""
+    """Converts what docstrings of Keras layers have and Markdown does not."""
 
     REPLACEMENTS = (
         # In Markdown, `>>>` is a quotation.

@@ -2,10 +2,10 @@
 
     python docs/tables.py
 
-A page has a table between two comments, the first of which says where it is from:
+A page has a table between two comments; the first says where it comes from:
 
     <!-- numbers: layer_jax.json -->                 reports of a benchmark, one or more
-    <!-- numbers: summary of network_jax.json -->    ratios alone, of whole networks
+    <!-- numbers: summary of network_jax.json -->    ratios only, of whole networks
     <!-- numbers: statements_cbn.json -->            the results of a recipe
     <!-- numbers: tuning.json -->                    of tuner.search
     <!-- numbers: the command above -->              what a recipe prints
@@ -15,9 +15,8 @@ A page has a table between two comments, the first of which says where it is fro
     ...
     <!-- end -->
 
-In place of "the command above" a command may stand itself. JSON files are those of
-docs/results, and recipes find their trainings in the archives there: nothing is
-trained.
+A command itself can replace "the command above". JSON files are those of docs/results,
+and recipes find their trainings in the archives there: nothing is trained.
 """
 
 import importlib
@@ -57,14 +56,14 @@ def commands(text):
 
 
 def written(text, printed=None):
-    """A page with the tables that belong there.
+    """A page with its tables filled in.
 
     Args:
         text: The page.
         printed: What `run` returned; if `None`, tables of commands stay as they are.
 
     Raises:
-        ValueError: Where a comment names nothing that is there. It has the comment.
+        ValueError: If a comment names something that does not exist; it is quoted.
     """
 
     def table(match):
@@ -86,19 +85,19 @@ def written(text, printed=None):
 
 
 def _command(match, text):
-    """Of a block: the command, the number of its table, and its file; or `None`."""
+    """For a block: the command, the number of its table, and its file; or `None`."""
     if not (found := OF_A_COMMAND.fullmatch(match[2])):
         return None
     number, details, command = found.groups()
     if command == "the command above":
         command = COMMAND.findall(text[: match.start()])[-1]
-    command = command.replace("<where it is>", "data")  # which is not read
+    command = command.replace("<where it is>", "data")  # not read
     command = " ".join(re.sub(r"\\\n|\s#.*", " ", command).split())
     return command, number, details and "details.md"
 
 
 def of_files(names):
-    """The table of JSON files of docs/results, whose names a comment has."""
+    """The table of the JSON files in docs/results that a comment names."""
     from benchmarks import tables
 
     table, names = tables.of, names.split()
@@ -137,7 +136,7 @@ def compact(text):
 
 
 def run(commands):
-    """What recipes print, by command: a dict of the texts of table.md and others."""
+    """What recipes print, by command: dicts with the text of table.md and others."""
     printed, alike = {}, {}
     for command in dict.fromkeys(commands):
         variables = command.partition("python -m ")[0]
@@ -162,7 +161,7 @@ def run(commands):
 
 
 def print_to(path, runs_dir, *commands):
-    """Runs the commands of one backend in this process, which starts but once."""
+    """Runs the commands of one backend in this process, which starts only once."""
     from recipes.engine import command, settings
 
     def trained():

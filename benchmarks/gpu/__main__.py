@@ -5,13 +5,13 @@
 
 Compiles the whole step of a Keras model (forward, backward, SGD with momentum, moving
 statistics) for all GPUs with the batch divided among them, and prints per GPU what the
-compiler says: bytes that the step moves, temporary memory, how many kernels it starts,
-how many of these move less than 1 MB, and how many all-reduces. Those do not wobble.
-They are no times: nothing runs. The floor of a normalisation is the network without
-any.
+compiler reports: bytes that the step moves, temporary memory, how many kernels it
+starts, how many of these move less than 1 MB, and how many all-reduces. These numbers
+do not fluctuate. They are not times: nothing runs. The floor of a normalisation is the
+network without any.
 
-Needs JAX, jax-cuda12-plugin and jax-cuda12-pjrt, no GPU, and 4 GB. Prints a table;
---output also writes it as JSON, and the same command goes on with what is missing
+Needs JAX, jax-cuda12-plugin, jax-cuda12-pjrt and 4 GB, but no GPU. Prints a table;
+--output also writes it as JSON, and the same command continues with what is missing
 there.
 """
 
@@ -39,7 +39,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
 def costs(topology, norm):
-    """What the compiler says of a step."""
+    """What the compiler reports for a step."""
     keras.config.set_dtype_policy(_POLICY.value)
     model = networks.build(_NETWORK.value, norm, skip=_SKIP.value)
     chips = compiler.chips(topology)

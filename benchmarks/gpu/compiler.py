@@ -1,7 +1,7 @@
 """Programs for H100 GPUs by XLA's GPU compiler, which needs no GPU.
 
-Import it before anything imports JAX. It takes jax-cuda12-plugin and jax-cuda12-pjrt,
-no driver, and the CPU for what runs.
+Import it before anything imports JAX. It needs jax-cuda12-plugin and jax-cuda12-pjrt,
+but no driver; what runs uses the CPU.
 """
 
 import os
@@ -14,7 +14,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax  # noqa: E402
 import keras  # noqa: E402
 
-# JAX has no public way to the costs of a program for a device that is not there.
+# JAX has no public way to get a program's costs for a device that is not present.
 from jax._src.lib import _jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
@@ -28,7 +28,7 @@ _INSTRUCTION = re.compile(
     re.MULTILINE,
 )
 _OPERAND = re.compile(r"%([\w.-]+)")
-# What starts no kernel.
+# Operations that start no kernel.
 _FREE = {
     "parameter",
     "constant",
@@ -48,7 +48,7 @@ def chips(topology):
     described = topologies.get_topology_desc(
         platform="cuda", target_config=_TARGET.read_text(), topology=topology
     )
-    # By this, layers know that devices share a batch.
+    # This tells layers that devices share a batch.
     shared = keras.distribution.DataParallel(devices=["cpu:0"])
     several = len(described.devices) > 1
     keras.distribution.set_distribution(shared if several else None)
@@ -80,11 +80,11 @@ def kernels(text):
 
 
 def cost(program):
-    """What the compiler says of one GPU's program, a dict.
+    """What the compiler reports for one GPU's program, a dict.
 
     Bytes are those of operands and results of every kernel, as if there were no cache;
-    XLA counts a custom call, as every convolution of cuDNN is one, as nothing. What
-    cuDNN needs for itself is not in the memory.
+    XLA counts custom calls, such as every convolution of cuDNN, as nothing. The memory
+    does not include what cuDNN itself needs.
     """
     memory, text = program.memory_analysis(), program.as_text()
     module = program.runtime_executable().hlo_modules()[0]

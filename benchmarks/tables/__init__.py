@@ -1,7 +1,7 @@
-"""The tables of benchmarks, of the reports that they write with --output.
+"""The tables of benchmarks, from the reports that they write with --output.
 
-The terminal and the pages of docs/results have them from here: `python docs/tables.py`
-writes those of the JSON files there. Nothing but the standard library is imported.
+The terminal and the pages of docs/results get them from here: `python docs/tables.py`
+writes those of the JSON files there. Only the standard library is imported.
 """
 
 from benchmarks.tables import costs, results
@@ -19,5 +19,5 @@ def of(*reports):
 
 
 def summary(*reports):
-    """What reports of one benchmark say in the fewest numbers, as Markdown."""
+    """A summary of reports of one benchmark in few numbers, as Markdown."""
     return _SUMMARIES[reports[0]["benchmark"]](*reports)

@@ -6,7 +6,7 @@ from benchmarks.tables.text import BACKENDS, markdown, rows_of, spread
 
 
 def layer(*reports):
-    """A line an input: the yardstick's time, and ratios to it."""
+    """A line for each input: the yardstick's time, and ratios to it."""
     lines, several = {}, len(reports) > 1
     names = list(dict.fromkeys(row["layer"] for row in rows_of(reports)))
     yardstick = names[0]
@@ -16,7 +16,7 @@ def layer(*reports):
         line[row["layer"]] = spread(row, 2)
         if row["layer"] == yardstick:
             line[yardstick] = f"{row['milliseconds']:.2f}"
-            # Nothing is known of the kernels'.
+            # Kernels have no floor.
             floor = row["floor_milliseconds"]
             line["floor"] = f"{floor:.2f}" if floor else ""
     header = ["input", "floor, ms", f"{yardstick}, ms", *names[1:]]
@@ -28,7 +28,7 @@ def layer(*reports):
 
 
 def sweep(*reports):
-    """How often CBN is slower, and a line a shape with the ratios of both phases."""
+    """How often CBN is slower, and a line for each shape with both phases' ratios."""
     found, lines = {}, {}
     for row in rows_of(reports):
         phase, shape = row["phase"], "x".join(map(str, row["shape"]))
@@ -84,7 +84,7 @@ _NORMS = {"cbn": "CBN", "fused_cbn": "FusedCBN", "none": "no norm"}
 
 
 def _network_summary(*reports):
-    """A line a network and machine: the time of a step over BatchNormalization's."""
+    """A line for each network and machine: step time over BatchNormalization's."""
     lines = {}
     for report in reports:
         place = report["device"].removeprefix("NVIDIA ").split()[0]
@@ -117,7 +117,7 @@ def memory(*reports):
 
 
 def amat(*reports):
-    """A line for each place that the learning rate comes from."""
+    """A line for each source of the learning rate."""
     header = ["rate", "s/step", "AMAT, us", "direct share"]
     header += ["with / without AMAT (quartiles)", "interval of the median"]
     cells = [
@@ -135,7 +135,7 @@ def amat(*reports):
 
 
 def deployment(*reports):
-    """A line a network, norm and format."""
+    """A line for each network, norm and format."""
     header = ["network", "norm", "format", "MB", "error: rms", "largest", "same class"]
     cells = [
         [
@@ -154,9 +154,9 @@ def deployment(*reports):
 
 
 def _ratios(row, rows, place, count):
-    """Bytes, memory and a count of a row by those of `bn` at the same place, as text.
+    """Bytes, memory and a count of a row over those of `bn` at the same place, as text.
 
-    The last one is of the bytes by those of `none`.
+    The last item is the bytes over those of `none`.
     """
     costs = {other["norm"]: other for other in rows if other[place] == row[place]}
     pairs = [(key, "bn") for key in ("gigabytes_moved", "temporary_gigabytes", count)]
@@ -168,13 +168,13 @@ def _ratios(row, rows, place, count):
 
 
 def _gigabytes(rows):
-    """The unit of some costs: its name, its size in GB, its digits."""
+    """The unit for some costs: its name, its size in GB, its digits."""
     small = max(row["gigabytes_moved"] for row in rows) < 1
     return ("MB", 1e-3, 1) if small else ("GB", 1, 2)
 
 
 def gpu(*reports):
-    """A line a norm, and for each number of GPUs where these are several."""
+    """A line for each norm, and for each number of GPUs if there are several."""
     rows, cells = rows_of(reports), []
     unit, size, digits = _gigabytes(rows)
     for row in rows:
@@ -197,7 +197,7 @@ def gpu(*reports):
 
 
 def tpu(*reports):
-    """A line a slice and norm."""
+    """A line for each slice and norm."""
     rows = rows_of(reports)
     unit, size, digits = _gigabytes(rows)
     cells = [
@@ -217,7 +217,7 @@ def tpu(*reports):
 
 
 def tpu_check(*reports):
-    """A line a network, norm and slice."""
+    """A line for each network, norm and slice."""
     header = ["network", "norm", "slice", "memory, GB", "of the chip's"]
     header += ["operations, TFLOP", "moved, GB", "collectives", "their bytes, MB"]
     header += ["chip, ms", "collectives, ms", "efficiency"]
@@ -243,7 +243,7 @@ def tpu_check(*reports):
 
 
 def inference(*reports):
-    """A line a network: its time without norms, and ratios to it."""
+    """A line for each network: its time without norms, and ratios to it."""
     lines = {}
     for report, row in ((of, row) for of in reports for row in of["rows"]):
         key = row["network"], BACKENDS[report["backend"]]
@@ -259,7 +259,7 @@ def inference(*reports):
 
 
 def probe(*reports):
-    """A line a network."""
+    """A line for each network."""
     cells = [
         [
             f"{row['network']}, {row['norm']}",

@@ -4,13 +4,13 @@ from benchmarks.tables.text import BACKENDS, markdown, rows_of
 
 
 def _limited(value, limit):
-    """A difference as text, bold where it is over its limit."""
+    """A difference as text, bold if it is over its limit."""
     text = f"{value:.1e}" if value else "0"
     return text if value <= limit else f"**{text}**"
 
 
 def _left(layers):
-    """How many norms, and shifts, are left: nothing where none are."""
+    """How many norms, and shifts, are left; empty if none."""
     norms, shifts = layers
     return ", ".join(
         f"{n} {kind}" for n, kind in ((norms, "BN"), (shifts, "shifts")) if n
@@ -18,7 +18,7 @@ def _left(layers):
 
 
 def applications(*reports):
-    """A line a model: what convert and fold change, and what fold leaves."""
+    """A line for each model: what convert and fold change, and what fold leaves."""
     cells = []
     for report in reports:
         limits = {"preserve": report["preserve_limit"], "fold": report["fold_limit"]}
@@ -35,7 +35,7 @@ def applications(*reports):
                     f"{row['spread']:.1e}",
                     f"{row['rounding']:.1e}",
                     largest("preserve", "cbn"),
-                    # WS and CWN take the mean out of a kernel, and preserve nothing.
+                    # WS and CWN remove the mean of a kernel, and preserve nothing.
                     largest("preserve", "noisy_bn", "lp_norm", "wn"),
                     _limited(row["fold"], limits["fold"]),
                     largest("fold", "cbn"),
@@ -51,7 +51,7 @@ def applications(*reports):
 
 
 def hub(*reports):
-    """A line a network: what convert and fold change, and what they leave."""
+    """A line for each network: what convert and fold change, and what they leave."""
     cells = []
     for report in reports:
         preserved, folded = report["preserve_limit"], report["fold_limit"]
@@ -78,7 +78,7 @@ def hub(*reports):
 
 
 def groups(*reports):
-    """A line a group size: mean and deviation over the seeds."""
+    """A line for each group size: mean and deviation over the seeds."""
     cells = [
         [
             row["group_size"] or "whole batch",
@@ -118,7 +118,7 @@ def _largest_errors(rows):
 
 
 def numerics(*reports):
-    """A line an input, of all forms of a layer the largest errors."""
+    """A line for each input, with the largest errors over all forms of a layer."""
     rows = rows_of(reports)
     cells = [
         [
@@ -142,7 +142,7 @@ _NO_KERNELS = ["denormal", "one sample", "2^20 a channel", "2^24 a channel"]
 
 
 def _numerics_summary(*reports):
-    """A line a layer: the largest errors over plain inputs, a column a backend."""
+    """A line for each layer, a column for each backend: largest error, plain inputs."""
     lines = {}
     for report in reports:
         layers = {}
@@ -160,7 +160,7 @@ _ERRORS = ("outputs", "gradients", "state")
 
 
 def devices(*reports):
-    """A line a layer: of each backend its devices, the largest error, collectives."""
+    """A line for each layer: by backend its devices, the largest error, collectives."""
     lines = {}
     for row in rows_of(reports):
         lines.setdefault(row["layer"], [row["layer"]])

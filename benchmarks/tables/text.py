@@ -8,9 +8,9 @@ def markdown(header, rows, left=1):
 
     Args:
         header: List of the names of columns.
-        rows: List of lists of cells, which `str` makes text. A column of nothing but
-            empty ones is left out.
-        left: How many columns are text; the others are to the right.
+        rows: List of lists of cells, which `str` turns into text. Columns with only
+            empty cells are left out.
+        left: How many columns are text; the others are aligned right.
     """
     columns = [
         (name, "---" if i < left else "--:", *map(str, cells))

@@ -6,15 +6,15 @@
 
 Compiles the whole step of a Keras model (forward, backward, SGD with momentum, moving
 statistics) for all chips of a slice with the batch divided among them, and prints per
-chip what the compiler says: bytes that the step moves, temporary memory, and how many
-all-reduces it starts. Those do not wobble. They are no times: nothing runs. The floor
-of a normalisation is the network without any.
+chip what the compiler reports: bytes that the step moves, temporary memory, and how
+many all-reduces it starts. These numbers do not fluctuate. They are not times: nothing
+runs. The floor of a normalisation is the network without any.
 
-`--check` compiles a step of each network of `recipes.train`, for v4, v5e, v5p and v6e,
+`--check` compiles a step of each network of `recipes.train` for v4, v5e, v5p and v6e,
 and predicts from it how training scales: see `benchmarks/tpu/check.py`.
 
-Needs JAX and libtpu, no TPU, and 4 GB. Prints a table; --output also writes it as JSON,
-and the same command goes on with what is missing there.
+Needs JAX, libtpu and 4 GB, but no TPU. Prints a table; --output also writes it as JSON,
+and the same command continues with what is missing there.
 """
 
 from benchmarks.tpu import compiler  # isort: skip  # before JAX
@@ -48,7 +48,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
 def costs(topology, norm):
-    """What the compiler says of a step."""
+    """What the compiler reports for a step."""
     keras.config.set_dtype_policy(_POLICY.value)
     model = networks.build(_NETWORK.value, norm)
     step = compiled.compile_step(model, compiler.chips(topology), _BATCH.value)
@@ -64,7 +64,7 @@ def costs_of_recipe(network, norm, topology):
 
 
 def steps():
-    """The steps to compile: their slice and norm, and what returns their costs."""
+    """The steps to compile: slice and norm, and a function that returns their costs."""
     topologies = _TOPOLOGIES.value or ["v5e:2x2"]
     norms = _NORMS.value or ["none", "bn", "cbn", "fused_cbn"]
     for topology, norm in itertools.product(topologies, norms):

@@ -1,24 +1,23 @@
 """The training step of each recipe network on slices of TPUs, and how it scales.
 
-What is compiled is the step that `recipes.train` runs under
-`keras.distribution.DataParallel`: forward, AMAT with the schedule, backward, SGD with
-coupled weight decay, loss and accuracy. The network trains where its step needs no more
-memory than a chip has.
+It compiles the step that `recipes.train` runs under `keras.distribution.DataParallel`:
+forward, AMAT with the schedule, backward, SGD with coupled weight decay, loss and
+accuracy. The network can train if its step needs no more memory than a chip has.
 
-How it scales is predicted, not measured. With the batch of a chip given, one chip takes
-at least
+How it scales is predicted, not measured. For a given batch per chip, one chip takes at
+least
 
     chip = max(operations / peak, bytes moved / bandwidth of the memory)
 
-of what the compiler counts. A collective goes around each axis of the slice, 1 us a hop
-there and back, and sends its bytes twice through the links that the slice uses:
+with the compiler's counts. A collective goes around each axis of the slice, there and
+back at 1 us per hop, and sends its bytes twice through the links that the slice uses:
 
     collective = 2 * hops * 1 us + 2 * bytes / bandwidth of the links
 
-Efficiency is chip / (chip + all collectives), as if none ran beside other work. In fact
-the chip takes longer than its floor, and the sum of the gradients, most of the bytes,
-can run beside the backward pass: it is a low estimate. The figures of a chip are those
-of https://cloud.google.com/tpu/docs; 1 us is an assumption.
+Efficiency is chip / (chip + all collectives), as if none overlapped with other work. In
+fact the chip takes longer than its floor, and the sum of the gradients, most of the
+bytes, can overlap with the backward pass: it is a low estimate. The figures for chips
+are from https://cloud.google.com/tpu/docs; 1 us is an assumption.
 """
 
 from benchmarks.tpu import compiler  # isort: skip  # before JAX
@@ -48,7 +47,7 @@ SECONDS_A_HOP = 1e-6
 
 
 class Chip(typing.NamedTuple):
-    """What a chip can do at most."""
+    """The limits of a chip."""
 
     teraflops: float  # bfloat16
     memory: float  # GB
@@ -73,7 +72,7 @@ def compile_step(network, norm, topology, batch_per_chip, dtype, group_size=None
         topology: As in `compiler.chips`.
         batch_per_chip: Integer.
         dtype: Name of a dtype policy.
-        group_size: That of the CBN layers.
+        group_size: The `group_size` of the CBN layers.
     """
     size, classes = NETWORKS[network]
     shape = (size, size, 3)
@@ -112,7 +111,7 @@ def prediction(row):
         row: Dict with `slice` and what `compiler.cost` returns.
 
     Returns:
-        Dict of `memory_share`, that of a chip's memory; `chip_milliseconds`,
+        Dict of `memory_share`, the share of a chip's memory; `chip_milliseconds`,
         `collective_milliseconds`, and `efficiency`.
     """
     generation, shape = row["slice"].split(":")
@@ -122,7 +121,7 @@ def prediction(row):
         1e3 * row["gigabytes_moved"] / chip.memory_bandwidth,
     )
     sizes = [int(size) for size in shape.split("x")]
-    # 16 chips in a row are a ring, with two ways to the farthest one.
+    # 16 chips in a row form a ring, with two ways to the farthest one.
     hops = sum(size // 2 if size >= 16 else size - 1 for size in sizes)
     neighbours = sum(min(size - 1, 2) for size in sizes)
     waiting = 2 * hops * SECONDS_A_HOP * sum(row["collectives"].values())

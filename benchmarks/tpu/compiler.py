@@ -1,6 +1,6 @@
 """Programs for slices of TPUs by the TPU compiler, which needs no TPU.
 
-Import it before anything imports JAX. It takes libtpu, and the CPU for what runs.
+Import it before anything imports JAX. It needs libtpu; what runs uses the CPU.
 """
 
 import os
@@ -19,16 +19,16 @@ from benchmarks import compiled  # noqa: E402
 
 
 def chips(topology):
-    """The `Chips` of a slice, by generation and shape, as `"v5e:16x16"`.
+    """The `Chips` of a slice, by generation and shape, such as `"v5e:16x16"`.
 
-    Two cores of a v4 or v5p chip are one.
+    The two cores of a v4 or v5p chip count as one.
     """
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     return compiled.Chips(described.devices)
 
 
 def cost(program):
-    """What the compiler says of one chip's program, a dict."""
+    """What the compiler reports for one chip's program, a dict."""
     memory, analysis = program.memory_analysis(), program.cost_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     held += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes

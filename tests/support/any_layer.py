@@ -32,7 +32,7 @@ def noise_of(shape, seed=0, calls=1, axis=-1, **ranges):
 
 
 class Form(NamedTuple):
-    """A layer with some arguments, the input that it gets, and the layer inside."""
+    """A layer with some arguments, the shape of its input, and the layer inside."""
 
     cls: type
     arguments: dict
@@ -146,7 +146,7 @@ class Case:
         return {k: v for k, v in found.items() if "seed" not in k}
 
     def values(self, x):
-        """What the gradients are of, by name, in float64."""
+        """The values with gradients, by name, in float64."""
         weights = {v.name: numpy(v) for v in self.layer.trainable_variables}
         return {k: v.astype("float64") for k, v in ({"x": x} | weights).items()}
 
@@ -154,7 +154,7 @@ class Case:
 @functools.cache
 def case(form, /, shape=None, **arguments):
     form = FORMS[form]
-    # Kernels of tests that assign none are drawn from this seed.
+    # If a test assigns no kernels, they are drawn from this seed.
     keras.utils.set_random_seed(0)
     layer, shape = form.make(**arguments), shape or form.shape
     layer.build(shape)
@@ -164,7 +164,7 @@ def case(form, /, shape=None, **arguments):
 def example(each, seed, rate=-1.0):
     """A batch, and values for every weight, as the layer holds them.
 
-    Statistics and weights with the unit of the input are of its size.
+    Statistics and weights with the unit of the input have its magnitude.
     """
     rng = np.random.default_rng(seed)
     x, values = rng.normal(size=each.shape), {}
@@ -185,7 +185,7 @@ def example(each, seed, rate=-1.0):
             value = rate
         elif name == "rho":
             value = rng.uniform(0.5, 2)
-        else:  # A kernel, a gain or a bias, which do not drive tanh to its ends.
+        else:  # A kernel, a gain or a bias, small enough not to saturate tanh.
             value = rng.normal(0.5, 1, shape) * (1 if each.norm is None else 0.25)
         values[name] = np.float32(value)
     return x.astype("float32"), values
@@ -227,7 +227,7 @@ def loss_of(each):
 
 @functools.cache
 def step_of(each, mode=FAST):
-    """A training step: output, gradients of `loss_of`, and the state moves on."""
+    """A training step: output, gradients of `loss_of`, and an updated state."""
     return training_step(each.layer, loss_of(each), mode)
 
 
@@ -239,14 +239,14 @@ def results(each, x, mode=FAST, **mask):
 
 
 def expected_results(each, reference, values):
-    """What `results` should be; the reference moves on."""
+    """What `results` should be; this updates the reference."""
     y = reference.train(values)
     gradients = reference.gradients(slope_of(each) + y, values)
     return {"y": y} | gradients | reference.state()
 
 
 def assert_near(found, expected, bound=1e-5, least=0):
-    """Of arrays by name: the error is small next to the largest number, or `least`."""
+    """For arrays by name: errors are small next to the largest number, or `least`."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].shape == np.shape(value), name
@@ -256,13 +256,13 @@ def assert_near(found, expected, bound=1e-5, least=0):
 
 
 def assert_step(each, reference, x, mode=FAST, *bounds, **mask):
-    """A training step is that of the reference, which moves on too."""
+    """A training step equals that of the reference, which is updated too."""
     expected = expected_results(each, reference, each.values(x) | mask)
     assert_near(results(each, x, mode, **mask), expected, *bounds)
 
 
 def reference_of(each):
-    """The float64 reference of a case in the state that it is in."""
+    """The float64 reference of a case in its current state."""
     form, linear = each.form, CASES.get(each.form.inner)
     if form.cls in WRAPPERS:
         known = known_to(WeightReference, form.arguments)

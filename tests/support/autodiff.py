@@ -10,7 +10,7 @@ MODES = {
     "jax": ("eager", "jit_compile"),
     "torch": ("eager",),
 }[BACKEND]
-# Without compilation where it costs more than it saves: JAX compiles in every mode.
+# No compilation where it costs more than it saves: JAX compiles in every mode.
 FAST = "jit_compile" if BACKEND == "jax" else "eager"
 
 
@@ -30,9 +30,9 @@ def compiled(function, mode):
 def training_step(layer, loss, mode="eager", **call_arguments):
     """A function of x: a training call of a built layer, which keeps its state.
 
-    It returns the output, and the gradients of the loss, a scalar that `loss` makes of
-    the output, with respect to x and to each trainable variable, as arrays. It takes
-    more tensors for the call, such as a mask, by name.
+    It returns the output, and the gradients of the loss with respect to x and to each
+    trainable variable, as arrays. The loss is a scalar that `loss` computes from the
+    output. More tensors for the call, such as a mask, are passed by name.
     """
 
     def step(x, parameters, state, tensors):
@@ -61,9 +61,9 @@ def training_step(layer, loss, mode="eager", **call_arguments):
 
 
 def second_derivative(layer, x, loss, directions, mode="eager", **call_arguments):
-    """The gradients, as of `training_step`, of their sum times the directions.
+    """Gradients, like those of `training_step`, of its gradients times the directions.
 
-    Reverse over reverse, in the state that the layer is in.
+    Reverse over reverse, in the layer's current state.
     """
     parameters = [v.value for v in layer.trainable_variables]
     state = [v.value for v in layer.non_trainable_variables]

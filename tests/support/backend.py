@@ -1,4 +1,4 @@
-"""The backend that runs, what it does not have, and which tests can wait."""
+"""The current backend, what it lacks, and which tests can wait."""
 
 import keras
 import numpy as np
@@ -11,8 +11,8 @@ BACKEND = keras.backend.backend()
 if BACKEND == "torch":
     import torch
 
-    # In oneDNN the gradient of a strided 1x1 convolution of few channels, as the small
-    # networks of tests have, writes outside of its memory:
+    # In oneDNN the gradient of a strided 1x1 convolution with few channels, as in the
+    # tests' small networks, writes outside its memory:
     # https://github.com/uxlfoundation/oneDNN/issues/6035
     torch.backends.mkldnn.set_flags(False)
 
@@ -31,7 +31,7 @@ thorough = pytest.mark.thorough
 
 
 def later(*values):
-    """Parameters that are left to `make test-all`: a value each, or a tuple of them."""
+    """Parameters that are left to `make test-all`: each a value, or a tuple of them."""
     values = (value if isinstance(value, tuple) else (value,) for value in values)
     return [pytest.param(*each, marks=thorough) for each in values]
 

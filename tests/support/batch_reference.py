@@ -31,10 +31,10 @@ class CBNReference:
     def train(self, x, gamma, beta, mask=None):
         """Normalise one batch and update the state.
 
-        Keeps what the gradient of this step holds constant, so that `forward` and
-        `gradients` can be evaluated elsewhere than at `x`: the mean in use is
-        `mean_weight` * mean(x) + `mean_offset`; the root of the mean square in use is
-        `ratio` times that of the batch.
+        Keeps what the gradient of this step holds constant, which lets `forward` and
+        `gradients` be evaluated at points other than `x`: the mean in use is
+        `mean_weight` * mean(x) + `mean_offset`; the root mean square in use is `ratio`
+        times that of the batch.
         """
         x = np.asarray(x, "float64")
         seen = _mask(x, mask).any(_axes(x))
@@ -88,7 +88,7 @@ class CBNReference:
         normed = shifted if self.decouple else x - _mean(x, mask)
         dgamma = np.sum(g * shifted, axes) * scale
         dsquare = -0.5 * gamma * dgamma / square
-        # Coupled, what goes through the square adds up to 0.
+        # If coupled, the part through the square sums to 0.
         direct = g * gamma * scale + visible * normed * 2 * dsquare / m
         dmean = -np.sum(direct, axes)
         dx = direct + visible * self.mean_weight * dmean / m
@@ -123,7 +123,7 @@ class LpNormReference:
         return gamma * (x - self.moving_mean) / divisor + beta
 
     def train(self, x, gamma, beta, mask=None):
-        """Normalise one batch and move the averages on where it has an element."""
+        """Normalise one batch and update the averages where it has an element."""
         mean, norm, _ = self._statistics(x, mask)
         seen = _mask(x, mask).any(_axes(x))
 

@@ -1,4 +1,4 @@
-"""Layers that must do on many devices what they do on one."""
+"""Layers that must do the same on many devices as on one."""
 
 import argparse
 import json
@@ -19,8 +19,8 @@ FEATURES = (5, 3)
 class Case(NamedTuple):
     """How a layer is made: `make(synchronized=...)`, with `synchronized` if it knows.
 
-    `error` bounds what outputs and their gradients may differ by, where they have 16
-    bits and a last digit may be rounded otherwise.
+    `error` bounds the difference of outputs and their gradients if they have 16 bits,
+    where the last digit may be rounded differently.
     """
 
     make: Callable
@@ -46,7 +46,7 @@ def fused(synchronized):
 
 
 def in_groups(make):
-    """Of two samples, with which no device waits for another but for averages."""
+    """Groups of two samples: devices wait for each other only for the averages."""
     return lambda synchronized: make(group_size=2)
 
 
@@ -119,9 +119,9 @@ def errors(actual, expected):
 
 
 def check_noise(noisy):
-    """An element has its own on each device, a channel that of the whole batch.
+    """Noise per element differs between devices; noise per channel is the same.
 
-    `noisy(make, x)` is what a layer gives on two devices that have the same input.
+    `noisy(make, x)` is a layer's output on two devices that have the same input.
     """
     x = data(CASES["noisy"], 6)[0]
     for jitter in (0.1, 0.0):
@@ -134,9 +134,9 @@ def check_noise(noisy):
 def main(compared, sizes, *checks):
     """Prints the errors of the cases that arguments name, as JSON, or writes a report.
 
-    `compared(case, *size)` has a dict of numbers for each of `sizes[name]`, or of the
-    others, `sizes[None]`; a size begins with the number of devices. Where neither cases
-    nor a report are asked for, `checks` are called too.
+    `compared(case, *size)` returns a dict of numbers for each of `sizes[name]`, or else
+    `sizes[None]`; a size begins with the number of devices. If neither cases nor a
+    report are requested, `checks` are called too.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")

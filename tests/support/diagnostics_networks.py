@@ -8,10 +8,10 @@ from keras_norms import AMAT, CBN, CWN, WN, WS, FusedCBN, LpNorm, NoisyBN
 from tests.support.backend import BACKEND, later, numpy
 
 FEATURES, CLASSES = 5, 3
-# Operations of Keras return float32 of float64 on the other backends.
+# On the other backends, Keras operations turn float64 into float32.
 WIDEST = "float64" if BACKEND == "tensorflow" else "float32"
 PRECISIONS = [WIDEST, *later(*{"float32"} - {WIDEST})]
-# TensorFlow compiles longer than it runs such networks, other backends do not.
+# TensorFlow takes longer to compile such networks than to run them; others do not.
 EAGER = BACKEND == "tensorflow"
 
 
@@ -53,7 +53,7 @@ def flat(arrays):
 
 
 def compiled(model, loss=None, **settings):
-    """Eager where nothing is said: to compile takes longer than a few gradients."""
+    """Eager by default: compiling takes longer than a few gradients."""
     loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     usual = {"optimizer": keras.optimizers.SGD(0.1), "run_eagerly": True}
     model.compile(loss=loss, **usual | settings)
@@ -107,7 +107,7 @@ class Subclassed(keras.Model):
     def call(self, inputs, training=None):
         x = inputs
         for layer in self.stack:
-            # Keras on JAX does not tell them when it trains such a model.
+            # Keras on JAX does not pass it when it trains such a model.
             told = {"training": training} if layer._call_has_training_arg else {}
             x = layer(x, **told)
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))

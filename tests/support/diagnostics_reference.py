@@ -3,8 +3,8 @@
     h = tanh(x W1 + b1)    z = gamma (h - mean h) / sqrt(var h + epsilon) + beta
     L = mean((z W2 + b2 - y)^2) + l2 sum(W1^2)
 
-Everything is analytic, so that derivatives come from complex steps, without
-cancellation. Nothing here is shared with the package.
+Everything is analytic: derivatives come from complex steps, without cancellation.
+Nothing here is shared with the package.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ def normalized(x, epsilon=0.0, beta=0.0):
 
 
 def at_input(slope, x, **kind):
-    """What arrives at x of the slope of a loss at what is `normalized`."""
+    """The slope of a loss in x, given its slope in the `normalized` values."""
     return gradient(lambda x: np.sum(slope * normalized(x, **kind)), x)
 
 

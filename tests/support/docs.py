@@ -1,4 +1,4 @@
-"""Scripts of docs/, which is no package."""
+"""Scripts of docs/, which is not a package."""
 
 import pathlib
 import runpy

@@ -1,4 +1,4 @@
-"""Image sets in the files of tensorflow_datasets, and which crops images are."""
+"""Image sets as files of tensorflow_datasets, and checks of random crops."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def write_tfds(root, name, splits, per_shard=1000):
 
 
 def assert_every_crop_and_flip(crop_and_flip):
-    """Each image is one of its crops, padded by 4, and all kinds of crops are there."""
+    """Each image is a crop of its original, padded by 4, and all kinds occur."""
     x = np.random.default_rng(0).normal(size=(200, 6, 5, 2)).astype("float32")
     padded = np.pad(x, ((0, 0), (4, 4), (4, 4), (0, 0)))
     # Axes: image, top, left, whether mirrored, channel, row, column.

@@ -1,7 +1,7 @@
 """What layers compute in float64: functions of their input and weights by name.
 
-Each has `train(values)`, which moves its state on, `forward(values)` and
-`gradients(g, values)` of the step before, `inference(values)` and `state()`. In
+Each has `train(values)`, which updates its state, `forward(values)` and
+`gradients(g, values)` of the last step, `inference(values)` and `state()`. In
 `values`, "x" is the input; "mask", of its shape, may hide elements from statistics.
 `tests.support.any_layer.reference_of` makes them.
 """
@@ -21,7 +21,7 @@ from tests.support.diagnostics_reference import gradient
 from tests.support.weight_reference import Linear, WeightReference
 
 REFERENCES = {CBN: CBNReference, NoisyBN: BatchNormReference, LpNorm: LpNormReference}
-# Of the states of layers, that of references; any other is the second statistic.
+# Layer state -> reference state; any other is the second statistic.
 NAMES = {"moving_mean": "moving_mean", "average_weight": "weight"}
 NAMES |= {"rho": "rho", "learning_rate": "rate"}
 
@@ -42,10 +42,10 @@ class OfChannels:
         return {k: getattr(self.reference, name) for k, name in self.names.items()}
 
     def train(self, values):
-        """The output of a step, which moves the statistics on.
+        """The output of a step, which updates the statistics.
 
-        They become the mean over groups of what each makes of them. A group that hides
-        a channel, and leaves its average as it is, does not count.
+        They become the mean over groups of their updates by each group. A group that
+        hides a channel, and so leaves its average unchanged, does not count.
         """
         parts = self._parts(values)
         self.groups = [copy.copy(self.reference) for _ in parts]
@@ -75,7 +75,7 @@ class OfChannels:
         return self._joined([self.reference.inference(*part[:3]) for part in parts])
 
     def _parts(self, values):
-        """Of each group x, gamma, beta and the mask."""
+        """For each group: x, gamma, beta and the mask."""
         affine = values.get("gamma", 1.0), values.get("beta", 0.0)
         x = self._cut(values["x"])
         masks = self._cut(values["mask"]) if "mask" in values else [None] * len(x)
@@ -91,7 +91,7 @@ class OfChannels:
 
 
 def by_complex_steps(self, g, values):
-    """The gradients of a reference whose `forward` is analytic, to the last digit."""
+    """Gradients of a reference with an analytic `forward`, exact to the last digit."""
 
     def loss(name):
         return lambda value: np.sum(g * self.forward({**values, name: value}))
@@ -152,5 +152,5 @@ class Wrapped(NamedTuple):
 
 
 def known_to(reference, arguments):
-    """Those arguments of a layer that its reference has too."""
+    """The arguments of a layer that its reference also has."""
     return {k: v for k, v in arguments.items() if k in reference.__dataclass_fields__}

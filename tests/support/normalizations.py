@@ -1,4 +1,4 @@
-"""Norms beside their references, step by step; which tests run in which modes."""
+"""Norms compared with references step by step; which tests run in which modes."""
 
 import itertools
 
@@ -12,15 +12,15 @@ from tests.support.backend import BACKEND, numpy, some
 from tests.support.batch_reference import BatchNormReference, relative_error
 
 REFERENCES = layer_reference.REFERENCES | {BatchNormalization: BatchNormReference}
-# The modes that run kernels of their own: TensorFlow's graph has those of eager, JAX's
-# eager those of XLA, one by one.
+# The modes with different kernels: TensorFlow's graph has those of eager mode, and
+# JAX's eager mode those of XLA, one by one.
 KERNELS = MODES[-1:] if BACKEND == "jax" else MODES[::2]
 
 
 def in_modes(values, few=(), modes=KERNELS):
     """Values and modes: a few or all values in one mode each, in turns."""
     chosen = [(value, modes[i % len(modes)]) for i, value in enumerate(few or values)]
-    # Eagerly JAX runs the same code, the operations that it compiles otherwise alone.
+    # Eagerly, JAX runs the same code, but compiles each operation separately.
     every = modes if BACKEND == "jax" else MODES
     return some(itertools.product(values, every), chosen)
 

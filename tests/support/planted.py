@@ -6,9 +6,9 @@ from tests.support.backend import numpy
 
 
 def settle(model):
-    """Random weights; the statistics of each BatchNormalization are of its input.
+    """Random weights; each BatchNormalization has the statistics of its input.
 
-    So that random channels vary as gamma says, and nothing is dead by accident.
+    Random channels then vary as gamma says, and none is dead by accident.
     """
     return recalibrate(m.randomize(model), m.batch_for(model, 16, seed=5), verbose=0)
 
@@ -27,7 +27,7 @@ def kill(norm, channels, beta):
 
 
 def twin(layers, source, copy):
-    """Let channel `copy` of what layers make, or keep apart, be `source`."""
+    """Make channel `copy` of what layers make, or keep apart, equal to `source`."""
     for weight in [weight for layer in layers for weight in layer.weights]:
         if weight.shape and weight.shape[-1] > max(source, copy):
             put(weight, (..., copy), numpy(weight)[..., source])
@@ -38,7 +38,7 @@ def layers_of(model, *names):
 
 
 def check(model, tolerance=1e-5, **options):
-    """Prune: the same outputs, also on data that were not seen."""
+    """Prune: the same outputs, also on unseen data."""
     pruned = prune(model, m.batch_for(model, 16), **options)
     m.assert_same_outputs(pruned.model, model, m.batch_for(model, 16, 11), tolerance)
     assert pruned.error <= tolerance and pruned.largest <= tolerance

@@ -1,7 +1,7 @@
-"""Models of which one reads what rate CBN, and the optimizer, used in each step.
+"""Models that show which rate CBN, and the optimizer, used in each step.
 
-Batch number t holds a one in channel t and nothing else, so that channel t of a moving
-mean keeps what entered in step t, and row t of a kernel with gradient 1 keeps what the
+Batch number t holds a one in channel t and zeros elsewhere. Channel t of a moving mean
+then keeps what entered in step t, and row t of a kernel with gradient 1 keeps what the
 optimizer subtracted in step t.
 """
 
@@ -27,7 +27,7 @@ TWO_STEPS = {"steps_per_execution": 2}
 
 
 def ways(*now, later=()):
-    """Arguments of `compile` to try, those that PyTorch has."""
+    """Arguments of `compile` to try; on PyTorch only those it supports."""
     ways = [w for w in (*now, *later) if BACKEND != "torch" or w in ({}, EAGER)]
     return pytest.mark.parametrize("way", some(ways, now), ids=str)
 
@@ -121,7 +121,7 @@ def rates_of(rate, steps):
 
 
 class Twice(keras.layers.Layer):
-    """Calls the same norm two times, out of sight of any graph."""
+    """Calls the same norm twice, hidden from any graph."""
 
     def __init__(self, norm):
         super().__init__()

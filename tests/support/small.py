@@ -1,4 +1,4 @@
-"""Networks that compile fast, in the place of those of `recipes.models`."""
+"""Networks that compile fast, instead of those of `recipes.models`."""
 
 import json
 
@@ -16,7 +16,7 @@ SETTINGS = {"model": "resnet8", "train_size": 64, "batch_size": 32, "epochs": 2}
 def dense(
     model, input_shape, num_classes, norm, activation, rho=1.0, omega=10.0, dtype=None
 ):
-    """Takes the place of `recipes.models.build`: two Dense layers."""
+    """Replaces `recipes.models.build`: two Dense layers."""
     if isinstance(norm, str):
         norm = norms.get(norm, rho, omega)
     x = inputs = layers.Input(input_shape)
@@ -27,7 +27,7 @@ def dense(
 
 
 def convolutions(model, input_shape, num_classes, norm, activation, dtype=None):
-    """Takes the place of `recipes.models.build`: two convolutions and a Dense layer."""
+    """Replaces `recipes.models.build`: two convolutions and a Dense layer."""
     norm = norms.get(norm) if isinstance(norm, str) else norm
     x = inputs = layers.Input(input_shape, name="image")
     for name in ("stem", "conv"):
@@ -40,7 +40,7 @@ def convolutions(model, input_shape, num_classes, norm, activation, dtype=None):
 
 
 def use(monkeypatch, build=convolutions):
-    """Lets recipes train such networks for the time of a test."""
+    """Lets recipes train such networks during a test."""
     monkeypatch.setattr(models, "build", build)
     monkeypatch.setattr(training, "_last", {})  # no network of another test
 
@@ -63,7 +63,7 @@ def run(recipe, runs_dir, *pictures, **settings):
 
 
 def places(tmp_path):
-    """Settings that say where runs and saved models are."""
+    """Settings for the places of runs and saved models."""
     return {key: f"{tmp_path}/{key}" for key in ("runs_dir", "saved_models_dir")}
 
 
@@ -80,5 +80,5 @@ def cells(table):
 
 
 def without_times(lines):
-    """The epochs of a run, but for what a clock says."""
+    """The epochs of a run, without measured times."""
     return [{k: v for k, v in line.items() if k[:7] != "seconds"} for line in lines]

@@ -1,4 +1,4 @@
-"""The deep linear network without norms in gradient descent, and small problems."""
+"""The deep linear network without norms under gradient descent; small problems."""
 
 import json
 
@@ -24,7 +24,7 @@ def run(recipe, runs_dir, config=SETTINGS, **changes):
 
 
 def descended(steps):
-    """The network that `recipes.smoothness` has after so many steps, and its batch."""
+    """The network of `recipes.smoothness` after a number of steps, and its batch."""
     keras.utils.set_random_seed(0)
     problem = _training.problem(_training.Descent(**SETTINGS, norm="none", seed=0))
     model, (x, y) = problem.network(), problem.batches(0)[0]

@@ -31,7 +31,7 @@ def assert_same_outputs(actual, expected, x, tolerance=1e-5):
 
 
 def snapshot(model):
-    """Configuration, calls, attributes, weights: it is equal if nothing changed."""
+    """Configuration, calls, attributes, weights: equal if nothing changed."""
     inside = model._flatten_layers()
     calls = [(len(x._inbound_nodes), len(x._outbound_nodes)) for x in inside]
     config = keras.saving.serialize_keras_object(model)
@@ -117,12 +117,12 @@ def dense(units=4, activation=None, **kwargs):
 
 
 def chain(*steps):
-    """Functions of tensors, one after the other."""
+    """Applies functions of tensors one after the other."""
     return lambda x: functools.reduce(lambda made, step: step(made), steps, x)
 
 
 def branches(join, *steps):
-    """What functions make of the same tensor, joined."""
+    """Applies functions to the same tensor, and joins their results."""
     return lambda x: join([step(x) for step in steps])
 
 
@@ -214,7 +214,7 @@ def batch_for(model, size=6, seed=3):
 
 
 class Block(layers.Layer):
-    """A layer of one's own: two norms, functions, the names of all other blocks."""
+    """A custom layer: two norms, functions, the names of all other blocks."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

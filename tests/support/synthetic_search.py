@@ -1,4 +1,4 @@
-"""Searches of a function in the place of trainings."""
+"""Searches over a function instead of trainings."""
 
 import contextlib
 import itertools
@@ -53,7 +53,7 @@ class Tuner(trials.Tuner):
 
 
 def oracle(algorithm, count=8, tune="rho,omega", directory=None):
-    """Of a search, in its directory where one is given, as a tuner puts it there."""
+    """The oracle of a search, in its directory if given, as a tuner sets it up."""
     space = keras_tuner.HyperParameters()
     for each in ranges.parse(tune):
         each.add(space, each.name, grid=algorithm == "grid")

@@ -15,7 +15,7 @@ from keras import layers
 
 @dataclasses.dataclass
 class WeightReference:
-    """The map from a weight to what takes its place, and its gradient.
+    """The map from a weight to its replacement, and its gradient.
 
     `kind` is "ws", "cwn" or "wn". Axes are those of a unit.
     """
@@ -80,7 +80,7 @@ def transposed_convolution(x, kernel, strides=1):
 
 
 def _windows(x, kernel_shape, strides=1, dilation=1):
-    """For each position in the kernel, the elements that it meets."""
+    """For each position in the kernel, the elements that meet it."""
     size = kernel_shape[: x.ndim - 2]
     for at in np.ndindex(*size):
         window = tuple(
@@ -91,7 +91,7 @@ def _windows(x, kernel_shape, strides=1, dilation=1):
 
 
 def _padded(x, kernel_shape, strides, dilation):
-    """Zeros around it, so that each stride begins at an element, the odd zero last."""
+    """Pads with zeros, as `padding="same"` does: an odd zero goes last."""
     pads = [(0, 0)]
     for n, k in zip(x.shape[1:-1], kernel_shape):
         total = max((-(-n // strides) - 1) * strides + (k - 1) * dilation + 1 - n, 0)
@@ -176,7 +176,7 @@ CASES = {
 
 
 class AsLayer(NamedTuple):
-    """A function of one tensor in the place of a layer, for `autodiff`."""
+    """A function of one tensor in the form of a layer, for `autodiff`."""
 
     function: Callable
     trainable_variables = non_trainable_variables = ()

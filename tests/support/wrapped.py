@@ -1,4 +1,4 @@
-"""Layers for tests of WS, CWN and WN, and derived ones for those of models too."""
+"""Layers for tests of WS, CWN and WN; derived ones are for tests of models too."""
 
 import keras
 import numpy as np
@@ -31,7 +31,7 @@ def wrapped(wrapper, layer, shape, **arguments):
 
 @keras.saving.register_keras_serializable(package="tests")
 class Noisy(layers.Dense):
-    """A Dense layer with all that a layer may do in a call besides."""
+    """A Dense layer with everything else that a layer may do in a call."""
 
     def __init__(self, units, **kwargs):
         super().__init__(units, **kwargs)
@@ -55,7 +55,7 @@ class Noisy(layers.Dense):
         return outputs + ops.cast(noise, outputs.dtype)
 
 
-# They compute something else than the layers of Keras.
+# They compute something other than the layers of Keras.
 
 
 @keras.saving.register_keras_serializable(package="tests")

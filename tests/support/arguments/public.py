@@ -1,4 +1,4 @@
-"""Every public callable, with what fits its arguments."""
+"""Every public callable, with values that fit its arguments."""
 
 import inspect
 
@@ -23,7 +23,7 @@ class Entry:
 
 
 def members(module):
-    """Public objects by name, those of public modules in it too."""
+    """Public objects by name, including those of public modules inside."""
     listed = getattr(module, "__all__", None)
     for name, value in inspect.getmembers(module):
         if name not in listed if listed else name.startswith("_"):
@@ -49,7 +49,7 @@ def methods(name, cls):
 
 
 def entries():
-    """Every public callable. Results are not made by users."""
+    """Every public callable, without result classes, which users do not construct."""
     for name, value in members(keras_norms):
         if inspect.isclass(value):
             yield from methods(name, value) if name in OBJECTS else ()
@@ -60,11 +60,11 @@ def entries():
 
 
 CALLS = dict(entries())
-# Called by `FusedCBN` with what `call` gets, which Keras has looked at.
+# `FusedCBN` calls it with the arguments of `call`, which Keras has checked.
 del CALLS["CBN.scale_and_shift"]
 for relu in "relu", "relu6":
-    del CALLS[f"activations.{relu}"]  # called by layers, with what they compute
+    del CALLS[f"activations.{relu}"]  # called by layers, with computed values
 ENTRIES = {name: Entry(name, call) for name, call in CALLS.items()}
-# What fits is tried of these; others would call the model.
+# Fitting values are tried for these only; others would call the model.
 QUICK = ["CBN", "NoisyBN", "LpNorm", "WS", "CWN", "WN", "FusedCBN"]
 QUICK += ["CBN.set_learning_rate", "CBN.follow"]

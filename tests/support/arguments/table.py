@@ -1,4 +1,4 @@
-"""Which values of a pool of all sorts fit each public argument: by its name, mostly."""
+"""Which values of a mixed pool fit each public argument, mostly by its name."""
 
 import math
 import numbers
@@ -25,7 +25,7 @@ FEW = [None, "no_such", object(), -1, NAN, [None], np.array([NAN, NAN])]
 
 
 class Argument(NamedTuple):
-    """A predicate that says which values of `POOL` fit, and more that do not."""
+    """A predicate for the values of `POOL` that fit, and more values that do not."""
 
     fits: Any
     wrong: tuple = ()
@@ -46,7 +46,7 @@ def is_integer(v):
 
 
 def is_array(v, *ndim):
-    """Whether it is an array of numbers with elements, of one of the ranks."""
+    """Whether it is a non-empty array of numbers, with one of the ranks."""
     fits = isinstance(v, np.ndarray) and v.dtype.kind in "biuf" and v.size > 0
     return fits and v.ndim in ndim
 
@@ -73,14 +73,14 @@ def choice(*values):
     return Argument(lambda v: isinstance(v, (str, int, float)) and v in values)
 
 
-# None of the pool: layers, models, structures of arrays.
+# Nothing in the pool fits: layers, models, structures of arrays.
 NEVER = Argument(lambda v: False)
 ONLY_NONE = Argument(lambda v: v is None)
 TEXT = Argument(lambda v: isinstance(v, str))
 SWITCH = Argument(lambda v: isinstance(v, bool))
 POSITIVE, NOT_NEGATIVE = number(above=0), number(least=0)
 COUNT = integer(1)
-# What a function takes, nobody knows before it is called.
+# What a function takes is unknown before it is called.
 FUNCTION = Argument(lambda v: v is len or v is object)
 CALLABLE = Argument(callable)
 INITIALIZER = Argument(lambda v: v is len or is_array(v, 1, 2, 3))
@@ -95,7 +95,7 @@ VARYING = Argument(lambda v: is_vector(v) and np.ptp(np.asarray(v, "float64")) >
 
 
 class Tripwire(layers.Layer):
-    """No wrong argument gets as far as a call of the model."""
+    """No wrong argument gets far enough to call the model."""
 
     armed = False
 
@@ -125,7 +125,7 @@ PATCHED.call = lambda inputs: inputs
 
 
 class Padded(layers.Conv2D):
-    """Computes something else than a Conv2D layer does, without a `call`."""
+    """Computes something other than a Conv2D layer, without a `call`."""
 
     def convolution_op(self, inputs, kernel):
         return super().convolution_op(keras.ops.pad(inputs, 1, "reflect"), kernel)
@@ -143,7 +143,7 @@ LAYERS = Argument(is_list_of_names).or_none()
 LAYERS = LAYERS.refuses("hidden", {"hidden"}, [layers.Dense], ["hidden", 3])
 OF_MODEL = ONLY_NONE.refuses(*LAYERS.wrong, ["Hidden"], [layers.Dense(2)])
 KERNEL = NEVER.refuses(RELU, layers.Dense, MODEL)
-# Kernels that are no single weight.
+# Kernels that are not a single weight.
 QUANTIZED, LORA = layers.Dense(3), layers.Dense(3)
 QUANTIZED.build((None, 4))
 LORA.build((None, 4))
@@ -164,7 +164,7 @@ OF_SIX = NEVER.refuses(Z[:5], np.ones((6, 1)), [*Z[:5], NAN], ["a"] * 6)
 SKIP = Argument(lambda v: callable(v) or type(v) in (list, tuple, set) and not v)
 STEP_RANGE = Argument(lambda v: is_pair(v) or np.array_equal(v, [1, 2]))
 
-# The arguments of a name, but for those below.
+# Arguments by name, except those below.
 KINDS = {
     "model": BUILT,
     "x": INPUTS,
@@ -272,7 +272,7 @@ OWN = {
     "BatchStatistics": {"batch": BATCH.refuses(X[:0], TEXTS, [X, None])},
 }
 
-# What fits those that must be given.
+# Fitting values for required arguments.
 GOOD = dict.fromkeys(("x", "v", "data"), X) | {
     "model": MODEL,
     "y": Y,
