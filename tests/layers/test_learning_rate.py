@@ -83,7 +83,7 @@ def test_a_rate_that_is_no_number_is_refused(rate):
 
 
 def test_follow_says_what_must_be_compiled_again():
-    norm, counter = CBN(), keras.Variable(0)
+    norm, counter = CBN(), keras.Variable(0, trainable=False)
     for given in ((), (PIECEWISE,), (PIECEWISE, counter), (PIECEWISE, counter, 2)):
         assert [norm.follow(*given) for _ in range(2)] == [given != (), False]
 
@@ -91,7 +91,7 @@ def test_follow_says_what_must_be_compiled_again():
 def test_the_rate_stays_where_the_optimizer_is_gone():
     norm = CBN()
     norm.set_learning_rate(0.5)
-    norm.follow(PIECEWISE, keras.Variable(0))
+    norm.follow(PIECEWISE, keras.Variable(0, trainable=False))
     norm(X, training=True)
     assert float(numpy(norm.learning_rate)) == 0.5
 

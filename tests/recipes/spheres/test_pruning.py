@@ -120,6 +120,6 @@ def test_pruning(tmp_path, monkeypatch, small_network):
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=f"{path.name} cannot be loaded") as error:
         pruning.trained(asked.training())
-    place = re.search(r"delete the directory (\S+),", str(error.value))[1]
+    place = re.search(r"delete the directory (\S+) and", str(error.value))[1]
     shutil.rmtree(place)
     assert pruning.trained(asked.training()).count_params() > 0
