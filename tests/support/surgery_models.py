@@ -228,3 +228,19 @@ class Block(layers.Layer):
         for conv, norm in zip(self.convs, self.norms):
             y = keras.ops.relu(norm(conv(y), training=training))
         return x + self.drop(y, training=training)
+
+
+def with_block(*blocks):
+    """A convolution, blocks, a norm and a Dense layer."""
+    stem = layers.Conv2D(4, 3, padding="same", name="stem")
+    norm = layers.BatchNormalization(name="last")
+    head = layers.GlobalAveragePooling2D(), norm, layers.Dense(2, name="logits")
+    return model_of((6, 6, 3), stem, *blocks, *head)
+
+
+def of_call(call, base=layers.Layer, name=None, **parts):
+    """A custom layer with these parts and this `call`."""
+    own = type("Own", (base,), {"call": call})(name=name)
+    for each, part in parts.items():
+        setattr(own, each, part)
+    return own

@@ -1,6 +1,4 @@
-"""Blocks and subclassed models are entered; what cannot be stays, and is named."""
-
-import re
+"""Blocks and subclassed models are entered."""
 
 import keras
 import numpy as np
@@ -16,22 +14,6 @@ pytestmark = thorough_on("jax")
 X = m.images(5, 6, 6, 3)
 
 
-def with_block(*blocks):
-    """A convolution, blocks, a norm and a Dense layer."""
-    stem = layers.Conv2D(4, 3, padding="same", name="stem")
-    norm = layers.BatchNormalization(name="last")
-    head = layers.GlobalAveragePooling2D(), norm, layers.Dense(2, name="logits")
-    return model_of((6, 6, 3), stem, *blocks, *head)
-
-
-def of_call(call, base=layers.Layer, name=None, **parts):
-    """A layer of one's own that has these parts, and does that with them."""
-    own = type("Own", (base,), {"call": call})(name=name)
-    for each, part in parts.items():
-        setattr(own, each, part)
-    return own
-
-
 def assert_converts_and_folds(model, x=X):
     """Both keep the function, and no block is left."""
     new = m.check_convert(model, "cbn", x, data=x)
@@ -45,8 +27,8 @@ def assert_converts_and_folds(model, x=X):
 def test_blocks():
     """The last is in a Functional model in a block."""
     inner = model_of((6, 6, 4), m.Block(), name="inner")
-    wraps = of_call(lambda self, x: self.model(x), model=inner)
-    model = with_block(m.Block(name="first"), m.Block(name="second"), wraps)
+    wraps = m.of_call(lambda self, x: self.model(x), model=inner)
+    model = m.with_block(m.Block(name="first"), m.Block(name="second"), wraps)
     new, folded = assert_converts_and_folds(model)
     # Names that are there twice have the name of the block.
     inside = [f"{block}_conv{i}" for block in ("first", "second") for i in (0, 1)]
@@ -59,7 +41,7 @@ def test_blocks():
 
 def test_training_is_the_same():
     """Batch statistics and Dropout follow the mode of the model."""
-    model = with_block(m.Block(name="block"))
+    model = m.with_block(m.Block(name="block"))
     new = convert(model, lambda norm: None)
     assert len(m.norms_in(new)) == 3
     for layer in (*m.of_class(model, layers.Dropout), *m.of_class(new, layers.Dropout)):
@@ -116,7 +98,7 @@ def test_subclassed_models_whose_outputs_have_no_names(pack):
 
     norm = {"norm": layers.BatchNormalization()}
     parts = norm | {"first": layers.Dense(4), "last": layers.Dense(2)}
-    model, x = of_call(call, keras.Model, "plain", **parts), m.images(5, 4)
+    model, x = m.of_call(call, keras.Model, "plain", **parts), m.images(5, 4)
     model(x)
     assert_converts_and_folds(m.randomize(model), x)
     m.assert_same_outputs(prune(model, x).model, model, x)
@@ -129,7 +111,7 @@ def test_outputs_keep_their_names():
         return self.last(self.norm(self.first(x)))
 
     blocks = [
-        of_call(
+        m.of_call(
             *(call, layers.Layer, name),
             first=layers.Dense(4),
             norm=layers.BatchNormalization(),
@@ -168,7 +150,7 @@ def test_structures_of_tensors():
         y = self.norm(self.conv(ops.concatenate([x, extra["z"]], -1) * scale))
         return {"same": x, "both": [y, ops.mean(y, -1, keepdims=True)]}
 
-    own = of_call(call, conv=layers.Conv2D(4, 1), norm=layers.BatchNormalization())
+    own = m.of_call(call, conv=layers.Conv2D(4, 1), norm=layers.BatchNormalization())
     inputs = [keras.Input((4, 4, 2)), keras.Input((4, 4, 2))]
     stem = layers.Conv2D(2, 1)(inputs[0])
     made = own([stem, inputs[1]], scale=2.0, extra={"z": inputs[1]})
@@ -184,14 +166,14 @@ def test_masks():
         return self.lstm(ops.tanh(self.norm(self.dense(x), mask=mask)), mask=mask)
 
     parts = {"dense": layers.Dense(4), "lstm": layers.LSTM(3)}
-    reader = of_call(call, norm=layers.BatchNormalization(), **parts)
+    reader = m.of_call(call, norm=layers.BatchNormalization(), **parts)
     reader.supports_masking, reader.compute_mask = True, lambda x, mask: None
     embedding = layers.Embedding(6, 3, mask_zero=True)
     model = model_of((5,), embedding, reader, layers.Dense(2), dtype="int32")
     tokens = np.array([[1, 2, 3, 0, 0], [4, 5, 1, 2, 3], [2, 0, 0, 0, 0]])
     assert not m.norms_in(m.check_fold(model, tokens, says=""))
     # What is inside passes it on, though the block is said not to.
-    passes = of_call(lambda self, x: self.dense(x), dense=layers.Dense(4))
+    passes = m.of_call(lambda self, x: self.dense(x), dense=layers.Dense(4))
     steps = embedding, passes, m.bn, layers.LSTM(3)
     model = m.quiet(model_of, (5,), *steps, dtype="int32")
     assert not m.norms_in(m.check_fold(model, tokens, says=""))
@@ -200,13 +182,13 @@ def test_masks():
 def test_mixed_precision():
     """A block casts what it is called with."""
     with precision("mixed_bfloat16"):
-        model = with_block(m.Block())
+        model = m.with_block(m.Block())
     folded = m.check_fold(model, X, 0.02, says="")
     assert folded.output.dtype == "bfloat16"
 
 
 def test_blocks_that_the_user_leaves_alone():
-    model = with_block(m.Block(name="first"), m.Block(name="second"))
+    model = m.with_block(m.Block(name="first"), m.Block(name="second"))
     for skip in ("first", ["first"], lambda layer: layer.name == "first"):
         new = convert(model, "noisy_bn", skip=skip)
         assert len(m.norms_in(new)) == 2
@@ -222,7 +204,7 @@ def test_prune_and_recalibrate():
     other = m.Block(name="other")
     other.unused = layers.BatchNormalization(name="unused")
     other.unused.build((None, 4))
-    model = with_block(m.Block(name="block"), other)
+    model = m.with_block(m.Block(name="block"), other)
     norm = model.get_layer("block").norms[0]
     for weight in (norm.gamma, norm.beta):
         weight.assign(numpy(weight) * [1, 0, 1, 1])
@@ -231,159 +213,6 @@ def test_prune_and_recalibrate():
     m.assert_same_outputs(pruned.model, model, X)
     with pytest.warns(UserWarning, match="'unused'.*does not call them"):
         recalibrate(model, X, verbose=0)
-
-
-class Stays(layers.Layer):
-    """A convolution and a norm, and something that a graph cannot hold."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.conv = layers.Conv2D(4, 1, name="inner_conv")
-        self.norm = layers.BatchNormalization(name="inner_norm")
-        self.scale = self.add_weight(name="scale", shape=(), initializer="ones")
-        for layer in self.conv, self.norm:
-            layer.build((None, 6, 6, 4))
-
-    def compute_output_shape(self, shape):
-        return shape
-
-    def inside(self, x, **kwargs):
-        return self.norm(self.conv(x), **kwargs)
-
-
-def also(action):
-    """A call that does something else besides."""
-
-    def call(self, x):
-        action(self, x)
-        return self.inside(x)
-
-    return call
-
-
-def asks_training(self, x, training=None):
-    return self.inside(x) * 2 if training else self.inside(x, training=False)
-
-
-def passes_mode(self, x, training=None):
-    return self.inside(x, training=training)
-
-
-class CallsAnother(Stays):
-    """A block that is entered too, but in training only."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.block = of_call(passes_mode, Stays)
-
-    def call(self, x, training=None):
-        return self.block(x, training=True) if training else self.inside(x)
-
-
-class Unknown(layers.Layer):
-    def call(self, x):
-        return x
-
-    def get_config(self):
-        raise NotImplementedError
-
-
-def fills_batch(self, x):
-    return ops.reshape(self.inside(x), (ops.shape(x)[0], 6, 6, 4))
-
-
-@pytest.mark.parametrize(
-    "call, reason",
-    [
-        (lambda self, x: self.inside(x) * ops.abs(self.scale), "reads .*scale"),
-        (lambda self, x: ops.multiply(self.inside(x), self.scale), "reads .*scale"),
-        (also(lambda self, x: self.scale.assign_add(1)), "changes .*scale"),
-        (also(lambda self, x: setattr(self, "last", x.shape)), "sets .*last"),
-        (lambda self, x: x if ops.max(x) > 9 else self.inside(x), "symbolic|KerasT"),
-        (
-            lambda self, x: ops.cond(ops.max(x) > 9, lambda: 2 * x, lambda: x),
-            "it passes a function to 'cond.*'|__jax_array__",
-        ),
-        (asks_training, "other calls in training"),
-        (
-            lambda self, x: self.inside(x, training=False),
-            "always calls 'inner_norm' with training=False",
-        ),
-        (also(lambda self, x: self.add_loss(ops.ones(()))), "adds losses"),
-        (lambda self, x: Unknown()(self.inside(x)), "which has no configuration"),
-        (fills_batch, ""),
-    ],
-)
-def test_what_cannot_be_entered_is_named(call, reason):
-    model = with_block(of_call(call, Stays, "stays"))
-    says = rf"with all layers inside.* 'stays' \(Own\): .*({reason})"
-    with pytest.warns(UserWarning, match=says):
-        folded = fold(model)
-    assert isinstance(folded.get_layer("stays"), Stays)
-    assert m.norms_in(folded) == ["inner_norm"]
-    m.assert_same_outputs(folded, model, X)
-
-
-def test_blocks_of_which_more_is_needed_than_their_calls_are_named():
-    names = "penalised", "trained", "sized"
-    penalised, trained, sized = (of_call(passes_mode, Stays, name) for name in names)
-    penalised.activity_regularizer = keras.regularizers.L2(0.1)
-    sized.compute_output_shape = lambda shape: (shape[0], None, None, 4)
-    steps = penalised, lambda x: trained(x, training=True), CallsAnother(name="other")
-    model = with_block(*steps, sized)
-    with pytest.warns(UserWarning, match="cannot be traced") as caught:
-        folded = fold(model)
-    said = " ".join(str(warning.message) for warning in caught)
-    for name, reason in (
-        ("penalised", "it has an activity regularizer"),
-        ("trained", "it is called with training=True"),
-        ("other", "it makes other calls in training"),
-        ("sized", "Keras computes other output shapes"),
-    ):
-        assert isinstance(folded.get_layer(name), Stays)
-        assert re.search(rf"'{name}' \(\w+\): {reason}", said)
-    m.assert_same_outputs(folded, model, X)
-
-
-def test_the_inner_block_is_named():
-    def call(self, x):
-        for part in self.parts:
-            x = part(self.norm(self.conv(x)))
-        return x
-
-    calls = {"one": fills_batch, "two": asks_training}
-    parts = [of_call(call, Stays, name) for name, call in calls.items()]
-    conv = layers.Conv2D(4, 1, use_bias=False, name="outer_conv")
-    norm = layers.BatchNormalization(name="outer_norm")
-    model = with_block(of_call(call, conv=conv, norm=norm, parts=parts))
-    with pytest.warns(UserWarning, match=r"'one' \(Own\).*'two' \(Own\)"):
-        folded = fold(model)
-    m.assert_same_outputs(folded, model, X)
-    assert {*m.norms_in(folded)} == {"inner_norm"}
-
-
-def test_a_mask_that_only_the_block_passes_on():
-    """Its functions lose a mask, which it gives back."""
-    own = of_call(lambda self, x: ops.relu(self.inside(x)), Stays, "stays")
-    own.supports_masking = True
-    steps = layers.Embedding(6, 4, mask_zero=True), own, layers.Reshape((36, 4))
-    with pytest.warns(UserWarning, match="'stays' .*: it gives its output a mask"):
-        fold(model_of((6, 6), *steps, dtype="int32"))
-
-
-def test_a_block_stays_in_all_of_its_calls_or_in_none():
-    """Its second call, with another shape, cannot be traced."""
-
-    class Cuts(Stays):
-        def call(self, x):
-            return super().call(x) if x.shape[1] == 6 else ops.shape(x)[0] + x
-
-    cuts = Cuts(name="cuts")
-    model = model_of((6, 6, 4), cuts, layers.Cropping2D(1), cuts)
-    with pytest.warns(UserWarning, match="'cuts' .*"):
-        new = convert(model, lambda norm: None)
-    assert isinstance(new.get_layer("cuts"), Cuts)
-    assert len(new.weights) == len(model.weights)
 
 
 def test_subclasses_of_sequential():
@@ -404,7 +233,7 @@ def test_blocks_of_one_name():
     """The names of block and model are not enough to tell three of them apart."""
     parts = {part: m.Block(name="block") for part in ("one", "two", "three")}
     call = m.chain(*parts.values())
-    model = of_call(lambda self, x: call(x), keras.Model, **parts)
+    model = m.of_call(lambda self, x: call(x), keras.Model, **parts)
     x = m.images(5, 6, 6, 4)
     model(x)
     assert not m.norms_in(m.check_fold(m.randomize(model), x))
@@ -414,7 +243,7 @@ def test_makers_of_one_name_are_counted_each():
     def block(name):
         steps = layers.Dense(6, "relu", name="one"), layers.Dense(4, name="two")
         inside = keras.Sequential(steps, name="inside")
-        return of_call(lambda self, x: self.inside(x) + x, name=name, inside=inside)
+        return m.of_call(lambda self, x: self.inside(x) + x, name=name, inside=inside)
 
     model = model_of((4,), block("first"), block("second"), layers.Dense(1))
     pruned = prune(model, m.images(32, 4), ratio=0.3)
