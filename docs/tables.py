@@ -162,7 +162,9 @@ def run(commands):
 
 def print_to(path, runs_dir, *commands):
     """Runs the commands of one backend in this process, which starts only once."""
-    from recipes.engine import command, settings
+    from recipes.engine import command, figures, settings
+
+    figures.save = lambda figure, path: None  # which takes longer than all the rest
 
     def trained():
         return {file.parent.name for file in pathlib.Path(runs_dir).glob("*/metrics*")}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import applications, layers
 
-from tests.support.backend import later, thorough_on
+from tests.support.backend import later, once, thorough_on
 
 pytestmark = thorough_on("jax")
 
@@ -49,7 +49,9 @@ def small_network(weights, include_top, pooling, input_shape):
     return keras.Model(inputs, layers.GlobalAveragePooling2D()(x))
 
 
-@pytest.mark.parametrize("network", [small_network, *later(applications.ResNet50)])
+@pytest.mark.parametrize(
+    "network", [small_network, *later(applications.ResNet50, marks=[once])]
+)
 @pytest.mark.filterwarnings("ignore:fold")
 def test_surgery(network, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from benchmarks import hub
+from tests.support.backend import once
 from tests.support.processes import run
 
 pytestmark = pytest.mark.thorough
@@ -48,6 +49,7 @@ def test_sweep(made):
     assert printed.count("| 33x3 |") == printed.count("| 8x2x2x3 |") == 1
 
 
+@once
 def test_quantization():
     small = ["--norms=cbn,fused_cbn", "--seeds=1", "--epochs=1"]
     *_, cbn, fused = run("-m", "benchmarks.quantization", *small).splitlines()
@@ -55,6 +57,7 @@ def test_quantization():
     assert fused == cbn.replace("cbn", "fused_cbn")
 
 
+@once
 def test_deployment(made):
     for package in ("tensorflow", "tf2onnx", "onnxruntime", "openvino"):
         pytest.importorskip(package)
@@ -69,6 +72,7 @@ def test_deployment(made):
         assert rows[f"{name} int8"]["bytes"] < rows[name]["bytes"] / 2
 
 
+@once
 def test_groups(made):
     printed, report = made("groups", "--group_sizes=0,1024", "--seeds=2", "--steps=1")
     *_, whole, one_group = printed.splitlines()
@@ -82,6 +86,7 @@ def test_inference(made):
     assert "| resnet8, 2 x 8x8 |" in printed
 
 
+@once
 @pytest.mark.parametrize(
     "name, flag, message",
     [
@@ -106,6 +111,7 @@ def test_bad_arguments(name, flag, message):
     assert re.search(message, printed)
 
 
+@once
 @pytest.mark.parametrize("name", hub.NETWORKS)
 def test_networks_of_keras_hub(name):
     """Converted, trained, saved, loaded and folded."""

@@ -28,12 +28,14 @@ has_channels_first = pytest.mark.skipif(
 )
 
 thorough = pytest.mark.thorough
+# What takes long and has little to do with the backend: on the one that is fastest.
+once = pytest.mark.skipif(BACKEND != "torch", reason="tested with PyTorch")
 
 
-def later(*values):
+def later(*values, marks=()):
     """Parameters that are left to `make test-all`: each a value, or a tuple of them."""
     values = (value if isinstance(value, tuple) else (value,) for value in values)
-    return [pytest.param(*each, marks=thorough) for each in values]
+    return [pytest.param(*each, marks=[thorough, *marks]) for each in values]
 
 
 def some(values, few):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import small
 from tests.support import synthetic_search as synthetic
-from tests.support.backend import thorough_on
+from tests.support.backend import once, thorough_on
 from tests.support.processes import free_port
 from tuner import cluster, search
 
@@ -41,6 +41,7 @@ def test_a_worker_has_the_trials_and_scores_of_a_search_alone(tmp_path, monkeypa
         assert found.score == pytest.approx(trial.score, 1e-6)
 
 
+@once
 @pytest.mark.thorough
 def test_a_chief_and_two_workers(tmp_path, monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -53,6 +54,7 @@ def test_a_chief_and_two_workers(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("a/runs/*/results.json"))) == 3
 
 
+@once
 @pytest.mark.thorough
 def test_workers_that_die_again_and_again(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "RESTARTS", 0)
@@ -65,6 +67,7 @@ def broken():
     raise keras_tuner.errors.FatalRuntimeError("no space left")
 
 
+@once
 @pytest.mark.thorough
 def test_an_error_of_a_trial_ends_the_search_of_many_workers(tmp_path):
     oracle = synthetic.oracle("random", 1, directory=tmp_path / "a")

@@ -10,7 +10,7 @@ from recipes.engine.training import Outcome
 from tests.programs import damaged
 from tests.programs.damaged import search_state as found
 from tests.support import synthetic_search as synthetic
-from tests.support.backend import later, thorough_on
+from tests.support.backend import later, once, thorough_on
 from tuner import search, trials
 
 pytestmark = thorough_on("jax")
@@ -22,7 +22,7 @@ def searched(tmp_path):
     return tmp_path / "a"
 
 
-@pytest.mark.parametrize("count", [12, *later(120)])
+@pytest.mark.parametrize("count", [12, *later(120, marks=[once])])
 @pytest.mark.parametrize("name", damaged.SEARCH)
 def test_a_damaged_file_is_an_error_or_another_text(name, count, searched):
     path = searched / name

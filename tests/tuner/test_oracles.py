@@ -3,7 +3,7 @@ import collections
 import pytest
 
 from tests.support import synthetic_search as synthetic
-from tests.support.backend import later, thorough_on
+from tests.support.backend import later, once, thorough_on
 from tuner import oracles
 
 pytestmark = thorough_on("jax")
@@ -24,7 +24,7 @@ EVERY = {name: range(1, 36) for name in oracles.ALGORITHMS} | {"bayesian": (20, 
 FEW = {"random": (4, 7, 20, 29), "grid": (20,), "hyperband": (21,), "bayesian": (26,)}
 
 
-@pytest.mark.parametrize("moments", [FEW, *later(EVERY)], ids=["", "all"])
+@pytest.mark.parametrize("moments", [FEW, *later(EVERY, marks=[once])], ids=["", "all"])
 @pytest.mark.parametrize("algorithm", sorted(oracles.ALGORITHMS))
 def test_a_search_that_ended_at_a_write_goes_on(algorithm, moments, tmp_path):
     """Killed, or as the disk was full: no trial is lost, none runs twice."""

@@ -7,7 +7,7 @@ import pytest
 
 from recipes import train
 from recipes.engine import classifier, command, data, workers
-from tests.support.backend import BACKEND, thorough_on
+from tests.support.backend import BACKEND, once, thorough_on
 from tests.support.small import dense_networks as dense_networks
 from tuner import report
 from tuner.search import Settings, search
@@ -88,6 +88,7 @@ def test_the_same_again_trains_nothing_and_no_other_search(finished, monkeypatch
         run(tmp_path)
 
 
+@once
 @pytest.mark.thorough
 def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
     text, found = run(tmp_path, tune=("learning_rate=0.01..1e30",), trials=4)
@@ -101,6 +102,7 @@ def test_a_diverged_trial_has_failed_and_the_search_goes_on(tmp_path, capsys):
     assert "Best setting" not in text
 
 
+@once
 @pytest.mark.thorough
 def test_another_error_ends_the_search_and_its_trial_is_not_lost(tmp_path, monkeypatch):
     fit, calls = keras.Model.fit, []
@@ -118,6 +120,7 @@ def test_another_error_ends_the_search_and_its_trial_is_not_lost(tmp_path, monke
     assert [row["status"] for row in found["trials"]] == ["COMPLETED"] * 3
 
 
+@once
 @pytest.mark.thorough
 def test_hyperband_goes_on_with_a_run(tmp_path):
     _, found = run(tmp_path, epochs=3, algorithm="hyperband", trials=None)

@@ -5,7 +5,7 @@ import pytest
 from recipes.blindness import layers, synthetic
 from recipes.engine.precision import available, precision
 from tests.support import small
-from tests.support.backend import numpy
+from tests.support.backend import numpy, once
 
 LIMITS = {"float32": 1e-5, "float64": 1e-12}
 
@@ -46,6 +46,7 @@ def test_synthetic_run(tmp_path):
     assert f"{mean:.2e} ± {std:.2e} |\n" in table
 
 
+@once
 @pytest.mark.thorough
 def test_layers(tmp_path):
     """Norms that are blind, or not, to each term; and that every norm can be made."""

@@ -15,7 +15,7 @@ from recipes.engine import run
 from recipes.engine.errors import UserError
 from tests.programs import damaged
 from tests.programs.damaged import CONFIG, record
-from tests.support.backend import later
+from tests.support.backend import later, once
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -103,7 +103,7 @@ def test_killed_before_any_operation_and_again(tmp_path):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.parametrize("step", [30, *later(7)])
+@pytest.mark.parametrize("step", [30, *later(7, marks=[once])])
 def test_a_write_that_ends_at_any_byte_and_again(step, killed, tmp_path):
     """It fails, as on a full disk; who is killed there leaves what was written."""
     resource = pytest.importorskip("resource")
@@ -124,7 +124,7 @@ def test_a_write_that_ends_at_any_byte_and_again(step, killed, tmp_path):
         assert go_on(directory) == go_on(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("every", [False, *later(True)])
+@pytest.mark.parametrize("every", [False, *later(True, marks=[once])])
 @pytest.mark.parametrize(
     "name", ["config.json", "metrics.jsonl", "results.json", "checkpoint.npz"]
 )

@@ -14,7 +14,7 @@ import pytest
 from recipes.cbn import max_lr
 from recipes.engine import classifier, imagenet, optimizers, results, training, workers
 from tests.support import small
-from tests.support.backend import BACKEND, later, later_on_jax
+from tests.support.backend import BACKEND, later, later_on_jax, once
 
 pytestmark = pytest.mark.usefixtures("small_network")
 
@@ -167,7 +167,8 @@ def end_or_sleep(job):
 
 
 @pytest.mark.parametrize(
-    "job, error", [("killed", RuntimeError), *later(("wrong", ValueError))]
+    "job, error",
+    [("killed", RuntimeError), *later(("wrong", ValueError), marks=[once])],
 )
 def test_an_error_ends_all_processes(job, error):
     """And who is killed is said in words, not as a broken pool."""

@@ -5,7 +5,7 @@ import pytest
 from keras_norms import CBN, CWN, WN, WS
 from recipes import models
 from recipes.models import norms
-from tests.support.backend import BACKEND, numpy, some
+from tests.support.backend import later, numpy, once
 
 L = keras.layers
 CONVOLUTIONS = (L.Conv2D, L.DepthwiseConv2D)
@@ -42,8 +42,7 @@ NETWORKS = {
     "efficientnetb0": (82, 49, 0, 5_288_548),
 }
 SMALL = ["resnet8", "vgg11", "mlp16"]
-# Layers stand where they stand on every backend: the large ones take minutes.
-HERE = [n for n in NETWORKS if n in (*SMALL, "resnet18") or BACKEND == "tensorflow"]
+LARGE = [name for name in NETWORKS if name not in (*SMALL, "resnet18")]
 # What may stand between a linear layer and its CBN; where that stands in small ones.
 PASSED = (L.ZeroPadding2D, L.Dropout, L.Reshape, L.GlobalAveragePooling2D)
 NONLINEAR = (L.Activation, L.MaxPooling2D, L.GlobalAveragePooling2D)
@@ -53,7 +52,7 @@ def imagenet(name, norm):
     return models.build(name, (32, 32, 3), 1000, norm, "tanh", rho=2.0, omega=3.0)
 
 
-@pytest.mark.parametrize("name", some(HERE, [*SMALL, "resnet18"]))
+@pytest.mark.parametrize("name", [*SMALL, "resnet18", *later(*LARGE, marks=[once])])
 def test_places_of_norms(name):
     linear, activations, shortcuts, weights = NETWORKS[name]
     model = imagenet(name, "bn")
@@ -186,6 +185,7 @@ def test_bad_arguments():
             norms.stage_rho(1.0, text)
 
 
+@once
 @pytest.mark.thorough
 def test_kernels_of_a_network_for_imagenet():
     model = imagenet("efficientnetb0", "ws+gn")
