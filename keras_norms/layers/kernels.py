@@ -141,7 +141,7 @@ def kernels_by_name(
 ) -> dict[str, keras.Variable]:
     """Return the kernels of a built model by the name of their layer, or their path.
 
-    Of all layers, or of `layers` (layers or names) and those inside of them.
+    Of all layers, or of `layers` (layers or names) and those inside them.
     """
     owners = {
         id(kernel): layer

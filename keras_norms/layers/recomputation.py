@@ -62,7 +62,7 @@ def moves_state(call):
             return run()
         if which == "lost":
             raise ValueError(
-                f"Layer '{self.name}' cannot update its statistics inside of "
+                f"Layer '{self.name}' cannot update its statistics inside "
                 "`keras.remat`, `keras.RematScope` or `jax.checkpoint` on JAX. In the "
                 "recomputed function call `stateless_call` of the layer or its block, "
                 "and assign the state that it returns outside."

@@ -234,7 +234,7 @@ def convert(
         "These stay as they are: {}. They have another axis than the channels, an "
         "explicit mask or training=True, or the new norm would normalise single "
         "numbers.": report.kept,
-        "These stay as they are: {}. They are inside of other layers, or of a class "
+        "These stay as they are: {}. They are inside other layers, or of a class "
         "that overrides `call`.": hidden,
     }
     warn_of_layers("convert", parts)

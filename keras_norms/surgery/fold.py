@@ -21,7 +21,7 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     linear layer that nothing else reads, the map goes into the kernel and bias of that
     layer. Before linear layers, it goes into theirs. It passes Dropout, pooling,
     cropping, upsampling, Flatten and Concatenate where it commutes with them. This is
-    computed in float64. WS, CWN and WN become the layer inside of them, with the
+    computed in float64. WS, CWN and WN become the layer inside them, with the
     normalised kernel.
 
     The result has only Keras layers and loads where keras_norms is not installed. Its
@@ -42,7 +42,7 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
 
     Args:
         model: A built Functional, Sequential or subclassed model, nested or with shared
-            layers. It is not changed. Layers inside of layers of Keras, such as
+            layers. It is not changed. Layers inside layers of Keras, such as
             `TimeDistributed(BatchNormalization())`, stay as they are.
         inline: Boolean, whether blocks are entered. If not, their layers stay, and
             subclassed models are refused.
@@ -84,7 +84,7 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     parts = {
         "These stay as BatchNormalization layers: {}. No linear layer can take their "
         "scale and shift, or they have an explicit mask or training=True.": left,
-        "These stay as they are: {}. They are inside of other layers, or of a class "
+        "These stay as they are: {}. They are inside other layers, or of a class "
         "that overrides `call`.": sorted(affine_lib.hidden_norms(units)),
     }
     warn_of_layers("fold", parts)

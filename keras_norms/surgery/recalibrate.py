@@ -47,7 +47,7 @@ def recalibrate(
 
     Frozen layers (`freeze`, or `layer.trainable = False`) use and keep their
     statistics. With a warning, so do layers that the model does not call, and those of
-    derived classes that override `call`. Layers inside of other layers are measured
+    derived classes that override `call`. Layers inside other layers are measured
     like all others. All other weights and the optimizer stay as they are.
 
     Args:

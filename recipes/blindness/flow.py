@@ -66,7 +66,7 @@ class Training(Images):
     norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
     seed: int = setting(0, "Seed of weights, batches and noise.", at_least=0)
     between: bool = setting(
-        True, "Put norms between couplings too, not only inside of them."
+        True, "Put norms between couplings too, not only inside them."
     )
     size: int | None = setting(
         None,

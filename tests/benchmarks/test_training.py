@@ -123,7 +123,7 @@ def test_build():
     [
         ("float32", 0, 8 * 4 * (96 + 160)),
         ("mixed_bfloat16", 0, 8 * 2 * (96 + 160)),
-        # 3 * 4 * 96 and 3 * 4 * 160 bytes: inside of the cache each moves once.
+        # 3 * 4 * 96 and 3 * 4 * 160 bytes: inside the cache each moves once.
         ("float32", 2000, 5 * 4 * (96 + 160)),
         ("float32", 1500, 4 * (5 * 96 + 8 * 160)),
     ],

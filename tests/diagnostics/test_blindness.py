@@ -144,7 +144,7 @@ def test_in_inference_all_terms_pass():
 
 @later_on_jax
 def test_parts_of_a_model_and_features_that_do_not_vary():
-    """From a Dense layer to the norm behind it, as one; such features are left out."""
+    """From a Dense layer to the norm after it, as one; such features are left out."""
     model, x = build(layers.Dense(5, name="hidden"), batch_normalization()), inputs()
     x[:, 2] = 1.0
     found = probe.blindness(model, x, LABELS, layers=["norm"], source="hidden")

@@ -193,7 +193,7 @@ def test_blocks_that_the_user_leaves_alone():
         new = convert(model, "noisy_bn", skip=skip)
         assert len(m.norms_in(new)) == 2
         assert isinstance(new.get_layer("first"), m.Block)
-    says = "inside of other layers"
+    says = "inside other layers"
     new = m.check_convert(model, "noisy_bn", X, says=says, inline=False)
     assert isinstance(new.get_layer("second"), m.Block)
     with m.saying(""):

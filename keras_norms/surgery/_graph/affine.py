@@ -235,7 +235,7 @@ def is_on_another_axis(graph, unit):
 def hidden_norms(units):
     """Names of normalisation layers that cannot be seen or understood.
 
-    They are inside of layers other than models, or of classes that override `call`.
+    They are inside layers other than models, or of classes that override `call`.
     """
     names = []
     for unit in units:

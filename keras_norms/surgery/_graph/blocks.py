@@ -1,4 +1,4 @@
-"""Layers inside of layers: the `call` of a block as the calls that it makes.
+"""Layers inside layers: the `call` of a block as the calls that it makes.
 
 A block is a custom layer with layers in it, or a subclassed model. Called with symbolic
 tensors, its `call` calls these layers with symbolic tensors too, and Keras records
@@ -35,7 +35,7 @@ _SHOWN = 10  # names of layers in a warning
 
 
 def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=None):
-    """The graph of a model, with the calls inside of its blocks.
+    """The graph of a model, with the calls inside its blocks.
 
     In the name of `caller` it warns of blocks that stay and hold a layer of the classes
     `holding`. Blocks that match `skip` are not entered.

@@ -49,7 +49,7 @@ def is_foldable(unit):
 
 
 def data_format(unit):
-    """That of the layer, or of the one inside of a wrapper; `None` if it has none."""
+    """That of the layer, or of the one inside a wrapper; `None` if it has none."""
     if unit.layer is None:
         return unit.config.get("data_format")
     layer = unit.layer.layer if issubclass(unit.cls, WRAPPERS) else unit.layer

@@ -180,7 +180,7 @@ class _Probe(keras.Model):
                 stack.enter_context(scope)
             for layer in _keras.layers_of(self.model, keras.layers.RNN):
                 if any(inside in self.norms for inside in _keras.layers_of(layer)):
-                    # What a compiled loop computes stays inside of it.
+                    # What a compiled loop computes stays inside it.
                     stack.enter_context(_keras.replaced(layer, unroll=True))
             self.model(inputs, training=False)
         return rows

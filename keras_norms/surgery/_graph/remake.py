@@ -99,7 +99,7 @@ def pairs_of_variables(new, old):
     `None` stands for a variable that the old one does not have, such as a new bias.
 
     Raises:
-        ValueError: If layers inside of it have other variables than their configuration
+        ValueError: If layers inside it have other variables than their configuration
             makes.
     """
     ours, theirs = _variables(new), _variables(old)
@@ -242,7 +242,7 @@ def _made_again(setting):
 
 
 def _parts(thing):
-    """A layer with those inside of it, or the object alone."""
+    """A layer with those inside it, or the object alone."""
     if isinstance(thing, keras.layers.Layer):
         return _keras.layers_of(thing)
     return [thing]
