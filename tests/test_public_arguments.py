@@ -15,11 +15,13 @@ from keras_norms import ops
 from keras_norms._checks import arguments
 from tests.support.arguments.public import ENTRIES, QUICK, members
 from tests.support.arguments.table import FEW, POOL, Tripwire
-from tests.support.backend import later
+from tests.support.backend import later, once
 
 PACKAGE = os.path.dirname(keras_norms.__file__)
 CASES = [(name, kind) for name, entry in ENTRIES.items() for kind in entry.kinds]
-several = pytest.mark.parametrize("values", [FEW, *later(POOL)], ids=["few", "all"])
+several = pytest.mark.parametrize(
+    "values", [FEW, *later(POOL, marks=[once])], ids=["few", "all"]
+)
 
 
 def test_arguments_are_annotated():

@@ -6,16 +6,26 @@ from tests.support import small
 from tests.support.backend import BACKEND
 
 HERE = pathlib.Path(__file__).parent
-# What the backend hardly matters for is left to `make test-all` on JAX.
+# What the backend hardly matters for is left to `make test-all` on JAX, which compiles
+# for minutes; what is left to it anyway, or does no training, to the other backends.
 LATER = ("blindness", "cbn", "models", "smoothness", "spheres")
-LATER += ("test_commands.py", "test_compare.py", "engine/test_run.py")
+LATER += ("test_compare.py", "engine/test_run.py")
+ELSEWHERE = ("models/test_models.py", "test_commands.py")
 
 
 def pytest_collection_modifyitems(items):
-    later = [HERE / name for name in LATER if BACKEND == "jax"]
+    if BACKEND != "jax":
+        return
     for item in items:
-        if any(item.path.is_relative_to(place) for place in later):
+        rare = item.get_closest_marker("thorough") and is_in(item, LATER)
+        if rare or is_in(item, ELSEWHERE):
+            item.add_marker(pytest.mark.skip(reason="tested on other backends"))
+        if is_in(item, (*LATER, *ELSEWHERE)):
             item.add_marker(pytest.mark.thorough)
+
+
+def is_in(item, places):
+    return any(item.path.is_relative_to(HERE / place) for place in places)
 
 
 @pytest.fixture

@@ -302,7 +302,7 @@ for name, arguments in {"train_epoch": train, "evaluate": test}.items():
 def test_trials_on_a_slice_of_tpus_exchange_nothing():
     """By their compiler, which needs no TPU."""
     pytest.importorskip("libtpu")
-    run_python("-c", CHIPS)
+    run_python("-c", CHIPS, XLA_FLAGS="")
 
 
 @pytest.mark.thorough
