@@ -7,9 +7,10 @@ from tests.support.backend import BACKEND
 
 HERE = pathlib.Path(__file__).parent
 # What the backend hardly matters for is left to `make test-all` on JAX, which compiles
-# for minutes; what is left to it anyway, or does no training, to the other backends.
+# for minutes; what is left to that on every backend is not tested on JAX.
 LATER = ("blindness", "cbn", "models", "smoothness", "spheres")
 LATER += ("test_compare.py", "engine/test_run.py")
+# Nor what trains nothing.
 ELSEWHERE = ("models/test_models.py", "test_commands.py")
 
 
