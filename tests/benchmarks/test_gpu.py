@@ -68,7 +68,7 @@ print(json.dumps(costs))
 @pytest.mark.thorough
 def test_bytes_and_collectives_of_a_layer_on_tpus():
     pytest.importorskip("libtpu")
-    printed = run("-c", LAYERS, "tpu", "v5e:2x2", XLA_FLAGS="")  # libtpu knows few
+    printed = run("-c", LAYERS, "tpu", "v5e:2x2", XLA_FLAGS="")  # not those of CPUs
     costs = json.loads(printed.splitlines()[-1])
     assert costs["cbn"]["gigabytes_moved"] < costs["bn"]["gigabytes_moved"]
     # One each way.

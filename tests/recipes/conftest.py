@@ -6,11 +6,11 @@ from tests.support import small
 from tests.support.backend import BACKEND
 
 HERE = pathlib.Path(__file__).parent
-# What the backend hardly matters for is left to `make test-all` on JAX, which compiles
-# for minutes; what is left to that on every backend is not tested on JAX.
+# These hardly depend on the backend, and JAX compiles them for minutes. On JAX they are
+# left to `make test-all`, and those that are thorough on every backend are skipped.
 LATER = ("blindness", "cbn", "models", "smoothness", "spheres")
 LATER += ("test_compare.py", "engine/test_run.py")
-# Nor what trains nothing.
+# These train nothing, and are skipped on JAX.
 ELSEWHERE = ("models/test_models.py", "test_commands.py")
 
 

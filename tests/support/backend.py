@@ -28,7 +28,7 @@ has_channels_first = pytest.mark.skipif(
 )
 
 thorough = pytest.mark.thorough
-# What takes long and has little to do with the backend: on the one that is fastest.
+# Slow tests that hardly depend on the backend run on the fastest one only.
 once = pytest.mark.skipif(BACKEND != "torch", reason="tested with PyTorch")
 
 
