@@ -54,7 +54,9 @@ def bytes_of_passes(model, batch, cache):
     return total
 
 
-def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
+def measure(
+    network, size, batch, norms, *, steps, rounds, jit_compile="auto", skip=None
+):
     """Time one network with every norm. Returns a list of rows.
 
     Args:
@@ -65,11 +67,12 @@ def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
         steps: Steps that a candidate makes in its turn.
         rounds: Turns of each candidate, 3 or more: two have no quartiles.
         jit_compile: Argument of `compile`.
+        skip: Regular expression; layers with a match in their name get no CBN.
     """
     cache = machine.cache_bytes()
     turns, passes = {}, {}
     for norm in norms:
-        model = networks.build(network, norm, size)
+        model = networks.build(network, norm, size, skip=skip)
         passes[norm] = bytes_of_passes(model, batch, cache)
         training.compile_model(model, jit_compile)
         callbacks = training.callbacks_for(model)
@@ -92,6 +95,7 @@ def measure(network, size, batch, norms, *, steps, rounds, jit_compile="auto"):
 
 def define_flags():
     networks.define_flags()
+    flags.DEFINE_string("skip", None, "Layers that get no CBN, a regular expression.")
     flags.DEFINE_integer("steps", 4, "Steps of a turn.", lower_bound=1)
     flags.DEFINE_integer("rounds", 10, "Rounds to time.", lower_bound=3)
 
@@ -102,7 +106,7 @@ def main(_):
     bandwidth = machine.copy_bandwidth()
     rows = []
     settings = {"steps": values.steps, "rounds": values.rounds}
-    settings["jit_compile"] = jit_compile
+    settings |= {"jit_compile": jit_compile, "skip": values.skip}
     for text in values.networks:
         keras.utils.clear_session(free_memory=True)  # this also resets the policy
         keras.config.set_dtype_policy(values.dtype_policy)

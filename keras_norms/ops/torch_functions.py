@@ -23,7 +23,8 @@ _SAME = {
 
 
 def cast(x, dtype):
-    return _tensor(x).to(_dtype(dtype))
+    x, dtype = _tensor(x), _dtype(dtype)
+    return x if x.dtype == dtype else x.to(dtype)  # which takes time even for nothing
 
 
 def copy(x):
@@ -67,11 +68,13 @@ def max(x, axis=(), keepdims=False, initial=None):
 
 
 def _tensor(x):
+    if isinstance(x, torch.Tensor):
+        return x
     if isinstance(x, keras.Variable):
         return x.value
     if isinstance(x, np.ndarray):  # In Keras, a GPU is waited for.
         return torch.as_tensor(x).to(_keras.torch_device(), non_blocking=True)
-    return x if isinstance(x, torch.Tensor) else keras.ops.convert_to_tensor(x)
+    return keras.ops.convert_to_tensor(x)
 
 
 def _dtype(dtype):

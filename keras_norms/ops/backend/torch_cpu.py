@@ -42,12 +42,12 @@ def applies_to(x, *others, axis):
     """Whether the functions below can compute for these arguments."""
     return (
         not torch.compiler.is_compiling()  # first: sizes may be symbols
-        and x.device.type == "cpu"
+        and x.numel() >= _LARGE
+        and x.is_cpu
         and x.dtype in (torch.float32, torch.float64)
         and all(tensor.dtype == x.dtype for tensor in others)
         and isinstance(axis, int)
         and axis % x.ndim == x.ndim - 1
-        and x.numel() >= _LARGE
     )
 
 
