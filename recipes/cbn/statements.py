@@ -2,29 +2,33 @@
 
     python -m recipes.cbn.statements
 
-Claims: Lemmas 1, 2 and 4; Eq. 14, that BN before ReLU equals the l2 norm after it with
-rho = sqrt 2; Theorem 3's assumption 0 < tau < 1; Remark 2, that squared gradients scale
-as 1 / rho^2 and grow with the depth of a plain network; Appendix I, that the bias of an
-average of old statistics is proportional to the learning rate.
+Claims: Lemmas 1, 2 and 4; the steps of Lemma 3, from which Theorem 2 follows, that mean
+removal lowers bounds on gradients; Eq. 14, that BN before ReLU equals the l2 norm after
+it with rho = sqrt 2; Theorem 3's assumption 0 < tau < 1; Remark 2, that squared
+gradients scale as 1 / rho^2 and grow with the depth of a plain network; Appendix I,
+that the bias of an average of old statistics is proportional to the learning rate.
 
 NumPy, float64, except for Remark 2: a network of Dense layers of 64 with CBN before
 each, a loss whose gradient at the output is constant, as in the theorems, and Glorot's
 weights. Appendix I is a tanh network with one hidden layer on digits; every rate ends
 at the same learning rate x steps, 0.5. It takes half a minute.
 
-Lemma 4 holds for gradients, but not for Hessians: its proof leaves out a term. With
-ReLU, squared gradients scale exactly as 1 / rho^2, and grow with depth by the same
-factor per layer for any rho; with tanh and sigmoid the first layers see rho more than
-once. AMAT's bias is the same at all rates, because its averages cover the same learning
-rate x steps. The table is in docs/results/statements.md.
+Lemmas 3 and 4 hold for gradients (Lemma 3 with tanh and ReLU, without shortcuts), but
+not for Hessians: their proofs leave out a term. With ReLU, squared gradients scale
+exactly as 1 / rho^2, and grow with depth by the same factor per layer for any rho; with
+tanh and sigmoid the first layers see rho more than once. AMAT's bias is the same at all
+rates, because its averages cover the same learning rate x steps. The table is in
+docs/results/statements.md.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
 
+import collections
+
 import keras
 import numpy as np
 from keras import layers
-from scipy.special import softmax
+from scipy.special import expit, softmax
 
 from keras_norms import CBN, diagnostics
 from recipes.engine import command, data
@@ -34,6 +38,7 @@ SQUARES_OF_RHO = (1.0, 4.0, 16.0, 64.0)
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 WAY = 0.5  # learning rate x steps
 DEPTH = 10
+_ACTIVATIONS = {"sigmoid": expit, "tanh": np.tanh, "relu": lambda y: np.maximum(y, 0)}
 
 
 def lemmas(draws):
@@ -85,6 +90,41 @@ def lemmas(draws):
     )
     says = "Hessian in z / (Hessian in u / |z|^2), spectral norms"
     yield at_most_one("Lemma 4, Eq. 68", says, hessians)
+
+
+def mean_removal(draws):
+    """The steps of Lemma 3 (Appendix D), of which the proof of Theorem 2 consists."""
+    rng, ratios = np.random.default_rng(0), collections.defaultdict(list)
+    for _ in range(draws):
+        n, d = rng.integers(2, 9, size=2)
+        x, g = rng.normal(rng.normal(size=d), size=(n, d)), rng.normal(size=(n, d))
+        eta, w = rng.uniform(0, 2, size=d), rng.normal(size=(d, d)) * rng.uniform()
+        shifted = x - eta * x.mean(0)
+        says = "squares of x - eta E x / those of x, 0 <= eta <= 2"
+        ratios["Eq. 29", says].append(_squares(shifted) / _squares(x))
+        says = "squared gradient below / above the mean removal"
+        ratios["Eq. 41", says].append(_squares(g - g.mean(0)) / _squares(g))
+        norm, y = np.linalg.norm(w, 2), shifted @ w.T
+        for name, act in _ACTIVATIONS.items():
+            says = "squares of a block's output / (|w|^2 x those of its input)"
+            ratio = _squares(act(y)) / (norm**2 * _squares(x))
+            ratios[f"Eq. 32, {name}", says].append(ratio)
+        says = "the same with a shortcut, for which 1 is added to |w|^2"
+        ratio = _squares(x + _ACTIVATIONS["relu"](y)) / ((1 + norm**2) * _squares(x))
+        ratios["Eq. 32, relu, shortcut", says].append(ratio)
+        # The Hessian in y of f(tanh(y)), where f has the gradient g and the Hessian H.
+        H, (y, g) = w + w.T, (y[0], g[0])
+        slope = 1 - np.tanh(y) ** 2
+        found = np.outer(slope, slope) * H - np.diag(2 * np.tanh(y) * slope * g)
+        ratio = np.linalg.norm(found, 2) / np.linalg.norm(H, 2)
+        says = "Hessian below / above tanh, spectral norms"
+        ratios["Eq. 47", says].append(ratio)
+    for (equation, says), values in ratios.items():
+        yield at_most_one(f"Lemma 3, {equation}", says, values)
+
+
+def _squares(x):
+    return np.square(x).sum()
 
 
 def relu_after_bn():
@@ -196,6 +236,7 @@ def run(settings):
     """Computes everything; returns the directory with table.md and results.json."""
     found = [
         *lemmas(settings.draws),
+        *mean_removal(settings.draws),
         *relu_after_bn(),
         *remark_2(),
         *bias_of_averages(),
