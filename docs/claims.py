@@ -16,7 +16,7 @@ import re
 
 DOCS = pathlib.Path(__file__).parent
 HEADER = ("item", "the paper", "here", "size here", "agreement", "where", "command")
-AGREEMENT = ("holds", "holds partly", "does not hold", "cannot be told", "never run")
+AGREEMENT = ("holds", "holds partly", "does not hold", "never run")
 NUMBER = re.compile(r"\{([^{}]*)\}")
 
 
