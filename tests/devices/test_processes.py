@@ -45,7 +45,7 @@ def test_a_killed_process_costs_the_time_since_the_last_backup(tmp_path, alone):
         killed.kill()
         # It cannot go on alone: it ends with an error, or whoever runs it ends it.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            assert other.wait(30) != 0
+            assert other.wait(10) != 0
     finally:
         for process in processes:
             process.kill()
