@@ -27,6 +27,7 @@ import functools
 
 from recipes.engine import classifier, command, devices, training
 from recipes.engine.settings import setting
+from recipes.models import norms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,19 @@ class Settings(classifier.Saved):
     process_id: int | None = setting(
         None, "Number of this process, from 0.", at_least=0, compare=False
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        has_rho = self.norm in norms.CBN_FAMILY
+        has_omega = norms.get(self.norm).amat
+        used = {"rho": has_rho, "stage_rho": has_rho, "omega": has_omega}
+        for name, is_used in used.items():
+            value = getattr(self, name)
+            if not is_used and value != getattr(Settings, name):
+                raise ValueError(
+                    f"Argument `{name}` has no effect with norm={self.norm!r}. "
+                    f"Received: {name}={value!r}"
+                )
 
 
 def train(settings, strategy=None, **options):

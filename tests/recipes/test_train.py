@@ -120,3 +120,20 @@ def test_data_that_are_not_there_leave_no_run(tmp_path):
     with pytest.raises(UserError, match="missing.npz"):
         run_tiny(tmp_path, dataset=missing)
     assert not list(tmp_path.rglob("config.json"))
+
+
+@pytest.mark.parametrize(
+    "norm, given",
+    [
+        ("bn", {"rho": 2.0}),
+        ("group", {"stage_rho": "stage1=2"}),
+        ("bn", {"omega": 3.0}),
+        ("cbn_batch", {"omega": 3.0}),
+    ],
+)
+def test_what_the_norm_has_not_is_no_silent_setting(norm, given):
+    (name,) = given
+    with pytest.raises(ValueError, match=f"`{name}` has no effect with norm='{norm}'"):
+        train.Settings(norm=norm, **given)
+    assert train.Settings(norm=norm).norm == norm
+    assert getattr(train.Settings(norm="cbn", **given), name) == given[name]
