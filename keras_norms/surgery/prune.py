@@ -77,6 +77,7 @@ class Pruned(NamedTuple):
 def prune(
     model: keras.Model,
     data: Tensor,
+    *,
     gamma: float | None = 0.0,
     similarity: float | None = 1.0,
     steps: int | None = None,

@@ -153,8 +153,8 @@ def test_a_constant_in_a_bias_is_exact_away_from_the_border():
     counts = numpy(ones(np.ones((1, 7, 7, 1), "float32")))
     enough = 0.5 * np.sqrt(9 / counts.mean() - 1)
     data = m.batch_for(model, 16)
-    assert prune(model, data, enough * 0.999, None).removed == {}
-    pruned = prune(model, data, enough * 1.001, None)
+    assert prune(model, data, gamma=enough * 0.999, similarity=None).removed == {}
+    pruned = prune(model, data, gamma=enough * 1.001, similarity=None)
     assert planted.removed(pruned) == {"one": [1]}
     changes = np.abs(numpy(pruned.model(data)) - numpy(model(data)))
     assert np.max(changes[:, 1:-1, 1:-1]) < 1e-5 < 1e-2 < np.max(changes)
@@ -191,7 +191,7 @@ def test_nothing_goes_beyond_the_tolerance(gamma, similarity):
     dense = m.dense(24, "tanh", name="one")
     model = m.model_of((3, 2), dense, layers.Flatten(), m.dense(2))
     x = m.images(64, 3, 2)
-    gone = prune(model, x, gamma, similarity).removed["one"]
+    gone = prune(model, x, gamma=gamma, similarity=similarity).removed["one"]
     rows = numpy(model.get_layer("one")(x)).astype("float64")
     rows = (rows - rows.mean(0)).reshape(-1, 24)
     kept = np.setdiff1d(np.arange(24), gone)
@@ -211,7 +211,7 @@ def test_the_report_is_true(name):
     x, before = m.batch_for(model, 16), m.snapshot(model)
     exact = planted.check(model)
     assert prune(exact.model, x).share == 0
-    pruned = prune(model, x, 0.5, 0.9)
+    pruned = prune(model, x, gamma=0.5, similarity=0.9)
     assert m.snapshot(model) == before
     for layer, channels in exact.removed.items():
         assert set(channels) <= set(pruned.removed[layer])

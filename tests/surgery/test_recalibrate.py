@@ -155,8 +155,8 @@ def test_data_of_all_kinds(kind):
     quietly(model, make(x), **options)
     assert_measured(norm, x[:count])
     model = m.model_of((4, 3), dense(3, "relu"), dense(2))
-    found = prune(model, make(x), 0.5, **options)
-    expected = prune(model, x[:count], 0.5)
+    found = prune(model, make(x), gamma=0.5, **options)
+    expected = prune(model, x[:count], gamma=0.5)
     assert planted.removed(found) == planted.removed(expected)
     assert found[-2:] == pytest.approx(expected[-2:], rel=1e-4)
 
