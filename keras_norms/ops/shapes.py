@@ -5,6 +5,7 @@ If each group of samples is normalised by itself, `axis` is a tuple: an activati
 a vector is `(groups, channels)`, or `(channels,)` if groups share it.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -106,6 +107,11 @@ def channel_groups(shape: Any) -> int:
     afterwards, keep more digits, and longer rows are faster if there are few channels.
     Channels are last in `shape`, whose sizes may be `None`.
     """
+    return _channel_groups(tuple(shape))
+
+
+@functools.lru_cache  # it takes as long as a pass over 10,000 elements
+def _channel_groups(shape):
     positions = math.prod(size for size in shape[1:-1] if size)
     if None in shape[1:-1]:
         positions = shape[-2] or 1

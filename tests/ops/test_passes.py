@@ -17,6 +17,7 @@ from tests.support.batch_reference import relative_error
 SHAPES = [
     ((33, 2048), -1),
     ((64, 8, 16, 9), -1),
+    ((24_000, 3), -1),
     ((9, 3, 5, 7, 80), 4),
     ((2, 1, 1, 5), -1),
     ((6, 16, 33, 24), 1),

@@ -35,7 +35,7 @@ def of_a_step(layer, shape):
 
 
 @torch_only
-@pytest.mark.parametrize("shape", [(128, 64), (4, 5, 5, 8), (64, 16, 16, 8)])
+@pytest.mark.parametrize("shape", [(128, 64), (4, 5, 5, 8), (64, 16, 16, 16)])
 def test_a_training_step_starts_few_operations(shape):
     forward, backward = of_a_step(CBN(rho=2.0), shape)
     _, of_bn = of_a_step(keras.layers.BatchNormalization(), shape)

@@ -6,6 +6,8 @@ do several things in one loop, are what is fast. Each function computes what the
 that it is registered for does.
 """
 
+import functools
+
 import torch
 
 from keras_norms.ops import moments, passes
@@ -13,6 +15,8 @@ from keras_norms.ops.custom_gradient import is_eager_torch
 from keras_norms.ops.shapes import channel_groups, reduction_axes
 
 _LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
+_FEW = 16  # channels; a loop over shorter rows takes two or three times as long
+_LONG = 2**15  # elements: sums of so many lose digits
 
 
 def is_small(x, *others, axis):
@@ -51,13 +55,36 @@ def applies_to(x, *others, axis):
     )
 
 
+def in_long_rows(function):
+    """Decorate a function of activations and vectors that treats elements alike.
+
+    If there are few channels, a row has several positions, and a vector is repeated.
+    """
+
+    @functools.wraps(function)
+    def call(x, *others, axis):
+        if x.shape[-1] >= _FEW:
+            return function(x, *others, axis=axis)
+        groups = _groups(x)
+        length = groups * x.shape[-1]
+        wide = (
+            _repeated(each, groups) if each.ndim == 1 else each.reshape(-1, length)
+            for each in (x, *others)
+        )
+        return function(*wide, axis=-1).view(x.shape)
+
+    return call
+
+
 @passes.affine.faster(where=applies_to)
+@in_long_rows
 def affine(x, center, scale, offset=None, *, axis):
     y = (x - center).mul_(scale)
     return y if offset is None else y.add_(offset)
 
 
 @passes.gradient_x.faster(where=applies_to)
+@in_long_rows
 def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
     y = x - pivot
     torch.addcmul(upstream, y, k, value=-1, out=y)
@@ -67,9 +94,9 @@ def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
 @moments.mean_and_variance.faster(where=applies_to)
 def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
-    groups = channel_groups(x.shape)
+    groups = _groups(x)
     shift = torch.zeros_like(prior)
-    if groups == 1:
+    if groups == 1 or x.numel() > groups * x.shape[-1] * _LONG:
         # The sums are long: of small numbers.
         shift = x.reshape(-1, x.shape[-1]).mean(0)
         x = x - shift
@@ -82,13 +109,13 @@ def mean_and_variance(x, prior, count, *, axis):
 @passes.gradient_sums.faster(where=applies_to)
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)), which is how `affine` backpropagates."""
-    groups = channel_groups(x.shape)
+    groups = _groups(x)
     ones = x.new_ones(groups * x.shape[-1])
     _, sum_gx, sum_g = torch.ops.aten.native_batch_norm_backward(
         _rows(upstream, groups),
         _rows(x, groups),
         ones,
-        center.repeat(groups),
+        _repeated(center, groups),
         ones,
         None,
         None,
@@ -97,6 +124,16 @@ def gradient_sums(upstream, x, center, *, axis):
         [False, True, True],
     )
     return torch.stack([sum_g, sum_gx]).view(2, groups, -1).sum(1)
+
+
+def _groups(x):
+    """How many positions make a row: of one sample, or of several."""
+    return channel_groups((1, *x.shape))
+
+
+def _repeated(vector, groups):
+    # `vector.repeat(groups)` takes twice as long.
+    return vector.expand(groups, -1).reshape(-1)
 
 
 def _rows(x, groups):
