@@ -131,7 +131,7 @@ def test_data_that_are_not_there_leave_no_run(tmp_path):
         ("cbn_batch", {"omega": 3.0}),
     ],
 )
-def test_what_the_norm_has_not_is_no_silent_setting(norm, given):
+def test_a_setting_without_effect_is_an_error(norm, given):
     (name,) = given
     with pytest.raises(ValueError, match=f"`{name}` has no effect with norm='{norm}'"):
         train.Settings(norm=norm, **given)
