@@ -58,6 +58,8 @@ def test_without_a_prior_an_element_takes_its_place(outlier, axis):
         ((64, 128, 128, 4), 3, (1e-6, 4e-6)),
         ((140_000, 3), 1e3, (2e-7, 5e-5)),
         ((140_002, 3), 1e3, (2e-7, 5e-5)),  # twice a prime
+        ((16_384, 64), 1e3, (1e-7, 5e-5)),
+        ((1000, 1024), 1e3, (1e-7, 5e-5)),
     ],
 )
 def test_long_sums_keep_their_digits(shape, mean, bounds):

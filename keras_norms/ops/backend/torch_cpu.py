@@ -16,7 +16,6 @@ from keras_norms.ops.shapes import channel_groups, reduction_axes
 
 _LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
 _FEW = 16  # channels; a loop over shorter rows takes two or three times as long
-_LONG = 2**15  # elements: sums of so many lose digits
 
 
 def is_small(x, *others, axis):
@@ -96,10 +95,11 @@ def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
     groups = _groups(x)
     shift = torch.zeros_like(prior)
-    if groups == 1 or x.numel() > groups * x.shape[-1] * _LONG:
-        # The sums are long: of small numbers.
-        shift = x.reshape(-1, x.shape[-1]).mean(0)
-        x = x - shift
+    if channel_groups(x.shape) == 1:
+        # Sums of the whole batch are long: of small numbers.
+        rows = x.reshape(-1, groups * x.shape[-1])
+        shift = rows.mean(0).view(groups, -1).mean(0)
+        x = (rows - _repeated(shift, groups)).view(x.shape)
     means, variances = torch.batch_norm_update_stats(_rows(x, groups), None, None, 0.0)
     means, variances = means.view(groups, -1), variances.view(groups, -1)
     mean = means.mean(0)
