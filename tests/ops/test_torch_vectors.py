@@ -35,8 +35,7 @@ def of_a_step(layer, shape):
 
 
 @torch_only
-# Large tensors with fewer than 16 channels start more, and take less time: their vectors
-# are repeated.
+# A large tensor with fewer than 16 channels starts more, which take less time.
 @pytest.mark.parametrize("shape", [(128, 64), (4, 5, 5, 8), (64, 16, 16, 16)])
 def test_a_training_step_starts_few_operations(shape):
     forward, backward = of_a_step(CBN(rho=2.0), shape)
