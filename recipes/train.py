@@ -27,7 +27,6 @@ import functools
 
 from recipes.engine import classifier, command, devices, training
 from recipes.engine.settings import setting
-from recipes.models import norms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,12 +54,8 @@ class Settings(classifier.Saved):
 
     def __post_init__(self):
         super().__post_init__()
-        has_rho = self.norm in norms.CBN_FAMILY
-        has_omega = norms.get(self.norm).amat
-        used = {"rho": has_rho, "stage_rho": has_rho, "omega": has_omega}
-        for name, is_used in used.items():
-            value = getattr(self, name)
-            if not is_used and value != getattr(Settings, name):
+        for name in self.without_effect():
+            if (value := getattr(self, name)) != getattr(Settings, name):
                 raise ValueError(
                     f"Argument `{name}` has no effect with norm={self.norm!r}. "
                     f"Received: {name}={value!r}"

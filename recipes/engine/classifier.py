@@ -121,6 +121,11 @@ class Training(Images):
         rho = norms.stage_rho(self.rho, self.stage_rho)
         return norms.get(self.norm, rho, self.omega)
 
+    def without_effect(self):
+        """The names of the settings that its norm does not use."""
+        rhos = () if self.norm in norms.CBN_FAMILY else ("rho", "stage_rho")
+        return (*rhos, *(() if self.normalisation().amat else ("omega",)))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved(Training):
@@ -136,6 +141,15 @@ class Grid(Training, Sweep):
     """The settings of a recipe that trains many classifiers."""
 
     RUN = Training
+
+    def one(self, **values):
+        """The settings of one run. Those that its norm does not use have the default.
+
+        So BN is not trained again for each rho that CBN is compared with it at.
+        """
+        one = super().one(**values)
+        unused = {name: getattr(self.RUN, name) for name in one.without_effect()}
+        return dataclasses.replace(one, **unused)
 
     def about(self):
         """The data set, the network and how many runs, for the title of a figure."""

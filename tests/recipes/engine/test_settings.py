@@ -6,6 +6,7 @@ import pickle
 import pytest
 from absl import flags
 
+from recipes import compare
 from recipes.engine import classifier, command, data, settings
 from recipes.engine.settings import setting
 from tests.support.backend import BACKEND
@@ -165,3 +166,15 @@ def test_runs_of_a_sweep():
     assert {(run.hours, run.cook, run.runs_dir) for run in runs} == {(2, "me", "x")}
     only = menu.runs(dish="soup", hours=9)
     assert {(run.dish, run.hours) for run in only} == {("soup", 9)} and len(only) == 4
+
+
+def test_runs_have_no_settings_that_their_norm_does_not_use():
+    def found(norm, **given):
+        grid = compare.Settings(norms=(norm,), activations=("relu",), seeds=1, **given)
+        (run,) = grid.runs()
+        return run.rho, run.stage_rho, run.omega
+
+    given = {"rho": 2.0, "stage_rho": "stage1=3", "omega": 5.0}
+    assert found("cbn", **given) == (2.0, "stage1=3", 5.0)
+    assert found("cbn_batch", **given) == (2.0, "stage1=3", 10.0)
+    assert found("bn", **given) == (1.0, None, 10.0)
