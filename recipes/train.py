@@ -27,6 +27,7 @@ import functools
 
 from recipes.engine import classifier, command, devices, training
 from recipes.engine.settings import setting
+from recipes.models import norms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class Settings(classifier.Saved):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in self.without_effect():
+        for name in norms.unused(self.norm):
             if (value := getattr(self, name)) != getattr(Settings, name):
                 raise ValueError(
                     f"Argument `{name}` has no effect with norm={self.norm!r}. "

@@ -95,17 +95,13 @@ class Settings(classifier.Training):
     def __post_init__(self):
         super().__post_init__()
         tuned = {each.name for each in self.ranges()}
-        if "rho" in tuned and self.norm not in norms.CBN_FAMILY:
-            raise ValueError(
-                f"Argument `tune` must not have rho, which the norm {self.norm} lacks. "
-                f"Those with a rho are {', '.join(norms.CBN_FAMILY)}"
-            )
-        if "omega" in tuned and not norms.get(self.norm).amat:
-            having = [name for name in norms.NORMS if norms.get(name).amat]
-            raise ValueError(
-                "Argument `tune` must not have omega, which needs AMAT: the norm "
-                f"{self.norm} has none. Those with AMAT are {', '.join(having)}"
-            )
+        for name in norms.unused(self.norm):
+            if name in tuned:
+                uses = [each for each in norms.NORMS if name not in norms.unused(each)]
+                raise ValueError(
+                    f"Argument `tune` must not have {name}, which the norm {self.norm} "
+                    f"does not use. Those that use it are {', '.join(uses)}"
+                )
         if self.rho_per == "stage" and "rho" not in tuned:
             raise ValueError(
                 "Argument `rho_per` must be 'network', or 'stage' if rho is tuned. "

@@ -121,11 +121,6 @@ class Training(Images):
         rho = norms.stage_rho(self.rho, self.stage_rho)
         return norms.get(self.norm, rho, self.omega)
 
-    def without_effect(self):
-        """The names of the settings that its norm does not use."""
-        rhos = () if self.norm in norms.CBN_FAMILY else ("rho", "stage_rho")
-        return (*rhos, *(() if self.normalisation().amat else ("omega",)))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved(Training):
@@ -148,7 +143,7 @@ class Grid(Training, Sweep):
         So BN is not trained again for each rho that CBN is compared with it at.
         """
         one = super().one(**values)
-        unused = {name: getattr(self.RUN, name) for name in one.without_effect()}
+        unused = {name: getattr(self.RUN, name) for name in norms.unused(one.norm)}
         return dataclasses.replace(one, **unused)
 
     def about(self):

@@ -203,3 +203,9 @@ def get(name, rho=1.0, omega=10.0):
             f"Argument `norm` must be one of {sorted(NORMS)}. Received: norm={name!r}"
         )
     return CBN_FAMILY[name](rho, omega) if name in CBN_FAMILY else NORMS[name]
+
+
+def unused(name):
+    """Those of the settings rho, stage_rho and omega that the norm does not use."""
+    rhos = () if name in CBN_FAMILY else ("rho", "stage_rho")
+    return (*rhos, *(() if get(name).amat else ("omega",)))

@@ -149,8 +149,8 @@ def test_scored_by_test_images_if_asked(tmp_path):
     [
         ({"algorithm": "annealing"}, "`algorithm` must be of random, grid"),
         ({"tune": ("omega",), "rho_per": "stage"}, "'stage' if rho is tuned"),
-        ({"norm": "bn"}, "not have rho, which the norm bn lacks"),
-        ({"norm": "cbn_batch"}, "not have omega.*norm cbn_batch has none"),
+        ({"norm": "bn"}, "not have rho, which the norm bn does not use"),
+        ({"norm": "cbn_batch"}, "not have omega, which the norm cbn_batch does not"),
         ({"strategy": OTHER_STRATEGY}, "`strategy` must be one of"),
     ],
 )
