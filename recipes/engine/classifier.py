@@ -140,7 +140,7 @@ class Grid(Training, Sweep):
     def one(self, **values):
         """The settings of one run. Those that its norm does not use have the default.
 
-        So BN is not trained again for each rho that CBN is compared with it at.
+        A comparison with another rho then does not train BN again.
         """
         one = super().one(**values)
         unused = {name: getattr(self.RUN, name) for name in norms.unused(one.norm)}
