@@ -47,7 +47,8 @@ from keras import ops
 from keras_norms import diagnostics
 from recipes.engine import classifier, command, figures, results, training
 from recipes.engine.settings import setting
-from recipes.spheres.weight_growth import Decays, label_of
+from recipes.spheres._growth_results import label_of
+from recipes.spheres.weight_growth import Decays
 
 FACTORS = (0.5, 1, 2)  # of epsilon, for the figure
 SHOWN = ("clean", "noise", "noise_difference", "attacked", "attack_difference")

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from recipes.engine import data, training
-from recipes.spheres import robustness, weight_growth
+from recipes.spheres import _growth_results, robustness, weight_growth
 from tests.support import small
 from tests.support.backend import numpy
 
@@ -43,7 +43,7 @@ def test_weight_growth(tmp_path, monkeypatch, small_network):
     np.testing.assert_allclose(np.diff(squares), growth[1:], rtol=1e-4)
     start = np.sqrt(squares[0] - growth[0])
     assert plain["start"]["mean"] == pytest.approx(start)
-    lemma = weight_growth.drawn(curve, "conv", 0.0)["Lemma 3"]
+    lemma = _growth_results.drawn(curve, "conv", 0.0)["Lemma 3"]
     assert lemma[-1]["norm"] == pytest.approx(norms[-1], rel=1e-5)
     # A unit lies on its ellipsoid, but for the epsilon of BN.
     sigma, gamma, *weights = maps[1].values()
