@@ -95,7 +95,7 @@ def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
     groups = _groups(x)
     shift = torch.zeros_like(prior)
-    if channel_groups(x.shape) == 1:
+    if channel_groups((None, *x.shape[1:])) == 1:
         # Sums of the whole batch are long: of small numbers.
         rows = x.reshape(-1, groups * x.shape[-1])
         shift = rows.mean(0).view(groups, -1).mean(0)
@@ -132,8 +132,9 @@ def _groups(x):
 
 
 def _repeated(vector, groups):
-    # `vector.repeat(groups)` takes twice as long.
-    return vector.expand(groups, -1).reshape(-1)
+    # `vector.repeat(groups)` takes twice as long. One channel would stay a view, with a
+    # stride of 0 that the batch normalization operations do not look at.
+    return vector.expand(groups, -1).reshape(-1).contiguous()
 
 
 def _rows(x, groups):
