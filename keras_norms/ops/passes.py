@@ -17,12 +17,12 @@ def channel_sums(x, axis):
     channels_last = channel_axis(axis) % len(x.shape) == len(x.shape) - 1
     if keras.backend.backend() == "tensorflow" and channels_last and not in_xla():
         # On a CPU TensorFlow adds elements one by one, see `channel_groups`.
-        groups = channel_groups(x.shape)
+        apart = 1 if isinstance(axis, tuple) else 0  # axes that are not added up
+        groups = channel_groups(x.shape[apart:])
         if groups > 1:
-            batch = ops.shape(x)[:1] if isinstance(axis, tuple) else ()
-            x = ops.reshape(x, (*batch, -1, groups, x.shape[-1]))
-            x = ops.sum(x, len(batch))
-            axis = (0, -1) if batch else -1
+            x = ops.reshape(x, (*ops.shape(x)[:apart], -1, groups, x.shape[-1]))
+            x = ops.sum(x, apart)
+            axis = (0, -1) if apart else -1
     return ops.sum(x, reduction_axes(len(x.shape), axis))
 
 

@@ -16,6 +16,7 @@ from keras_norms._types import Tensor
 from keras_norms.ops.functions import ops
 
 _LONGEST_ROW = 4096
+_SHORT = 1024  # elements of a sum
 ALIGNED = 4  # oneDNN takes fifteen times as long for a row of 4,095 as for 4,096
 
 Axis = int | tuple[int, int]
@@ -112,9 +113,15 @@ def channel_groups(shape: Any) -> int:
 
 @functools.lru_cache  # it takes as long as a pass over 10,000 elements
 def _channel_groups(shape):
-    positions = math.prod(size for size in shape[1:-1] if size)
-    if None in shape[1:-1]:
-        positions = shape[-2] or 1
-    longest = max(_LONGEST_ROW // shape[-1], 1)
-    found = [n for n in range(1, longest + 1) if positions % n == 0]
-    return max([n for n in found if n * shape[-1] % ALIGNED == 0] or found)
+    samples, *sizes, channels = shape
+    positions = sizes[-1] or 1 if None in sizes else math.prod(sizes)
+    groups = _widest(positions, _LONGEST_ROW // channels, channels)
+    if groups == 1 and None not in shape and samples > _SHORT:
+        # Rows of several samples are for the digits, and slower.
+        groups = _widest(samples * positions, _LONGEST_ROW // 4 // channels, channels)
+    return groups
+
+
+def _widest(positions, longest, channels):
+    found = [n for n in range(1, max(longest, 1) + 1) if positions % n == 0]
+    return max([n for n in found if n * channels % ALIGNED == 0] or found)

@@ -51,6 +51,7 @@ CASES = {
 LARGE = {
     "2^20 a channel": (1, 1, (256, 64, 64, CHANNELS)),
     "2^24 a channel": (1, 1, (4096, 64, 64, 1)),
+    "10^6 rows": (1, 1, (10**6, CHANNELS)),
 }
 # Batches whose means and deviations are not those of the batches before.
 SEQUENCES = {

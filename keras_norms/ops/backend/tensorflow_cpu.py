@@ -65,7 +65,7 @@ def mean_and_variance(x, prior, count, *, axis):
         mean, variance = _mean_and_variance(x - shift, count)
         return mean + shift, variance
 
-    if channel_groups(x.shape) == 1:  # the sums are long
+    if channel_groups((None, *x.shape[1:])) == 1:  # the sums are long
         return of_small_numbers()
     mean, variance = _mean_and_variance(x, count)
     # The last digits of a mean matter where nearly all of x is the mean.
@@ -88,10 +88,10 @@ def _mean_and_variance(x, count):
     )
     # It returns the unbiased variance of each group, and NaN for an empty batch.
     rows = tf.maximum(count / groups, 1)
-    means = tf.reshape(outputs.batch_mean, (groups, -1))
-    variances = tf.reshape(outputs.batch_variance, (groups, -1)) * ((rows - 1) / rows)
-    mean = tf.reduce_mean(means, 0)
-    variance = tf.reduce_mean(variances + tf.square(means - mean), 0)
+    means = _of_channels(outputs.batch_mean, groups)
+    variances = _of_channels(outputs.batch_variance, groups) * ((rows - 1) / rows)
+    mean = tf.reduce_mean(means, 1)
+    variance = tf.reduce_mean(variances + tf.square(means - mean[:, None]), 1)
     zero = tf.zeros_like(mean)
     return tuple(tf.where(count > 0, value, zero) for value in (mean, variance))
 
@@ -111,10 +111,15 @@ def gradient_sums(upstream, x, center, *, axis):
         epsilon=0.0,
         is_training=False,
     )
-    sums = tf.stack([gradients.offset_backprop, gradients.scale_backprop])
-    return tf.reduce_sum(tf.reshape(sums, (2, groups, -1)), 1)
+    sums = gradients.offset_backprop, gradients.scale_backprop
+    return tf.stack([tf.reduce_sum(_of_channels(each, groups), 1) for each in sums])
 
 
 def _rows(x, groups=1):
     """The tensor as the batch of 1 x 1 images that the operations take."""
     return tf.reshape(x, (-1, 1, 1, groups * x.shape[-1]))
+
+
+def _of_channels(vector, groups):
+    """The numbers of each channel in a row: in rows TensorFlow adds up in pairs."""
+    return tf.transpose(tf.reshape(vector, (groups, -1)))
