@@ -1,5 +1,7 @@
 """Forward mode, which hand-written gradients do not have."""
 
+import keras
+
 NO_FORWARD_MODE = (
     "A normalisation layer in training mode has no forward-mode derivative. Use "
     "reverse mode, and reverse mode twice for the product of a Hessian and a vector."
@@ -7,11 +9,17 @@ NO_FORWARD_MODE = (
 
 
 def have_tangents(tensors):
-    """Whether a `tf.autodiff.ForwardAccumulator` follows one of them.
+    """Whether forward mode is under way: not on JAX, on TensorFlow for one of them.
 
-    For functions with custom gradients, and compiled ones, its results would be wrong
-    without an error.
+    For functions with custom gradients, and compiled ones, the results of a
+    `tf.autodiff.ForwardAccumulator` would be wrong without an error.
     """
+    if keras.backend.backend() == "jax":
+        return False
+    if keras.backend.backend() == "torch":
+        from torch.autograd import forward_ad
+
+        return forward_ad._current_level >= 0
     import tensorflow as tf
     from tensorflow.python.eager import forwardprop_util
 

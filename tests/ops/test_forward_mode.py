@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 
 import numpy as np
 import pytest
@@ -64,9 +65,15 @@ def test_forward_mode_is_refused_in_training(of, mode):
         compiled(functools.partial(forward, call), mode)(x, direction)
 
 
-@pytest.mark.parametrize("name", STATISTICS + WEIGHTS)
-def test_forward_mode_elsewhere(name):
-    call, x, direction = scalar(name, SHAPES[0], name in WEIGHTS)
+LARGE = (100, 28, 28, 1)  # PyTorch has kernels for it.
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*itertools.product(STATISTICS + WEIGHTS, SHAPES[:1]), ("CBN", LARGE)],
+)
+def test_forward_mode_elsewhere(name, shape):
+    call, x, direction = scalar(name, shape, name in WEIGHTS)
     actual = numpy(forward(call, x, direction))
     step = 1e-2 * direction
     expected = float(numpy(call(x + step) - call(x - step))) / 2e-2

@@ -69,6 +69,15 @@ def test_long_sums_keep_their_digits(shape, mean, bounds):
     assert_moments(x, *bounds)
 
 
+@pytest.mark.parametrize("shape", [(64, 32, 32, 16), (600_000, 2), (10_000, 2)])
+def test_constant_channels(shape):
+    values = np.linspace(7.3, 9, shape[-1], dtype="float32")
+    x = ops.convert_to_tensor(np.broadcast_to(values, shape))
+    _, mean, variance = moments(x, "float32", -1)
+    np.testing.assert_array_equal(numpy(mean), values)
+    np.testing.assert_array_equal(numpy(variance), 0)
+
+
 def test_no_variance_rounds_to_less_than_zero():
     """Constant channels, far from the prior mean."""
     values = np.random.default_rng(7).uniform(1e3, 1e4, 200).astype("float32")

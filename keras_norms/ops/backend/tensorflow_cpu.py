@@ -61,7 +61,7 @@ def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
 
     def of_small_numbers():
-        shift = tf.math.divide_no_nan(tf.reduce_sum(_rows(x), (0, 1, 2)), count)
+        shift = tf.math.divide_no_nan(passes.channel_sums(x, axis), count)
         mean, variance = _mean_and_variance(x - shift, count)
         return mean + shift, variance
 

@@ -15,6 +15,7 @@ from keras_norms.ops.custom_gradient import is_eager_torch
 from keras_norms.ops.shapes import channel_groups, reduction_axes
 
 _LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
+_NEAR = 2.0**-12  # a deviation is small by the mean
 _FEW = 16  # channels; a loop over shorter rows takes two or three times as long
 
 
@@ -44,7 +45,7 @@ def mean_and_variance_in_few_operations(x, prior, count, *, axis):
 def applies_to(x, *others, axis):
     """Whether the functions below can compute for these arguments."""
     return (
-        not torch.compiler.is_compiling()  # first: sizes may be symbols
+        is_eager_torch()  # first: sizes may be symbols, `torch.func.vmap` has no values
         and x.numel() >= _LARGE
         and x.is_cpu
         and x.dtype in (torch.float32, torch.float64)
@@ -94,16 +95,24 @@ def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
 def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
     groups = _groups(x)
-    shift = torch.zeros_like(prior)
-    if channel_groups((None, *x.shape[1:])) == 1:
-        # Sums of the whole batch are long: of small numbers.
-        rows = x.reshape(-1, groups * x.shape[-1])
-        shift = rows.mean(0).view(groups, -1).mean(0)
-        x = (rows - _repeated(shift, groups)).view(x.shape)
+    if channel_groups((None, *x.shape[1:])) > 1:  # else the sums are long
+        mean, variance = _mean_and_variance(x, groups)
+        # The last digits of a mean matter where nearly all of x is the mean.
+        if not torch.any(variance < (_NEAR * mean).square_()):
+            return mean, variance
+    # Of small numbers.
+    rows = x.reshape(-1, groups * x.shape[-1])
+    shift = rows.mean(0).view(groups, -1).mean(0)
+    x = (rows - _repeated(shift, groups)).view(x.shape)
+    mean, variance = _mean_and_variance(x, groups)
+    return mean.add_(shift), variance
+
+
+def _mean_and_variance(x, groups):
     means, variances = torch.batch_norm_update_stats(_rows(x, groups), None, None, 0.0)
     means, variances = means.view(groups, -1), variances.view(groups, -1)
     mean = means.mean(0)
-    return mean + shift, (variances + (means - mean).square()).mean(0)
+    return mean, (variances + (means - mean).square_()).mean(0)
 
 
 @passes.gradient_sums.faster(where=applies_to)
