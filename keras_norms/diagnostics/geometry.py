@@ -137,6 +137,8 @@ def effective_weights(
     wrappers = {w.layer: w for w in _keras.layers_of(model, KernelNormalization)}
     norms = _keras.layers_of(model, keras.layers.BatchNormalization)
     norms = [norm for norm in norms if not overrides_call(plain_class(type(norm)))]
+    if training:  # Renormalised, a batch has other statistics than its own.
+        norms = [n for n in norms if is_frozen(n) or not getattr(n, "renorm", False)]
     names = dict(zip(norms, names_of(norms)))
     makers, found = {}, {}
     for call in record(model, [*linear, *norms], x, training):
@@ -182,7 +184,8 @@ def _effective(call, layer, wrapper, training):
 def _is_linear(layer):
     """Whether the output is a linear map, by one kernel, of the input to each unit."""
     return (
-        has_kernels(layer)
+        layer.built
+        and has_kernels(layer)
         and not overrides_call(layer)
         and not isinstance(layer, keras.layers.EinsumDense)
         and len(kernels_of(layer)) == 1

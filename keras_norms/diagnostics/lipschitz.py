@@ -70,9 +70,11 @@ def lipschitz_terms(
     """
     check_model(model)
     found = find_layer(model, layer)
-    if not isinstance(found, keras.layers.BatchNormalization) or is_frozen(found):
+    is_norm = isinstance(found, keras.layers.BatchNormalization)
+    if not is_norm or is_frozen(found) or getattr(found, "renorm", False):
         raise ValueError(
-            "Argument `layer` must be a BatchNormalization that is not frozen. "
+            "Argument `layer` must be a BatchNormalization that is not frozen, and not "
+            "with `renorm`. "
             f"Received: layer={layer!r}, a {type(found).__name__} with "
             f"trainable={found.trainable}"
         )

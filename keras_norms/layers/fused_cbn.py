@@ -98,6 +98,8 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         self.norm = CBN(axis=axis, dtype=policy) if norm is None else norm
         self.layers = layers
         for each in (self.norm, *layers):
+            if not self.trainable:
+                each.trainable = False
             mine = each.compute_dtype, each.variable_dtype
             if mine != (policy.compute_dtype, policy.variable_dtype):
                 argument = "norm" if each is self.norm else "layer"

@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 import keras
-import numpy as np
 from keras import initializers
 from keras.optimizers.schedules import LearningRateSchedule
 
@@ -38,8 +37,7 @@ class FollowsLearningRate(keras.layers.Layer):
         self._accumulation_steps = 1
         self._iterations: weakref.ref | None = None
         self._counted_scope: weakref.ref | None = None
-        # What training warns of; `None` after a rate was set.
-        self._hint: str | None = _UNKNOWN_RATE
+        self._is_told = False
 
     def set_learning_rate(self, rate: Tensor) -> None:
         """Set the learning rate of the coming steps, also before the layer is built.
@@ -79,7 +77,7 @@ class FollowsLearningRate(keras.layers.Layer):
                 "learning rate to a tensor. Call the model on a batch first. "
                 f"Received: rate={arguments.shown(rate)}"
             )
-        self._hint = None
+        self._is_told = True
         if self.built:
             if not is_tensor:
                 rate = ops.full((), rate, self.statistics_dtype)
@@ -139,7 +137,7 @@ class FollowsLearningRate(keras.layers.Layer):
             1 if gradient_accumulation_steps is None else gradient_accumulation_steps,
             at_least=1,
         )
-        self._hint = None
+        self._is_told = True
         is_same = schedule is self._schedule and batches == self._accumulation_steps
         if is_same and iterations is _referent(self._iterations):
             return False
@@ -173,8 +171,8 @@ class FollowsLearningRate(keras.layers.Layer):
 
     def learning_rate_of_this_step(self) -> Tensor:
         """The rate as a scalar. If there is a schedule, take its next step."""
-        if self._hint:
-            _warn_once(self._hint)
+        if not self._is_told:
+            _warn_once()
         if self._schedule is None:
             return self.learning_rate
         scope, is_jax = _keras.get_stateless_scope(), keras.backend.backend() == "jax"
@@ -212,6 +210,11 @@ class FollowsLearningRate(keras.layers.Layer):
             )
 
     @property
+    def iterations(self) -> keras.Variable | None:
+        """The optimizer's counter that `follow` was given, or `None`."""
+        return _referent(self._iterations)
+
+    @property
     def weights(self):
         """All except `step`, which AMAT adds and takes from the optimizer."""
         return [v for v in super().weights if v is not self.step]
@@ -232,8 +235,6 @@ class FollowsLearningRate(keras.layers.Layer):
             )
         for name, variable in weights.items():
             variable.assign(store[name])
-        if float(np.asarray(store["learning_rate"])) >= 0:
-            self._hint = self._hint and _SAVED_RATE
 
 
 def _referent(reference):
@@ -249,19 +250,12 @@ def _value(scalar):
 
 
 @functools.cache
-def _warn_once(hint):
-    warnings.warn(hint, stacklevel=4)
-
-
-_TELL_IT = (
-    "Pass `callbacks=[keras_norms.AMAT()]` to `fit()`, or call "
-    "`layer.set_learning_rate(rate)` in your own training loop."
-)
-_UNKNOWN_RATE = (
-    "CBN does not know the learning rate, and normalises with the statistics of each "
-    f"batch alone, as BatchNormalization does. {_TELL_IT}"
-)
-_SAVED_RATE = (
-    "CBN does not know the learning rate, and its averages follow the last one of an "
-    f"earlier training, which was saved with it. {_TELL_IT}"
-)
+def _warn_once():
+    warnings.warn(
+        "CBN is not told the learning rate. Its averages follow the last one of an "
+        "earlier training, if its weights hold one. If not, it normalises with the "
+        "statistics of each batch alone, as BatchNormalization does. Pass "
+        "`callbacks=[keras_norms.AMAT()]` to `fit()`, or call "
+        "`layer.set_learning_rate(rate)` in your own training loop.",
+        stacklevel=4,
+    )

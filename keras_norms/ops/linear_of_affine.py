@@ -173,7 +173,7 @@ def taps_inside(
     """Which taps of a convolution read no padding along an axis: (outputs, taps)."""
     # With a known size, NumPy starts no operation on a device.
     np_or_ops: Any = np if isinstance(size, int) else keras.ops
-    outputs, reach = (size + stride - 1) // stride, (taps - 1) * dilation
+    outputs, reach = -(-size // stride), (taps - 1) * dilation
     before = reach
     if padding != "causal":
         padded = (outputs - 1) * stride + reach + 1

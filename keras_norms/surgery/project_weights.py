@@ -158,7 +158,7 @@ def _makes_invariant(norm, unit):
 
     A norm that removes the mean of each channel removes a bias of each channel too.
     """
-    if norm.layer is None or norm.is_frozen:
+    if norm.layer is None or norm.is_frozen or norm.config.get("renorm"):
         return False
     bias = unit.layer.bias
     if norm.cls in affine.OF_SAMPLES:

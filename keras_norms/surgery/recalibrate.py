@@ -13,9 +13,10 @@ from keras_norms._checks.models import check_model
 from keras_norms._types import Tensor
 from keras_norms.layers.frozen import is_frozen
 from keras_norms.surgery._graph.affine import NORM_CLASSES
-from keras_norms.surgery._graph.arrays import assign, to_float64, to_numpy
+from keras_norms.surgery._graph.arrays import assign_all, to_float64, to_numpy
 from keras_norms.surgery._graph.measure import (
     NotFinite,
+    check_end,
     inputs_of,
     measure,
     stored,
@@ -123,13 +124,7 @@ def measure_anew(model, layers, data, steps=None, batch_size=None, verbose="auto
     for layer, statistics in zip(layers, measured):
         if statistics is None:
             continue
-        values = stored(layer, statistics, to_float64)
-        if getattr(layer, "renorm", False):
-            deviation = np.sqrt(statistics.variance + layer.epsilon)
-            values["renorm_mean"] = statistics.mean
-            values["renorm_stddev"] = values["moving_stddev"] = deviation
-        for name, value in values.items():
-            assign(getattr(layer, name), value)
+        assign_all(layer, stored(layer, statistics, to_float64))
     if unread:
         warnings.warn(
             f"recalibrate: {unread} keep their statistics, because model "
@@ -206,8 +201,8 @@ class Recalibrate(keras.callbacks.Callback):
         every: int = 1,
     ) -> None:
         super().__init__()
-        inputs_of(None, data)
         _check(steps, batch_size)
+        check_end(inputs_of(None, data), steps)
         if hasattr(data, "__next__") and steps is None:
             raise wrong_data(data)  # It would be read once.
         self.data, self.steps, self.batch_size = data, steps, batch_size

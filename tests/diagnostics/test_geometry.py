@@ -107,6 +107,19 @@ def test_effective_weights_of_any_model():
             diagnostics.effective_weights(model, np.ones(shape))
 
 
+def test_a_model_with_layers_that_are_never_called():
+    unused = {"unused": layers.Dense(3), "norm": layers.BatchNormalization()}
+    body = [layers.Dense(4), layers.BatchNormalization(name="found")]
+    body = keras.Sequential([keras.Input((5,)), *body])
+    own = type("Own", (keras.Model,), {"call": lambda self, x: self.body(x)})()
+    own.body, own.others = body, list(unused.values())
+    x = np.ones((8, 5), "float32")
+    own(x)
+    assert [*diagnostics.effective_weights(own, x)] == ["found"]
+    own.compile("sgd", "mse")
+    own.fit(x, x[:, :4], verbose=0, callbacks=[diagnostics.BatchStatistics(x, every=1)])
+
+
 def test_invariance_of_every_norm():
     """Which weights do not count by their scale: of a unit, as a whole, or they do."""
     small = {"epsilon": 1e-8}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_norms import diagnostics
+from keras_norms import CBN, diagnostics, freeze
 from tests.support import diagnostics_networks as networks
 from tests.support import diagnostics_reference as reference
 from tests.support.backend import later_on_jax, not_torch, numpy, precision
@@ -214,6 +214,30 @@ def test_what_compile_and_trainable_change_is_seen():
     model.trainable = False
     with pytest.raises(ValueError, match="`model` must have trainable weights"):
         diagnostics.value_and_grad(model, x, y)
+
+
+def test_a_frozen_norm_is_seen():
+    model, (x, y) = (
+        networks.build("BatchNormalization", run_eagerly=False),
+        networks.batch(),
+    )
+    before = diagnostics.value_and_grad(model, x, y).loss
+    freeze(model)
+    loss = diagnostics.value_and_grad(model, x, y).loss
+    assert loss != before
+    expected = diagnostics.value_and_grad(model, x, y, training=False).loss
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+def test_a_schedule_that_counts_by_the_optimizer():
+    norm = CBN()
+    model, (x, y) = networks.sequential(norm, layers.Dense(3)), networks.batch()
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.01, 0.02])
+    expected = []
+    for counted in (False, True):
+        norm.follow(schedule, model.optimizer.iterations if counted else None)
+        expected.append(diagnostics.value_and_grad(model, x, y).loss)
+    np.testing.assert_allclose(*expected, rtol=1e-6)
 
 
 def test_layers_made_in_a_scope_that_recomputes():

@@ -59,6 +59,12 @@ def test_several_layers_share_the_statistics(tmp_path):
     np.testing.assert_equal([*map(numpy, loaded(x))], [*map(numpy, fused(x))])
 
 
+def test_not_trainable_from_the_start():
+    layer = FusedCBN(layers.Dense(3), trainable=False)
+    layer.build((None, 4))
+    assert not layer.trainable_variables and not layer.norm.trainable
+
+
 @has_channels_first
 def test_channels_first():
     layer = layers.Conv2D(5, 3, padding="same", data_format="channels_first")

@@ -24,6 +24,22 @@ def assert_converts_and_folds(model, x=X):
     return new, folded
 
 
+def test_only_inputs_that_an_embedding_reads_are_integers():
+    def call(self, inputs):
+        ids, features = inputs
+        return self.head(ops.mean(self.embedding(ids), 1) + self.first(features))
+
+    parts = {"embedding": layers.Embedding(9, 4), "first": layers.Dense(4)}
+    parts["head"] = m.chain(layers.BatchNormalization(), layers.Dense(3))
+    model = m.of_call(call, keras.Model, **parts)
+    features = np.random.default_rng(0).random((8, 6), "float32")
+    x = [np.arange(40).reshape(8, 5) % 9, features]
+    expected = numpy(model(x))
+    new = fold(model)
+    np.testing.assert_allclose(numpy(new(x)), expected, rtol=1e-4, atol=1e-5)
+    assert [each.dtype for each in new.inputs] == ["int32", "float32"]
+
+
 def test_blocks():
     """The last is in a Functional model in a block."""
     inner = model_of((6, 6, 4), m.Block(), name="inner")

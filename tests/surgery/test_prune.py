@@ -11,7 +11,14 @@ from keras import layers, ops
 from keras_norms import CBN, FusedCBN, convert, prune
 from tests.support import planted
 from tests.support import surgery_models as m
-from tests.support.backend import numpy, precision, some, tensorflow_only, thorough_on
+from tests.support.backend import (
+    has_channels_first,
+    numpy,
+    precision,
+    some,
+    tensorflow_only,
+    thorough_on,
+)
 from tests.support.surgery_models import apply
 
 pytestmark = thorough_on("jax")
@@ -224,6 +231,18 @@ def test_the_report_is_true(name):
     gone = sum(map(len, pruned.removed.values()))
     assert pruned.channels == (exact.channels[0], exact.channels[0] - gone)
     assert f"{pruned.error:.1e}" in str(pruned)
+
+
+@has_channels_first
+def test_a_convolution_that_reads_the_input_too_keeps_its_channels():
+    same = layers.Conv2D(3, 3, padding="same", data_format="channels_first")
+    inputs = keras.Input((3, 8, 8))
+    x = layers.Dense(5, "relu", name="one")(
+        layers.Flatten()(same(ops.relu(same(inputs))))
+    )
+    model = keras.Model(inputs, layers.Dense(2)(x))
+    pruned = prune(model, m.images(4, 3, 8, 8), ratio=0.4)
+    assert [*planted.removed(pruned)] == ["one"]
 
 
 @pytest.mark.parametrize("shared", [layers.BatchNormalization, layers.PReLU])

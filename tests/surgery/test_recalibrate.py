@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from keras_norms import AMAT, CBN, LpNorm, NoisyBN
+from keras_norms import AMAT, CBN, LpNorm, NoisyBN, diagnostics
 from keras_norms.surgery import Recalibrate, convert, freeze, prune, recalibrate
+from keras_norms.surgery.project_weights import scale_invariant_kernels
 from tests.support import planted
 from tests.support import surgery_models as m
 from tests.support.backend import BACKEND, later, numpy, some
@@ -189,6 +190,8 @@ def test_data_without_an_end(make):
     for function in (recalibrate, prune, lambda *_: convert(model, CBN, data=data)):
         with pytest.raises(ValueError, match="`data` must have an end"):
             function(model, data)
+    with pytest.raises(ValueError, match="`data` must have an end"):
+        Recalibrate(data)
 
 
 def test_activations_that_are_not_finite():
@@ -291,10 +294,41 @@ def test_a_derived_class_that_computes_something_else():
     assert_measured(model.get_layer("plain"), expected, mean=(1e-4, 1e-5))
 
 
-@pytest.mark.skipif(
+has_renorm = pytest.mark.skipif(
     "renorm" not in inspect.signature(layers.BatchNormalization).parameters,
     reason="Keras has it from 3.14 on",
 )
+
+
+@has_renorm
+def test_batch_renormalization_is_converted_and_pruned():
+    """The first training step is that of inference, but for rounding."""
+    norm = apply(layers.BatchNormalization, renorm=True)
+    model, x = m.model_of((4,), dense(5, "relu"), norm, dense(2)), m.images(64, 4)
+    quietly(model, x)
+    model.layers[1].bias.assign([0.5, -99.0, 0.5, 0.5, 0.5])  # a dead unit
+    quietly(model, x)
+    for new in (
+        convert(convert(model, CBN), layers.BatchNormalization(renorm=True)),
+        convert(model, "ws"),
+        prune(model, x).model,
+    ):
+        y = new(x, training=False)
+        np.testing.assert_allclose(numpy(new(x, training=True)), numpy(y), atol=5e-3)
+
+
+@has_renorm
+def test_what_renormalization_is_not():
+    norm = layers.BatchNormalization(renorm=True, name="bn")
+    model, x = m.model_of((4,), dense(5), norm), m.images(16, 4)
+    with pytest.raises(ValueError, match="must have a BatchNormalization of"):
+        diagnostics.effective_weights(model, x)
+    with pytest.raises(ValueError, match="not with `renorm`"):
+        diagnostics.lipschitz_terms(model, "bn", x, x)
+    assert not scale_invariant_kernels(model)
+
+
+@has_renorm
 def test_batch_renormalization():
     model, norm = one_norm(3, renorm=True)
     x = m.images(12, 3)

@@ -14,6 +14,7 @@ from keras_norms.diagnostics._engine.differentiation import (
     differentiate,
     twice_differentiable,
 )
+from keras_norms.layers.learning_rate import FollowsLearningRate
 
 
 class ModelLoss:
@@ -44,6 +45,9 @@ class ModelLoss:
         model = self._model()
         weights = model.trainable_variables
         others = [*model.non_trainable_variables, *model.metrics_variables]
+        followers = _keras.layers_of(model, FollowsLearningRate)
+        counters = {id(each.iterations): each.iterations for each in followers}
+        others += [counter for counter in counters.values() if counter is not None]
         return (weights, others) if self._layer is None else ([], [*weights, *others])
 
     def values(self):

@@ -189,7 +189,7 @@ def _loss_of(model, loss, layer, side, training):
         weak_reference(model.train_function),
         _keras.compiled_loss(model),
         *map(id, [*model.variables, *model.metrics_variables]),
-        *(each.trainable for each in _keras.layers_of(model)),
+        *((each.trainable, type(each)) for each in _keras.layers_of(model)),  # `freeze`
     )
     kept = _LOSSES.setdefault(model, {})
     key = (id(loss), id(layer), side, training)

@@ -97,6 +97,11 @@ def _scale_statistics(unit, ratio):
     else:
         roots = np.sqrt((variance + layer.epsilon) / (old + layer.epsilon))
         assign(layer.gamma, to_float64(layer.gamma) * roots / ratio)
-    assign(layer.moving_mean, bias + ratio * (to_float64(layer.moving_mean) - bias))
+    for variable in layer.non_trainable_variables:
+        value = to_float64(variable)
+        if variable.name in ("moving_mean", "renorm_mean"):
+            assign(variable, bias + ratio * (value - bias))
+        elif variable.name in ("moving_stddev", "renorm_stddev"):
+            assign(variable, ratio * value)
     assign(layer.moving_variance, variance)
     return True

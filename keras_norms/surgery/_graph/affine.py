@@ -163,10 +163,10 @@ def unknown(channels):
     return Statistics(np.zeros(channels), np.ones(channels), weight=0.0)
 
 
-def moving_statistics(cls, statistics, shift):
+def moving_statistics(cls, statistics, shift, epsilon):
     """The weights that hold the `Statistics` of the input of a norm, by name.
 
-    `shift` is the beta that a CBN scales too.
+    `shift` is the beta that a CBN scales too. Those of `renorm` are among them.
     """
     mean, variance, norm, weight, _ = statistics
     if issubclass(cls, CBN):
@@ -174,7 +174,9 @@ def moving_statistics(cls, statistics, shift):
         return {"moving_mean": mean, "moving_square": square, "average_weight": weight}
     if issubclass(cls, LpNorm):
         return {"moving_mean": mean, "moving_norm": norm}
-    return {"moving_mean": mean, "moving_variance": variance}
+    deviation = (variance + epsilon) ** 0.5
+    arrays = {"moving_mean": mean, "moving_variance": variance, "renorm_mean": mean}
+    return arrays | {"moving_stddev": deviation, "renorm_stddev": deviation}
 
 
 def weights_for(unit, affine, statistics):
@@ -197,7 +199,7 @@ def weights_for(unit, affine, statistics):
         is_square = config.get("norm_of", "centered") != "centered"
         square = statistics.variance + (np.square(mean) if is_square else 0)
         statistics = statistics._replace(norm=np.sqrt(square))
-    arrays = moving_statistics(unit.cls, statistics, shift)
+    arrays = moving_statistics(unit.cls, statistics, shift, config["epsilon"])
     gamma = a * _divisor(unit, {**arrays, "rho": config.get("rho")}.get)
     met = (
         can_be(unit, affine)

@@ -218,7 +218,7 @@ def stored(layer, statistics, convert):
     """
     decouples = isinstance(layer, CBN) and layer.decouple and layer.center
     shift = convert(layer.beta) if decouples else 0.0
-    return moving_statistics(type(layer), statistics, shift)
+    return moving_statistics(type(layer), statistics, shift, layer.epsilon)
 
 
 def _statistics(layer, x, mask):

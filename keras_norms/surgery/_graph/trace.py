@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import re
 import warnings
 
@@ -94,17 +95,31 @@ class Tracer:
         if not shapes or None in shapes:
             self._leave(model, "its input shapes are not known")
             return
-        reads_numbers = _keras.layers_of(model, keras.layers.Embedding)
-        dtype = "int32" if reads_numbers else model.input_dtype
-        inputs = [
-            tree.map_shape_structure(lambda s: keras.Input(s[1:], dtype=dtype), shape)
-            for shape in shapes
-        ]
-        entry = self._trace(model, inputs, {})
-        if entry is not None:
-            inputs = inputs if len(inputs) > 1 else inputs[0]
+        numbers: set[int] = set()  # The places of inputs that an Embedding reads.
+        while True:
+            places = itertools.count()
+
+            def input_of(shape, numbers=numbers, places=places):
+                dtype = "int32" if next(places) in numbers else model.input_dtype
+                return keras.Input(shape[1:], dtype=dtype)
+
+            inputs = [tree.map_shape_structure(input_of, shape) for shape in shapes]
+            entry = self._trace(model, inputs, {})
+            if entry is None:
+                return
             calls = self._calls(tree.flatten((inputs, entry.outputs)), ())
-            self._finish(model, inputs, _without_training(calls), entry.outputs)
+            read = {
+                id(x)
+                for call in calls
+                if isinstance(call.operation, keras.layers.Embedding)
+                for x in tree.flatten((call.args, call.kwargs))
+            }
+            found = {i for i, x in enumerate(tree.flatten(inputs)) if id(x) in read}
+            if found == numbers:
+                break
+            numbers = found
+        inputs = inputs if len(inputs) > 1 else inputs[0]
+        self._finish(model, inputs, _without_training(calls), entry.outputs)
 
     def _finish(self, model, inputs, calls, outputs):
         outputs = tree.map_structure(self._real_tensor, outputs)

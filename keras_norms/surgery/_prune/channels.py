@@ -178,7 +178,9 @@ class Channels:
         axis = linear.channel_axis(unit, node.input.rank)
         if labels is None or labels.axis != axis:
             self._fix(labels)
-        elif unit in self.readers:
+            labels = self._new(node.input, axis)
+            self._fix(labels)  # What it reads in its other calls has to stay too.
+        if unit in self.readers:
             self._join(self.readers[unit], labels)
         else:
             self.readers[unit] = labels

@@ -47,7 +47,9 @@ def _absorb(unit, constants):
     if takes_it:
         unit.configure(use_bias=False)
         bias = unit.arrays.pop("bias")
-        norm.arrays["moving_mean"] = norm.weight("moving_mean") - bias
+        for name in ("moving_mean", "renorm_mean"):
+            if norm.weight(name) is not None:
+                norm.arrays[name] = norm.weight(name) - bias
 
 
 def resize(channels, gone):
