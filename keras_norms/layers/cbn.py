@@ -114,8 +114,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         `gamma` and `beta`, trainable, of shape `(channels,)`; `moving_mean` and
         `moving_square`, of shape `(channels,)`; the scalars `average_weight` (how much
         of the averages is filled, 0 to 1), `rho`, and `learning_rate` (negative while
-        unknown). On JAX the `AMAT` callback adds a counter, `step`, if the learning
-        rate follows a schedule. All are float32, or float64 under the policy float64.
+        unknown). All are float32, or float64 under the policy float64. On JAX the
+        `AMAT` callback adds a counter, `step`, if the learning rate follows a schedule.
 
     Raises:
         ValueError: If an argument is out of its range, if `axis` is not an axis of the

@@ -13,6 +13,7 @@ from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Shape, Tensor
 from keras_norms.layers.cbn import CBN
+from keras_norms.layers.frozen import is_frozen
 from keras_norms.layers.kernels import (
     CONVOLUTIONS,
     DEPTHWISE,
@@ -126,7 +127,8 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Tensor | list[Tensor]:
         inputs = ops.cast(inputs, self.norm.compute_dtype)
-        size = self.norm.group_size if training and self.norm.trainable else None
+        takes_groups = training and not is_frozen(self.norm)
+        size = self.norm.group_size if takes_groups else None
         in_groups = size is not None and size != inputs.shape[0]
         if in_groups or any(each.quantization_mode for each in self.layers):
             # Each group has its own scale, and quantized kernels cannot be scaled.
