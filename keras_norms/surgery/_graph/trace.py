@@ -95,31 +95,42 @@ class Tracer:
         if not shapes or None in shapes:
             self._leave(model, "its input shapes are not known")
             return
-        numbers: set[int] = set()  # The places of inputs that an Embedding reads.
-        while True:
-            places = itertools.count()
-
-            def input_of(shape, numbers=numbers, places=places):
-                dtype = "int32" if next(places) in numbers else model.input_dtype
-                return keras.Input(shape[1:], dtype=dtype)
-
-            inputs = [tree.map_shape_structure(input_of, shape) for shape in shapes]
-            entry = self._trace(model, inputs, {})
-            if entry is None:
-                return
+        inputs = self._inputs_of(model, shapes, self._integers(model, shapes))
+        entry = self._trace(model, inputs, {})
+        if entry is not None:
+            inputs = inputs if len(inputs) > 1 else inputs[0]
             calls = self._calls(tree.flatten((inputs, entry.outputs)), ())
-            read = {
-                id(x)
-                for call in calls
-                if isinstance(call.operation, keras.layers.Embedding)
-                for x in tree.flatten((call.args, call.kwargs))
-            }
-            found = {i for i, x in enumerate(tree.flatten(inputs)) if id(x) in read}
-            if found == numbers:
-                break
-            numbers = found
-        inputs = inputs if len(inputs) > 1 else inputs[0]
-        self._finish(model, inputs, _without_training(calls), entry.outputs)
+            self._finish(model, inputs, _without_training(calls), entry.outputs)
+
+    def _integers(self, model, shapes):
+        """The places of the inputs that an `Embedding` reads, directly or in a block.
+
+        What it reads has another dtype if such an input has.
+        """
+        if not _keras.layers_of(model, keras.layers.Embedding):
+            return set()
+
+        def read(places):
+            left = dict(self.left)
+            inputs = self._inputs_of(model, shapes, places)
+            with _embeddings_watched() as dtypes:
+                self._run(model, inputs, {}, training=False)
+            self.left = left
+            return dtypes
+
+        places = set(range(len(tree.flatten(self._inputs_of(model, shapes, ())))))
+        usual = read(places)
+        return {place for place in places if read(places - {place}) != usual}
+
+    def _inputs_of(self, model, shapes, integers):
+        """Symbolic inputs, integers at these places."""
+        places = itertools.count()
+
+        def made(shape):
+            dtype = "int32" if next(places) in integers else model.input_dtype
+            return keras.Input(shape[1:], dtype=dtype)
+
+        return [tree.map_shape_structure(made, shape) for shape in shapes]
 
     def _finish(self, model, inputs, calls, outputs):
         outputs = tree.map_structure(self._real_tensor, outputs)
@@ -401,3 +412,21 @@ def _first_line(error):
     if len(lines) > 1 and lines[0].startswith("Exception encountered"):
         lines = lines[1:]
     return lines[0] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _embeddings_watched():
+    """A list that receives the dtype of what each called `Embedding` reads."""
+    dtypes: list[str] = []
+    original = keras.layers.Embedding.__call__
+
+    def call(self, *args, **kwargs):
+        read = tree.flatten((args, kwargs))[0]
+        dtypes.append(keras.backend.standardize_dtype(read.dtype))
+        return original(self, *args, **kwargs)
+
+    keras.layers.Embedding.__call__ = call
+    try:
+        yield dtypes
+    finally:
+        del keras.layers.Embedding.__call__
