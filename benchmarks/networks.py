@@ -7,6 +7,7 @@ from functools import partial
 import keras
 from absl import flags
 
+from benchmarks import compare
 from keras_norms import CBN, LpNorm
 from keras_norms.layers import layers_of
 from keras_norms.surgery import convert
@@ -119,9 +120,8 @@ def define_flags():
         f"Networks as name:image size:batch size, of {', '.join(NETWORKS)}.",
     )
     check_flag("networks")
-    flags.DEFINE_list(
-        "norms", [*NORMS], f"Normalisations, with {YARDSTICK}, the yardstick."
-    )
+    names = (*NORMS, *LP_NORMS)
+    compare.define_names("norms", [*NORMS], names, f"With {YARDSTICK}, the yardstick.")
     flags.register_validator(
         "norms", lambda norms: YARDSTICK in norms, f"must have {YARDSTICK} among them"
     )

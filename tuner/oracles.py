@@ -16,6 +16,7 @@ import warnings
 
 import keras_tuner
 import numpy as np
+from keras_tuner.engine.hyperparameters import Float
 from keras_tuner.engine.trial import Trial
 from sklearn.exceptions import ConvergenceWarning
 
@@ -40,9 +41,11 @@ class Durable:
 
     def populate_space(self, trial_id):
         response = super().populate_space(trial_id)
-        for key, value in (response.get("values") or {}).items():
-            if isinstance(value, float):
-                response["values"][key] = float(f"{value:.4g}")
+        values = response.get("values") or {}
+        for hp in self.hyperparameters.space:
+            # A choice of a grid must stay one of its values.
+            if hp.name in values and isinstance(hp, Float):
+                values[hp.name] = float(f"{values[hp.name]:.4g}")
         return response
 
     @keras_tuner.synchronized

@@ -33,11 +33,12 @@ class Pair:
             )
         classes = [known[name] for name in names]
         self.levels = 17 if data.stem(dataset) == "digits" else 256
-        low, high = images.x_train.min(), images.x_train.max()
+        low, high = images.x_train.min((0, 1, 2)), images.x_train.max((0, 1, 2))
+        span = np.maximum(high - low, 1e-7)
 
         def whole(x, y):
             chosen = np.isin(y, classes)
-            x = np.rint((x[chosen] - low) / (high - low) * (self.levels - 1))
+            x = np.rint((x[chosen] - low) / span * (self.levels - 1))
             n, h, w, c = x.shape
             if size < 1 or h % size or w % size:
                 raise UserError(

@@ -184,7 +184,7 @@ def silhouette(points, labels):
     """
     from sklearn.metrics import silhouette_score
 
-    several = len(np.unique(labels)) > 1
+    several = 1 < len(np.unique(labels)) < len(labels)
     # Without any variance, t-SNE too fails, and ends the whole process.
     if not (several and np.isfinite(points).all() and np.var(points, axis=0).any()):
         return None
@@ -238,7 +238,7 @@ def measure(model, problem, settings, run):
         "test": scores(parts, *problem.test, picture, settings.seed),
         "recalibrated": None,
     }
-    if any(isinstance(layer, WITH_STATISTICS) for layer in model.layers):
+    if any(type(v) in WITH_STATISTICS and v.trainable for v in model.layers):
         weights = model.get_weights()
         recalibrate(model, seen, batch_size=settings.batch_size, verbose=0)
         found["recalibrated"] = scores(parts, *problem.test)

@@ -22,8 +22,8 @@ has not been run. In the second the gap is 196.5 nats with BN and 282.6 with LN,
 AUROC 0.964 and 0.975. BN does tell them apart: the claim does not hold as stated. BN
 has the smaller gap, but is the better flow after these 992 steps (2.08 bits per pixel,
 LN 2.82). The same is true in the narrow network; in the shallow one BN has the larger
-gap, 177.6 nats, LN 109.9. With `--nobetween` (norms in the networks only) both have the
-same gap (205.8 and 205.9).
+gap, 177.6 nats, LN 109.9. With `--nobetween` (norms in the networks only) both have
+nearly the same gap (205.3 and 202.5).
 
 Reference: Zhou et al., 2022, https://arxiv.org/abs/2205.15146
 """

@@ -112,6 +112,10 @@ class Settings(classifier.Grid):
                     f"activations {self.activations}. Received: {name}={rhos}"
                 )
 
+    def runs(self, **values):
+        """All runs of one row, or by default of BN's, to check what is swept."""
+        return super().runs(**({"norm": "bn", "rho": 1.0} | values))
+
     def rho_of(self, row, activation):
         """The rho of a `Row`."""
         if not row.tuned:

@@ -61,8 +61,8 @@ def _refuse(arguments):
 def report(directory):
     """Prints the table of a recipe and where its files are."""
     print(f"\n{(directory / 'table.md').read_text()}")
-    for path in sorted(directory.glob("*.png")):
+    for path in sorted(directory.glob("[!.]*.png")):
         print(f"Picture  {path}")
-    for path in sorted(directory.glob("*.md")):
+    for path in sorted(directory.glob("[!.]*.md")):
         print(f"Table    {path}")
     print(f"Numbers  {directory / 'results.json'}")

@@ -153,4 +153,6 @@ def _named(model):
 
 def numpy_copy(variable):
     """The value of a Keras variable, safe from being overwritten by the next step."""
-    return np.array(keras.ops.convert_to_numpy(variable))
+    array = np.array(keras.ops.convert_to_numpy(variable))
+    # Files of NumPy do not know bfloat16; float32 holds it exactly.
+    return array.astype("float32") if array.dtype.name == "bfloat16" else array

@@ -84,6 +84,10 @@ def scaled(model, width, initializer=None):
         for key in ("filters", "groups"):
             if inner.get(key, 1) > 1:
                 inner[key] = max(1, round(width * inner[key]))
+        if isinstance(layer, keras.layers.GroupNormalization) and layer.groups > 1:
+            channels = max(1, round(width * layer.input.shape[-1]))
+            most = range(1, config["groups"] + 1)
+            config["groups"] = max(n for n in most if channels % n == 0)
         if initializer is not None and "kernel_initializer" in inner:
             inner["kernel_initializer"] = initializer
         return type(layer).from_config(config)

@@ -151,8 +151,16 @@ def problem(settings):
     def batches(interval):
         return _From(batch, interval * settings.every)
 
-    intervals = settings.steps // settings.every
-    return training.Problem(network, batches, settings.every, intervals, test)
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay
+    return training.Problem(
+        network,
+        batches,
+        settings.every,
+        settings.steps // settings.every,
+        test,
+        schedule([], [settings.learning_rate]),
+        norms.get(settings.norm).amat,
+    )
 
 
 class _From(keras.utils.PyDataset):

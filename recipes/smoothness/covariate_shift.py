@@ -65,11 +65,11 @@ def measure(model, batches, settings):
     found = diagnostics.covariate_shift(
         model,
         *batches[0],
-        layers=list(settings.layers),
+        layers=list(map(model.get_layer, settings.layers)),
         learning_rate=settings.learning_rate,
     )
     values = {}
-    for layer, distance, cosine, norm in zip(*found[:4]):
+    for layer, (distance, cosine, norm) in zip(settings.layers, zip(*found[1:4])):
         values[f"{layer}_distance"] = distance
         values[f"{layer}_relative"] = distance / norm if norm else np.nan
         values[f"{layer}_cosine"] = cosine

@@ -47,6 +47,7 @@ from keras import ops
 
 from keras_norms import diagnostics, recalibrate
 from recipes.engine import command, data, results, training
+from recipes.models import norms
 from recipes.smoothness import _reports as reports
 from recipes.smoothness import _training as descent
 
@@ -84,7 +85,8 @@ def measure(model, batches, settings):
     _, gradients = diagnostics.value_and_grad(model, x, y)
     weights = [training.numpy_copy(v) for v in model.trainable_variables]
     state = [v.value for v in model.non_trainable_variables]
-    outputs = places(model, settings.layers)
+    after_layers = norms.get(settings.norm).placement == "after"
+    outputs = places(model, settings.layers, after_layers)
     before, state = activations(model, outputs, weights, state, x)
     # Training takes this very step of plain gradient descent on this batch.
     for weight, gradient in zip(weights, gradients, strict=True):
@@ -97,16 +99,17 @@ def measure(model, batches, settings):
     }
 
 
-def places(model, layers):
+def places(model, layers, normalised=True):
     """Outputs of a model by place: `layer` is the input of its nonlinearity.
 
-    That is the output of the norm after the layer. Without a norm it is the layer's own
-    output, which otherwise is the place `layer` plus `BEFORE`.
+    That is the output of the norm after the layer, if layers are `normalised` so. If
+    not, it is the layer's own output, which otherwise is the place `layer` plus
+    `BEFORE`.
     """
     found, names = {}, {layer.name for layer in model.layers}
     for layer in layers:
         found[layer] = output = model.get_layer(layer).output
-        if f"{layer}_norm" in names:
+        if normalised and f"{layer}_norm" in names:
             found[layer] = model.get_layer(f"{layer}_norm").output
             found[layer + BEFORE] = output
     return found

@@ -97,6 +97,7 @@ def test_every_recipe_is_documented():
         ("compare", "--target_accuracy=-3", "`target_accuracy` must be at least 0"),
         ("blindness.layers", "--samples=1438", "`samples` must be at most 1437"),
         ("cbn.ablation", "--activations=relu --rho_after=1,2", "must have one number"),
+        ("cbn.ablation", "--activations=foo", "`activation` must be"),
         ("cbn.assumptions", "--model=resnet50", "`model` must be a residual net"),
         ("cbn.gradient_variance", "--batches=1", "`batches` must be at least 2"),
         ("spheres.pruning", "--norm=group", "group"),

@@ -214,3 +214,11 @@ def test_schedules():
         schedule = optimizers.piecewise_schedule(0.1, total, drops)
         rates = [float(schedule(step)) for step in range(total)]
         np.testing.assert_allclose(rates, expected, rtol=1e-6)
+
+
+def test_a_checkpoint_holds_bfloat16(tmp_path):
+    variable = keras.Variable(np.float32([1, -3, 2**-9]), dtype="bfloat16")
+    np.savez(tmp_path / "checkpoint.npz", value=training.numpy_copy(variable))
+    value = np.load(tmp_path / "checkpoint.npz")["value"]
+    np.testing.assert_array_equal(value, [1, -3, 2**-9])
+    variable.assign(value)

@@ -52,6 +52,12 @@ def imagenet(name, norm):
     return models.build(name, (32, 32, 3), 1000, norm, "tanh", rho=2.0, omega=3.0)
 
 
+def test_groups_divide_the_channels_of_any_width():
+    model = imagenet("vgg11_0.1", "group")
+    for layer in of(model, L.GroupNormalization):
+        assert layer.input.shape[-1] % layer.groups == 0
+
+
 @pytest.mark.parametrize("name", [*SMALL, "resnet18", *later(*LARGE, marks=[once])])
 def test_places_of_norms(name):
     linear, activations, shortcuts, weights = NETWORKS[name]
