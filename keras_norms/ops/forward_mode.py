@@ -9,13 +9,11 @@ NO_FORWARD_MODE = (
 
 
 def have_tangents(tensors):
-    """Whether forward mode is under way: not on JAX, on TensorFlow for one of them.
+    """Whether forward mode is under way, on TensorFlow for one of them.
 
     For functions with custom gradients, and compiled ones, the results of a
     `tf.autodiff.ForwardAccumulator` would be wrong without an error.
     """
-    if keras.backend.backend() == "jax":
-        return False
     if keras.backend.backend() == "torch":
         from torch.autograd import forward_ad
 

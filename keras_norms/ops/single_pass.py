@@ -43,7 +43,7 @@ def single_pass(xla: bool | str = False) -> Callable:
         @functools.wraps(function)
         def call(*tensors, **static):
             backend = keras.backend.backend()
-            if have_tangents(tensors):
+            if backend == "tensorflow" and have_tangents(tensors):
                 return function(*tensors, **static)
             if backend == "tensorflow" and _has_gpu():
                 return compiled(**static)(*tensors)

@@ -12,6 +12,7 @@ import torch
 
 from keras_norms.ops import moments, passes
 from keras_norms.ops.custom_gradient import is_eager_torch
+from keras_norms.ops.forward_mode import have_tangents
 from keras_norms.ops.shapes import channel_groups, reduction_axes
 
 _LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
@@ -52,6 +53,7 @@ def applies_to(x, *others, axis):
         and all(tensor.dtype == x.dtype for tensor in others)
         and isinstance(axis, int)
         and axis % x.ndim == x.ndim - 1
+        and not have_tangents(others)
     )
 
 

@@ -8,6 +8,7 @@ the one of that name in `moments` or `passes` does.
 import torch
 
 from keras_norms.ops import moments, passes
+from keras_norms.ops.forward_mode import have_tangents
 
 _LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
 
@@ -27,6 +28,7 @@ def applies_to(x, *others, axis):
             tensor.dtype == (x.dtype if tensor.ndim == x.ndim else wide)
             for tensor in others
         )
+        and not have_tangents(others)
     )
 
 
