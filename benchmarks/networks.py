@@ -121,7 +121,8 @@ def define_flags():
     )
     check_flag("networks")
     names = (*NORMS, *LP_NORMS)
-    compare.define_names("norms", [*NORMS], names, f"With {YARDSTICK}, the yardstick.")
+    about = f"Normalisations, {YARDSTICK} among them."
+    compare.define_names("norms", [*NORMS], names, about)
     flags.register_validator(
         "norms", lambda norms: YARDSTICK in norms, f"must have {YARDSTICK} among them"
     )

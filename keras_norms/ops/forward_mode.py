@@ -17,7 +17,7 @@ def have_tangents(tensors):
     if keras.backend.backend() == "torch":
         from torch.autograd import forward_ad
 
-        return forward_ad._current_level >= 0
+        return forward_ad._current_level >= 0  # There is no public name for it.
     import tensorflow as tf
     from tensorflow.python.eager import forwardprop_util
 

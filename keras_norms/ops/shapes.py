@@ -111,10 +111,15 @@ def channel_groups(shape: Any) -> int:
     return _channel_groups(tuple(shape))
 
 
+def sums_are_long(shape: Any) -> bool:
+    """Whether a sample has no groups, so that a sum is over many rows of the batch."""
+    return channel_groups((None, *shape[1:])) == 1
+
+
 @functools.lru_cache  # it takes as long as a pass over 10,000 elements
 def _channel_groups(shape):
     samples, *sizes, channels = shape
-    positions = sizes[-1] or 1 if None in sizes else math.prod(sizes)
+    positions = (sizes[-1] or 1) if None in sizes else math.prod(sizes)
     groups = _widest(positions, _LONGEST_ROW // channels, channels)
     if groups == 1 and None not in shape and samples > _SHORT:
         # Rows of several samples are for the digits, and slower.

@@ -9,7 +9,7 @@ computes what the one of that name in `moments` or `passes` does.
 import tensorflow as tf
 
 from keras_norms.ops import moments, passes
-from keras_norms.ops.shapes import ALIGNED, channel_groups
+from keras_norms.ops.shapes import ALIGNED, channel_groups, sums_are_long
 from keras_norms.ops.single_pass import in_xla, is_large
 
 _NEAR = 2.0**-12  # a deviation is small by the mean
@@ -65,7 +65,7 @@ def mean_and_variance(x, prior, count, *, axis):
         mean, variance = _mean_and_variance(x - shift, count)
         return mean + shift, variance
 
-    if channel_groups((None, *x.shape[1:])) == 1:  # the sums are long
+    if sums_are_long(x.shape):
         return of_small_numbers()
     mean, variance = _mean_and_variance(x, count)
     # The last digits of a mean matter where nearly all of x is the mean.

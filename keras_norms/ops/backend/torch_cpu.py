@@ -13,7 +13,7 @@ import torch
 from keras_norms.ops import moments, passes
 from keras_norms.ops.custom_gradient import is_eager_torch
 from keras_norms.ops.forward_mode import have_tangents
-from keras_norms.ops.shapes import channel_groups, reduction_axes
+from keras_norms.ops.shapes import channel_groups, reduction_axes, sums_are_long
 
 _LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
 _NEAR = 2.0**-12  # a deviation is small by the mean
@@ -97,7 +97,7 @@ def gradient_x(upstream, x, scale, k, pivot, constant, *, axis):
 def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
     groups = _groups(x)
-    if channel_groups((None, *x.shape[1:])) > 1:  # else the sums are long
+    if not sums_are_long(x.shape):
         mean, variance = _mean_and_variance(x, groups)
         # The last digits of a mean matter where nearly all of x is the mean.
         if not torch.any(variance < (_NEAR * mean).square_()):
