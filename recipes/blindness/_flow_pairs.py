@@ -9,7 +9,7 @@ from recipes.engine.errors import UserError, check_size
 class Pair:
     """The images of two classes, with whole numbers from 0 to `levels - 1` as pixels.
 
-    The lowest and the highest value in the training images count as black and white.
+    The lowest and the highest value of a channel in the training images are its ends.
     y is 0 for the first class and 1 for the second.
 
     Args:

@@ -62,6 +62,13 @@ def test_a_grid_has_every_combination_once(tmp_path):
     assert found[0] == {"rho": 1.0, "omega": 10.0}
 
 
+def test_a_grid_keeps_bounds_of_many_digits(tmp_path):
+    oracle = synthetic.oracle("grid", None, "rho=1.41421..2")
+    tuner = synthetic.Tuner(oracle, tmp_path)
+    tuner.search()
+    assert values(tuner.oracle)[0]["rho"] == 1.41421
+
+
 def test_bayesian_learns_from_failed_trials(tmp_path):
     """Where trials diverge, fewer are tried than KerasTuner's own oracle would."""
 

@@ -108,6 +108,7 @@ def test_points_without_a_silhouette():
     assert features.silhouette(points, labels) > 0.8
     for nothing in (np.zeros((4, 1)), np.where(points > 2, np.nan, points)):
         assert features.silhouette(nothing, labels) is None
+    assert features.silhouette(points, np.arange(4)) is None
 
 
 def test_scores_of_an_affine_classifier(tmp_path):

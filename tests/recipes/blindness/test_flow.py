@@ -30,6 +30,18 @@ def test_pixels_are_those_of_the_data_set(pair):
     np.testing.assert_array_equal(found, np.rint(blocks))
 
 
+def test_colours_have_whole_levels(tmp_path):
+    """Channels of other means and deviations, which standardising makes alike."""
+    x = np.random.default_rng(0).integers(0, [256, 64, 20], (48, 8, 8, 3), "uint8")
+    x[0, 0, 0], x[0, 0, 1] = 0, 255
+    y = np.arange(48) % 2
+    path = tmp_path / "colours.npz"
+    np.savez(path, x_train=x, y_train=y, x_test=x, y_test=y)
+    found = Pair(str(path), "0+1", 8)
+    pixels = (np.sort(v.reshape(48, -1), 0) for v in (found.x_test, x))
+    np.testing.assert_array_equal(*pixels)
+
+
 def test_noise_and_interpolation(pair):
     x = pair.dequantised(pair.x_test)
     np.testing.assert_array_equal(np.floor(x * 17 - 1e-5).clip(0), pair.x_test)
