@@ -1,3 +1,5 @@
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -32,6 +34,23 @@ def test_covariate_shift(tmp_path):
 def build(norm):
     keras.utils.set_random_seed(0)
     return small.convolutions(None, (6, 6, 1), 3, norm, "relu")
+
+
+def test_a_kernel_norm_and_its_layer_are_one_place():
+    model, rng = build("ws"), np.random.default_rng(0)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    batch = rng.normal(size=(8, 6, 6, 1)), np.arange(8) % 3
+    settings = types.SimpleNamespace(layers=("conv",), learning_rate=0.1)
+    found = covariate_shift.measure(model, [batch], settings)
+    at = {"layers": [model.get_layer("conv")], "learning_rate": 0.1}
+    shift = diagnostics.covariate_shift(model, *batch, **at)
+    assert found["conv_distance"] == pytest.approx(shift.distances[0], rel=1e-5)
+
+
+def test_a_norm_before_the_layer_is_not_after_it():
+    model = build("cbn")
+    (output,) = noisy_shift.places(model, ["conv"], normalised=False).values()
+    assert output is model.get_layer("conv").output
 
 
 def test_changes():
