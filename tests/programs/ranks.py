@@ -114,8 +114,8 @@ def check_not_synchronized(rank):
     assert len(said) == 1, [str(w.message) for w in caught]
     first, second = gathered(numpy(layer.moving_mean))
     assert np.abs(first - second).max() > 0.01
-    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
-    exec(code, {"model": keras.Sequential([layer]), "torch": torch})
+    code = re.search(r"for variable in .*?(?=\n```)", PAGE.read_text(), re.DOTALL)
+    exec(code[0], {"model": keras.Sequential([layer]), "torch": torch})
     for found in gathered(numpy(layer.moving_mean)):
         np.testing.assert_allclose(found, (first + second) / 2, rtol=1e-6)
 
