@@ -6,10 +6,9 @@ import pathlib
 import platform
 import time
 
+import joblib
 import keras
 import numpy as np
-
-from recipes.engine import workers
 
 
 def describe():
@@ -24,7 +23,7 @@ def describe():
         "backend": keras.backend.backend(),
         "device": _device(),
         "processor": _processor(),
-        "cores": workers.cores(),
+        "cores": joblib.cpu_count(),
         "versions": versions,
     }
 
@@ -69,7 +68,7 @@ def copy_bandwidth(rounds=10):
 
     It uses NumPy, to give a machine one figure for all frameworks.
     """
-    threads = workers.cores()
+    threads = joblib.cpu_count()
     source, target = (
         np.array_split(np.ones(2**26, "float32"), threads) for _ in range(2)
     )

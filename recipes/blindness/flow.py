@@ -70,7 +70,8 @@ class Training(Images):
     )
     size: int | None = setting(
         None,
-        "Size to average images to; 8 if not given, 14 if not digits.",
+        "Size to average images to; if not given, 8 for digits, 16 for CIFAR-10, "
+        "else 14.",
     )
     scales: int = setting(2, "Scales of the flow.", at_least=1)
     couplings: int = setting(3, "Couplings in a row with one kind of mask.", at_least=1)
@@ -92,7 +93,8 @@ class Training(Images):
     def usual(self):
         if self.dataset == "digits":
             return {"size": 8, "width": 32, "epochs": 50}
-        return {"size": 14, "width": 16, "epochs": 16}
+        size = 16 if data.stem(self.dataset) == "cifar10" else 14
+        return {"size": size, "width": 16, "epochs": 16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
 import functools
+import types
 
 import keras
 import numpy as np
@@ -129,6 +130,22 @@ def test_scores_of_an_affine_classifier(tmp_path):
     with np.load(tmp_path / "picture.npz") as file:
         score = features.silhouette(file["points"], file["labels"])
     assert found["silhouette_of_picture"] == pytest.approx(score, abs=1e-4)
+
+
+def test_a_frozen_norm_has_nothing_to_recalibrate(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 4)).astype("float32"), np.arange(40) % 3
+    images = types.SimpleNamespace(x_train=x, y_train=y)
+    problem = types.SimpleNamespace(images=images, test=(x[:20], y[:20]))
+    settings = features.Training(test_size=20, batch_size=10)
+    norm = keras.layers.BatchNormalization()
+    layers = keras.layers.Dense(6), norm, keras.layers.Dense(3)
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    run = types.SimpleNamespace(directory=tmp_path)
+    for frozen in (False, True):
+        norm.trainable = not frozen
+        found = features.measure(model, problem, settings, run)
+        assert (found["recalibrated"] is None) == frozen
 
 
 SWEEP = {"train_size": 400, "test_size": 60, "width": 1, "batch_size": 16}

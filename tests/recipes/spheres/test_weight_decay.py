@@ -1,3 +1,5 @@
+import types
+
 import numpy as np
 import pytest
 
@@ -72,6 +74,19 @@ def test_robustness(tmp_path, small_network):
     table = robustness.table([lost], robustness.Settings())
     _, _, line, *_ = small.cells(table)
     assert line[0].endswith("(2 diverged)") and line[2:] == ["–"] * 10
+
+
+def test_a_network_that_says_always_the_same():
+    model = small.convolutions("resnet8", (8, 8, 1), 10, "bn", "relu")
+    kernel, _ = model.get_layer("logits").weights
+    kernel.assign(np.zeros(kernel.shape))
+    settings = robustness.Attacked(test_size=20)
+    problem = types.SimpleNamespace(images=data.load("digits"))
+    share = np.mean(problem.images.y_test[:20] == 0)  # argmax of equal logits
+    found = robustness.measure(model, problem, settings, None)
+    for row in (*found["inf"], found["2"]):
+        assert row["clean"] == row["noise"] == row["attacked"] == pytest.approx(share)
+        assert row["without_gradient"] == 1 and row["samples"] == 20
 
 
 def test_what_decay_changes_is_known_of_norms_that_train_with_and_without():
