@@ -5,7 +5,8 @@
 A line of the text that begins with "| " is a row: item, what the paper says, the result
 here, at what size, agreement, pages, and the command. In the third and fourth,
 `{file.json:key}` is the number that docs/results/file.json has for the key, and
-`{0.123}` must be on one of the row's pages. `{counts}` is the number of rows by paper
+`{0.123}` must be on one of the row's pages, as must the command of what was run; the
+page's environment variables come before it. `{counts}` is the number of rows by paper
 and agreement. All other text is copied.
 """
 
@@ -79,11 +80,16 @@ def _checked(cells):
         return file
 
     texts = [NUMBER.sub(number, text) for text in texts]
-    module = command.split(" ")[0]
     if command != "-":
+        module = command.split(" ")[0]
         if not (DOCS.parent / f"{module.replace('.', '/')}.py").is_file():
             raise ValueError(f"{item}: there is no {module}.")
-        command = f"`python -m {command}`"
+        written = re.sub(r"\\\n +", "", pages).replace("<where it is>", "DIR")
+        command = f"python -m {command}"
+        found = re.findall(rf"^ +((?:\w+=\S+ )*{re.escape(command)})$", written, re.M)
+        if not found and agreement != "never run" and "](" in "".join(shown):
+            raise ValueError(f"{item}: {command} does not stand in {where}.")
+        command = f"`{found[0] if found else command}`"
     return [*texts, agreement, ", ".join(shown) or "-", command]
 
 

@@ -21,6 +21,13 @@ def test_the_page_is_up_to_date(claims):
         assert where != "-" or command != "-"
 
 
+def test_a_command_has_the_environment_of_its_page(claims):
+    command = "recipes.smoothness.noisy_shift --network=dln"
+    row = f"| Table 1 | 1 | 1 | - | holds | noisy_shift | {command} |"
+    page = claims.written(f"## A paper\n\n{row}\n")
+    assert f"| `KERAS_BACKEND=jax JAX_ENABLE_X64=1 python -m {command}` |" in page
+
+
 @pytest.mark.parametrize(
     "cells, message",
     [
@@ -28,6 +35,7 @@ def test_the_page_is_up_to_date(claims):
         ("1 | 1 | exact | yes | blindness | -", "no such agreement, 'yes'"),
         ("1 | 1 | exact | holds | tests/test_no.py | -", "no tests/test_no.py"),
         ("1 | 1 | exact | holds | - | recipes.no --a=1", "no recipes.no"),
+        ("1 | 1 | exact | holds | blindness | recipes.train", "train does not stand"),
         ("{statements_cbn.json:L} | 1 | exact | holds | - | -", "no 'L'"),
         ("1 | 2 | 1 | exact | holds | - | -", "8 cells, not 7"),
     ],

@@ -16,7 +16,7 @@ Each variant trains with its own statistics. After every epoch the gradients of
 is the trace of their covariance; the squared norm is that of their mean, unbiased.
 
 Variance relative to CBN without AMAT at 0.1, 0.01 and 0.001, ResNet-8 on digits, one
-seed (20 trainings, 4 minutes on two cores of an AMD EPYC). AMAT lowers it, as claimed
+seed (20 trainings, 7 minutes on two cores of an AMD EPYC). AMAT lowers it, as claimed
 (with sigmoid 1.00, 0.66, 0.61, with ReLU 1.00, 0.38, 0.35); the fixed eta also does,
 with sigmoid by more (0.49, 0.12, 0.28 and 0.49, 0.42, 0.44). BN's is 2.87, 9.93, 24.4
 and 1.22, 1.78, 1.76. The squared bias of the fixed eta is a tenth of the variance or
