@@ -68,7 +68,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         rho: Positive float. The output has the root mean square `gamma / rho`. The
             paper tries 1/4 to 8; 1 and 2 are good first choices. It is a scalar weight:
             `layer.rho = 2.0` takes effect at once. (On JAX, the trainer holds all state
-            during an epoch: a callback must read `self.model` first.)
+            during an epoch: a callback must read `self.model` first.) It is chosen, not
+            learned: in training it has no gradient, on JAX one of 0.
         omega: Non-negative float. A batch enters the averages with the weight
             `omega * learning_rate`, at most 1. With Adam at 0.001, 100 was better than
             10 (docs/results/adam.md). A compiled step keeps the value that it was

@@ -40,19 +40,54 @@ def custom_gradient(forward: Callable, backward: Callable) -> Callable:
 
         return with_gradient
     if backend == "jax":
-        import jax
-
-        with_gradient = jax.custom_vjp(forward)
-        with_gradient.defvjp(
-            lambda *tensors: (forward(*tensors), tensors),
-            lambda tensors, upstream: backward(upstream, *tensors),
-        )
-        return with_gradient
+        return custom_vjp(forward, backward)
 
     def gradient(upstreams, tensors):
         return backward(_one_or_all(upstreams), *tensors)
 
     return functools.partial(apply_in_torch, forward, gradient)
+
+
+def custom_vjp(forward: Callable, backward: Callable) -> Callable:
+    """`jax.custom_vjp`, in `jax.shard_map` too; see `custom_gradient`.
+
+    There JAX adds up the gradients of a tensor that all devices share, but not those
+    of a function with a gradient of its own: its tensors must be those of one device.
+    """
+    import jax
+
+    with_gradient = jax.custom_vjp(forward)
+    with_gradient.defvjp(
+        lambda *tensors: (forward(*tensors), tensors),
+        lambda tensors, upstream: backward(upstream, *tensors),
+    )
+
+    def call(*tensors):
+        axes = frozenset().union(*map(_axes_of, tensors))
+        return with_gradient(*(_varying(tensor, axes) for tensor in tensors))
+
+    return call
+
+
+def _axes_of(tensor):
+    """The axes of a mesh over which a tensor differs, in `jax.shard_map`."""
+    import jax
+
+    kind = jax.typeof(tensor)
+    if hasattr(kind, "manual_axis_type"):
+        return kind.manual_axis_type.varying
+    return getattr(kind, "vma", frozenset())  # JAX 0.9 and older
+
+
+def _varying(tensor, axes):
+    """A tensor as one that differs over these axes too."""
+    import jax
+
+    if not (missing := tuple(axes - _axes_of(tensor))):
+        return tensor
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(tensor, missing, to="varying")
+    return jax.lax.pvary(tensor, missing)  # JAX 0.8 and older
 
 
 def _one_or_all(upstreams):

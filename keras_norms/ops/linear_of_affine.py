@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from keras_norms._types import Tensor
+from keras_norms.ops.custom_gradient import custom_vjp
 from keras_norms.ops.functions import ops
 from keras_norms.ops.replicas import devices_share_batches
 
@@ -145,8 +146,7 @@ def _in_half_precision(linear, x, kernel, constant, is_image):
         x, upstream = (tensor.astype(kernel.dtype) for tensor in (x, upstream))
         return gradient(linear, x, kernel, upstream)
 
-    def backward(tensors, upstream):
-        x, kernel, constant = tensors
+    def backward(upstream, x, kernel, constant):
         dx = jax.vjp(lambda x: half(x, kernel), x)[1](upstream)[0]
         dkernel = jax.lax.platform_dependent(
             x,
@@ -162,9 +162,7 @@ def _in_half_precision(linear, x, kernel, constant, is_image):
         spread = jax.vjp(lambda v: ops.broadcast_to(v, total.shape), constant)[1]
         return dx, dkernel, spread(total)[0]
 
-    with_gradient = jax.custom_vjp(forward)
-    with_gradient.defvjp(lambda *tensors: (forward(*tensors), tensors), backward)
-    return with_gradient(x, kernel, constant)
+    return custom_vjp(forward, backward)(x, kernel, constant)
 
 
 def taps_inside(

@@ -16,9 +16,10 @@ import jax
 import keras
 import numpy as np
 import pytest
+from keras import ops
 
 from benchmarks.compiled import collectives
-from keras_norms import AMAT
+from keras_norms import AMAT, CBN, FusedCBN, LpNorm
 from recipes import train
 from recipes.engine import classifier, devices
 from recipes.engine.recorder import SCORES
@@ -120,6 +121,40 @@ def check_model_parallel():
     assert max(errors(found, expected).values()) < 1e-4
 
 
+def check_shard_map():
+    """Each device normalises alone; gradients of shared weights are added up."""
+    keras.distribution.set_distribution(None)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
+    shared, parts = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("batch")
+    x = np.random.default_rng(0).normal(1, 2, (32, 4)).astype("float32")
+    dense = keras.layers.Dense(4, dtype="mixed_bfloat16")
+    fused = FusedCBN(dense, dtype="mixed_bfloat16")
+    for layer, training in (
+        *((CBN(), True), (CBN(group_size=2), True), (LpNorm(1), True)),
+        *((FusedCBN(keras.layers.Dense(4)), True), (fused, False)),
+    ):
+        layer.build((None, 4))
+        weights = [v.value for v in layer.trainable_variables]
+        state = [v.value for v in layer.non_trainable_variables]
+
+        def loss(weights, x, layer=layer, state=state, training=training):
+            y, _ = layer.stateless_call(weights, state, x, training=training)
+            return ops.mean(ops.cast(y, "float32") ** 3)
+
+        def gradient(weights, x, loss=loss):
+            def mean(weights):
+                return jax.lax.pmean(loss(weights, x), "batch")
+
+            return jax.grad(mean)(weights)
+
+        both = {"in_specs": (shared, parts), "out_specs": shared}
+        found = jax.jit(jax.shard_map(gradient, mesh=mesh, **both))(weights, x)
+        alone = [jax.grad(loss)(weights, each) for each in np.split(x, mesh.size)]
+        for value, *each in zip(found, *alone, strict=True):
+            expected = np.mean(each, 0)
+            np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+
+
 def check_training():
     """A recipe's is that of one device; of test images that 8 cannot share, too."""
     usual = small.SETTINGS | {"train_size": 154, "validation_size": 90}
@@ -136,5 +171,5 @@ def check_training():
 
 
 if __name__ == "__main__":
-    checks = check_large_means, check_model_parallel, check_training
+    checks = check_large_means, check_model_parallel, check_shard_map, check_training
     device_cases.main(compared, SIZES, *checks)
