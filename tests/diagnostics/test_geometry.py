@@ -152,6 +152,16 @@ def test_invariance_of_every_norm():
     assert str(found).count("\n") == len(found.weights)
 
 
+def test_a_cosine_of_a_unit_has_no_sign():
+    one = layers.Dense(1, use_bias=False)
+    model = sequential(one, shape=(3,), loss=lambda y, outputs: -outputs)
+    x = np.random.default_rng(0).normal(1, 1, (8, 3)).astype("float32")
+    model.set_weights([x.mean(0)[:, None]])
+    found = diagnostics.weight_geometry(model, x, np.zeros((8, 1)), learning_rate=1.0)
+    assert found.cosines[0] == pytest.approx(-1, abs=1e-4)
+    assert found.unit_cosines[0] == pytest.approx(1, abs=1e-4)
+
+
 def test_numbers_of_geometry():
     model = sequential(layers.Dense(3, activation="relu"), layers.Dense(3))
     networks.randomize(model)

@@ -77,6 +77,9 @@ def test_eigenvalues_and_trace_are_those_of_the_dense_hessian(nonlinear):
     off_diagonal = hessian - np.diag(np.diag(hessian))
     expected = np.sqrt(2 * np.sum(off_diagonal**2) / 100)
     assert found.standard_error == pytest.approx(expected, rel=0.3)
+    found = diagnostics.hessian_trace(model, x, y, samples=5)
+    expected = np.std(found.samples, ddof=1) / np.sqrt(5)
+    assert found.standard_error == pytest.approx(expected)
 
 
 def test_mixed_precision():

@@ -104,6 +104,16 @@ def test_points_without_a_loss_are_named_and_the_others_kept():
     assert np.isnan(found.effective_beta)
 
 
+def test_a_point_with_a_loss_but_no_gradient_is_named():
+    """The square root of a weight, 1, after a step of twice its gradient."""
+    model, x, y = logarithm(1.0)
+    networks.compiled(model, lambda y, outputs: ops.sqrt(outputs))
+    settings = {"learning_rate": 1.0, "step_range": (1, 2), "points": 2}
+    found = diagnostics.landscape(model, x, y, **settings)
+    assert found.not_finite == (2.0,)
+    assert np.isfinite([*found.gradient_distance, found.effective_beta]).all()
+
+
 BATCHES = [networks.regression_batch(seed=seed) for seed in range(6)]
 
 

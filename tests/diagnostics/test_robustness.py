@@ -113,6 +113,11 @@ def test_samples_without_a_gradient_stay_and_are_counted(capsys):
     attacked = diagnostics.bim(model, x, labels, loss, batch_size=3, **attack)
     np.testing.assert_array_equal(attacked[[0, 2]], x[[0, 2]])
     assert "2/2" in capsys.readouterr().out
+    # Nor if a batch after the first has nothing else.
+    last = x[[1, 0]], labels[[1, 0]]
+    quiet = {"batch_size": 1, "verbose": 0}
+    attacked = diagnostics.bim(model, *last, loss, **quiet, **attack)
+    np.testing.assert_array_equal(attacked[1], x[0])
     # A network that is not finite is never right, and gives no direction.
     model.set_weights([np.full((2, 2), np.nan)])
     attacked = diagnostics.bim(model, x, labels, loss, verbose=0, **attack)

@@ -161,3 +161,12 @@ def test_a_mask_is_of_positions_or_broadcasts(axis, shape, expected):
     full = np.broadcast_to(mask.reshape(expected), x.shape)
     y, same = (numpy(layer(x, training=True, mask=m)) for m in (mask, full))
     np.testing.assert_allclose(y, same, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_is_of_positions_where_sizes_are_equal():
+    x = np.random.default_rng(0).normal(size=(2, 3, 3)).astype("float32")
+    mask = np.array([[True, True, False], [True, False, False]])
+    layer = CBN(axis=1)
+    layer(x, training=True, mask=mask)
+    expected = np.moveaxis(x, 1, -1)[mask].mean(0)
+    np.testing.assert_allclose(numpy(layer.moving_mean), expected, rtol=1e-5)

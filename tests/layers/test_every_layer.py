@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
 
+from keras_norms import CBN
 from tests.support import any_layer as a
 from tests.support.any_layer import CHANNELS, FORMS, FUSED, GROUPS, ONE_EACH, Case
 from tests.support.autodiff import FAST, MODES, second_derivative, training_step
@@ -180,6 +181,34 @@ def test_second_derivative_where_a_channel_has_nothing(name, masked):
     second = second_derivative(layer, x, loss, directions, MODES[-1], **mask)[0]
     assert np.all(np.isfinite(second))
     assert np.all(second[:, [0, 2]] != 0)
+
+
+def test_second_derivative_of_a_channel_that_is_hidden():
+    """It is normalised by its averages, which are constants."""
+    x, direction = np.random.default_rng(0).normal(1, 2, (2, 9, 2)).astype("float32")
+    layer = CBN(epsilon=0.1)
+    layer.build(x.shape)
+    for name, value in (("gamma", 1.5), ("beta", -0.25), ("moving_mean", 2.0)):
+        getattr(layer, name).assign([1.0, value])
+    mask = ops.convert_to_tensor(np.tile([True, False], (9, 1)))
+    directions = direction, *([0.0, 1.0], [0.0, -0.5])  # x, gamma, beta
+    directions = [np.asarray(each, "float32") for each in directions]
+    found = second_derivative(
+        layer, x, lambda y: ops.sum(y * y * y), directions, MODES[-1], mask=mask
+    )
+
+    def gradients(step):
+        x, gamma, beta = x64 + step * u64, 1.5 + step, -0.25 - 0.5 * step
+        inverse = 1.1**-0.5
+        centered = x - 2 + beta
+        upstream = 3 * (gamma * inverse * centered) ** 2
+        dx = upstream * gamma * inverse
+        return [dx, np.sum(upstream * inverse * centered), np.sum(dx)]
+
+    x64, u64 = (each[:, 1].astype("float64") for each in (x, direction))
+    for value, after, before in zip(found, gradients(1e-5), gradients(-1e-5)):
+        expected = (after - before) / 2e-5
+        np.testing.assert_allclose(value[..., 1], expected, rtol=1e-4)
 
 
 @later_on_jax  # It is of NumPy, but for the layer.

@@ -16,6 +16,7 @@ from tests.support.backend import (
     numpy,
     precision,
     some,
+    tensorflow_only,
     torch_only,
 )
 
@@ -116,6 +117,16 @@ def test_images_of_any_size():
         for each in (model, eager):
             each.train_on_batch(x, LABELS[:samples])
         assert_same(model, eager)
+
+
+@tensorflow_only
+def test_images_of_one_pixel():
+    """TensorFlow would fuse three layers into an operation that it does not have."""
+    steps = layers.Conv2D(1024, 3, use_bias=False), CBN(), layers.Activation("tanh")
+    model = keras.Sequential([keras.Input((3, 3, 2)), *steps])
+    x = np.ones((1024, 3, 3, 2), "float32")
+    y = model.predict(x, batch_size=1024, verbose=0)
+    np.testing.assert_allclose(y[:2], numpy(model(x[:2])), rtol=1e-5, atol=1e-6)
 
 
 @not_torch  # where nothing is fused with what the layer computes

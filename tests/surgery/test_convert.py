@@ -147,6 +147,13 @@ def test_the_map_of_an_axis_where_all_have_the_same_size():
 
 def test_layers_with_constraints_take_no_map():
     """The first step of training would undo it."""
+    first = apply(
+        layers.SeparableConv2D, 4, 3, pointwise_constraint="non_neg", name="a"
+    )
+    model = m.model_of((6, 6, 3), first, bn, apply(layers.Conv2D, 2, 3))
+    new = m.check_convert(model)
+    kernels = [numpy(net.get_layer("a").pointwise_kernel) for net in (model, new)]
+    np.testing.assert_array_equal(*kernels)
     first = dense(4, kernel_constraint="non_neg", name="first")
     model = m.model_of((6,), first, bn, relu, dense(2))
     new = m.check_convert(model)
@@ -246,6 +253,10 @@ def test_without_preserving():
     new = convert(m.kinds(), "cbn", preserve=False)
     biases = [getattr(layer, "bias", None) for layer in new._flatten_layers()]
     assert len([bias for bias in biases if bias is not None]) == 7
+    # Not layers that had none and no norm after them.
+    steps = dense(5, use_bias=False, name="first"), apply(CBN), dense(2)
+    new = convert(m.model_of((4,), *steps), "none", preserve=False)
+    assert not new.get_layer("first").use_bias
 
 
 def test_norms_that_stay():

@@ -108,6 +108,10 @@ def test_which_kernels():
         kinds = zip(geometry.weights, geometry.invariance)
         kernels = {k for k, v in kinds if k.endswith("kernel") and v != "none"}
         assert len(found) == count and found == kernels
+    model = m.model_of((4,), m.dense(6), m.bn, m.dense(3))
+    (norm,) = m.of_class(model, layers.BatchNormalization)
+    norm.trainable = False
+    assert not scale_invariant_kernels(model)
 
 
 def test_layers_that_are_given():

@@ -318,6 +318,15 @@ def test_batch_renormalization_is_converted_and_pruned():
 
 
 @has_renorm
+def test_renormalization_that_is_frozen_is_a_map():
+    norm = layers.BatchNormalization(renorm=True, trainable=False, name="bn")
+    model, x = m.model_of((4,), m.dense(5), norm), m.images(16, 4)
+    found = diagnostics.effective_weights(model, x)["bn"]
+    expected = numpy(model(x))
+    np.testing.assert_allclose(x @ found.kernel + found.bias, expected, 1e-4, 1e-5)
+
+
+@has_renorm
 def test_what_renormalization_is_not():
     norm = layers.BatchNormalization(renorm=True, name="bn")
     model, x = m.model_of((4,), dense(5), norm), m.images(16, 4)
@@ -403,7 +412,24 @@ def test_training_is_the_same_without_it():
     assert callbacks[0].history["epoch"] == [1, 2]
 
 
+def test_weights_that_do_not_move_get_their_statistics_again():
+    (x, y), model = batch(), compiled()
+    model.optimizer.learning_rate = 0.0
+    recalibrate = Recalibrate(x, batch_size=16)
+    model.fit(x, y, 16, epochs=2, callbacks=[recalibrate], verbose=0)
+    expected = (x @ numpy(model.layers[0].kernel)).mean(0)
+    np.testing.assert_allclose(numpy(model.layers[1].moving_mean), expected, atol=1e-5)
+
+
+def test_a_copy_has_all_arguments():
+    made = copy.deepcopy(given := Recalibrate(batch(), steps=2, batch_size=4, every=3))
+    assert made.data is given.data
+    assert (made.steps, made.batch_size, made.every) == (2, 4, 3)
+
+
 def test_when_training_begins():
+    with pytest.raises(ValueError, match="`data`"):
+        Recalibrate(iter([batch()]))
     (x, y), model = batch(), compiled()
     other = copy.deepcopy(Recalibrate(x[:, :3], steps=2))
     with pytest.raises(ValueError, match="`data` must have the shape"):

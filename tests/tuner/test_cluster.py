@@ -1,6 +1,8 @@
 import json
+import multiprocessing
 import os
 import threading
+import types
 
 import keras_tuner
 import pytest
@@ -73,6 +75,27 @@ def test_an_error_of_a_trial_ends_the_search_of_many_workers(tmp_path):
     oracle = synthetic.oracle("random", 1, directory=tmp_path / "a")
     with pytest.raises(RuntimeError, match="ended with an error.*same command"):
         cluster.run(oracle, 1, broken)
+
+
+def test_each_worker_gets_a_gpu(monkeypatch):
+    seen = []
+
+    class Process:
+        exitcode = None
+        join = terminate = lambda self, *_: None
+
+        def __init__(self, **_):
+            pass
+
+        def start(self):
+            seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+
+    context = types.SimpleNamespace(Process=Process)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(cluster, "serve", lambda oracle, address, port, watch: watch())
+    cluster.run(None, 3, print)
+    assert seen == ["3", "5", "3"]
 
 
 def test_a_cluster_needs_all_of_its_variables(monkeypatch):

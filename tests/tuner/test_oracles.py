@@ -100,6 +100,11 @@ def test_a_search_goes_on_though_trials_fail(tmp_path):
     assert len(found.end_order) == len(whole.end_order)
     ended = [t for t in found.trials.values() if t.status == "COMPLETED"]
     assert 9 in [t.hyperparameters.values["tuner/epochs"] for t in ended]
+    given = {key: t.hyperparameters.values for key, t in found.trials.items()}
+    went_on = {v["tuner/trial_id"] for v in given.values() if "tuner/trial_id" in v}
+    first = [k for k in went_on if given[k]["tuner/round"] == 0 and k in found.trials]
+    of_largest = [k for k in first if given[k]["tuner/bracket"] == 2]
+    assert [found.trials[k].status for k in of_largest] == ["COMPLETED"] * 3
     lost = run(tmp_path / "c", "random", fails=lambda values: True).oracle
     assert [t.status for t in lost.trials.values()] == ["FAILED"] * 8
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recipes import train
-from recipes.engine import classifier, command, data, workers
+from recipes.engine import classifier, command, data, figures, workers
 from tests.support.backend import BACKEND, once, thorough_on
 from tests.support.small import dense_networks as dense_networks
 from tuner import report
@@ -86,6 +86,30 @@ def test_the_same_again_trains_nothing_and_no_other_search(finished, monkeypatch
     assert [*run(tmp_path, seeds=2)] == expected
     with pytest.raises(ValueError, match="seeds: 2 there, 1 here"):
         run(tmp_path)
+
+
+def test_the_best_and_its_pictures(monkeypatch):
+    usual = {"status": "COMPLETED", "trial": "a"}
+    scores = zip((1.0, 2.0, 4.0, 8.0), (0.5, 0.9, 0.7, 0.95), (8, 8, 8, 2), strict=True)
+    rows = [
+        usual
+        | {"values": {"rho": rho}, "rho": rho, "epochs": epochs, "accuracies": [mean]}
+        | {"accuracy": {"mean": mean, "std": None}}
+        for rho, mean, epochs in scores
+    ]
+    # Of those that trained longest.
+    assert max(rows, key=report._order)["rho"] == 2
+    figures_drawn = []
+    monkeypatch.setattr(
+        figures, "save", lambda figure, path: figures_drawn.append(figure)
+    )
+    frame = report._frame({"trials": rows[:3]})
+    report._best_so_far("a", frame, "accuracy", "title")
+    report._parallel("b", frame, ["rho"], "accuracy", "title")
+    (so_far,), (parallel,) = (figure.axes[:1] for figure in figures_drawn)
+    np.testing.assert_allclose(so_far.lines[1].get_ydata(), [50, 90, 90])
+    (thick,) = [line for line in parallel.lines if line.get_linewidth() > 2]
+    assert thick.get_ydata()[-1] == 1
 
 
 @once

@@ -146,9 +146,15 @@ def test_other_batches_are_independent():
     settings = classifier.Training(train_size=40, batch_size=8, seed=3)
     others = [x.tobytes() for x, _ in data.other_batches(settings, 6)]
     assert len(set(others)) == 6
+    own = data.source(settings).batches()
+    assert not {own[i][0].tobytes() for i in range(5 * 4)} & {*others}
     assert others == [x.tobytes() for x, _ in data.other_batches(settings, 6)]
 
 
 def test_crop_and_flip():
     rng = np.random.default_rng(0)
+    image = rng.normal(size=(8, 8, 1))
+    same = np.broadcast_to(image, (20, *image.shape))
+    batches = data.Batches(same, np.zeros(20), 5, seed=0, augment=True)
+    assert len({batches[i][0].tobytes() for i in range(8)}) == 8
     files_of.assert_every_crop_and_flip(lambda x: data.crop_and_flip(x, rng))

@@ -88,6 +88,9 @@ def test_batches_are_a_function_of_seed_and_epoch(data_dir):
     source = stream(data_dir, augment=False, train_size=5, batch_size=5, epochs=2)
     first, second = (x[np.argsort(y)] for x, y in read(source.batches()))
     np.testing.assert_array_equal(first, second)
+    source = stream(data_dir, train_size=1, batch_size=1, epochs=2)
+    first, second = (x for x, _ in read(source.batches()))
+    assert (first != second).any()
 
 
 def numbered():

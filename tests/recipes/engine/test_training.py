@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+import types
 from unittest import mock
 
 import keras
@@ -138,6 +139,17 @@ def test_many_of_which_one_diverges(tmp_path):
     assert other is outcomes[good] and not other.results["diverged"]
     accuracy = f"{100 * other.results['test_accuracy']:.2f}"
     assert results.percent([other, bad]) == f"{accuracy} (1 of 2 diverged)"
+
+
+def test_the_best_epoch_is_one_that_did_not_diverge():
+    line = {"train_loss": 1.0, "test_accuracy": 0.5, "seconds_per_step": 1.0}
+    lost = {"train_loss": None, "test_accuracy": 0.6, "seconds_per_step": None}
+    metrics = [{"epoch": 1, **line}, {"epoch": 2, **lost}]
+    run = types.SimpleNamespace(name="a", metrics=metrics)
+    found = training.results_of(run)
+    assert (found["best_epoch"], found["best_test_accuracy"]) == (1, 0.5)
+    large = results.spread({"mean": 2e7, "std": 1e5}, 2)
+    assert large == "2.0e+07 ± 1.0e+05"
 
 
 def test_where_a_run_is(tmp_path, monkeypatch):
