@@ -157,7 +157,7 @@ class BatchStatistics(Probe):
         super().on_train_begin(logs)
         kinds = (keras.layers.BatchNormalization, ChannelNormalization)
         kinds = kinds if self._has_batch else kinds[:1]
-        found = [norm for norm in norms_in(self.model, kinds) if norm.built]
+        found = norms_in(self.model, kinds)
         if self._layers is not None:
             every = (matching_layers(self.model, one) for one in self._layers)
             found = [norm for each in every for norm in each]

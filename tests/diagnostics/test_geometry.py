@@ -117,6 +117,8 @@ def test_a_model_with_layers_that_are_never_called():
     own(x)
     assert [*diagnostics.effective_weights(own, x)] == ["found"]
     own.compile("sgd", "mse")
+    found = diagnostics.blindness(own, x, x[:, :4])
+    assert found.layers == ("found",)
     own.fit(x, x[:, :4], verbose=0, callbacks=[diagnostics.BatchStatistics(x, every=1)])
 
 

@@ -59,12 +59,10 @@ def find_layer(model, layer, argument="layer"):
 
 
 def norms_in(model, kinds):
-    """List the layers of some classes, but not the CBN in a `FusedCBN`."""
-    # The layer inside is never called.
-    fused = _keras.layers_of(model, kind=FusedCBN)
-    inner = {id(layer.norm) for layer in fused}
+    """List the layers of some classes that are called, so not the CBN in a `FusedCBN`."""
+    inner = {id(layer.norm) for layer in _keras.layers_of(model, kind=FusedCBN)}
     found = _keras.layers_of(model, kind=kinds, include_self=False)
-    return [layer for layer in found if id(layer) not in inner]
+    return [layer for layer in found if layer.built and id(layer) not in inner]
 
 
 def names_of(layers):
