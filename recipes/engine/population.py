@@ -29,6 +29,7 @@ import numpy as np
 
 from recipes.engine import optimizers
 from recipes.engine.errors import check_size
+from recipes.engine.recorder import numpy_copy
 from recipes.engine.trial import CURRENT, Trial, check_backend
 
 if keras.backend.backend() == "jax":
@@ -235,8 +236,7 @@ class Population:
         trials = [json.dumps(self.trials[row]) for row in rows]
         arrays = {"trials": np.array(trials), "epochs": self.epochs[rows]}
         for i, leaf in enumerate(jax.tree.leaves(self._state)):
-            half = leaf.dtype == jnp.bfloat16  # unknown to NumPy files
-            arrays[f"state/{i}"] = np.asarray(leaf[rows], "float32" if half else None)
+            arrays[f"state/{i}"] = numpy_copy(leaf[rows])
         return arrays
 
     def restore(self, arrays, indices=None):
