@@ -59,7 +59,7 @@ def find_layer(model, layer, argument="layer"):
 
 
 def norms_in(model, kinds):
-    """List the layers of some classes that are called, so not the CBN in a `FusedCBN`."""
+    """List the called layers of some classes: not the CBN inside a `FusedCBN`."""
     inner = {id(layer.norm) for layer in _keras.layers_of(model, kind=FusedCBN)}
     found = _keras.layers_of(model, kind=kinds, include_self=False)
     return [layer for layer in found if layer.built and id(layer) not in inner]
