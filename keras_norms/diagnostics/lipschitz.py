@@ -80,20 +80,16 @@ def lipschitz_terms(
         )
     before = Objective(model, x, y, loss, layer=found, side="input")
     after = Objective(model, x, y, loss, layer=found, side="output")
-    inputs, measured, g = (
-        by_channel(objective.unflatten(vector), found.axis)
-        for objective, vector in (
-            (before, before.start),
-            (before, before.value_and_grad()[1]),
-            (after, after.value_and_grad()[1]),
-        )
+    inputs = before.unflatten(before.start)
+    measured, g = (
+        by_channel(each.unflatten(each.value_and_grad()[1]), found.axis)
+        for each in (before, after)
     )
-    activation = before.unflatten(before.start)
     mask = record(model, [found], x, training=True)[0].mask
-    shown = visible(activation, found.axis, mask)
-    average, variance = moments(activation, found.axis, mask)
+    shown = visible(inputs, found.axis, mask)
+    average, variance = moments(inputs, found.axis, mask)
     sigma = np.sqrt(variance + found.epsilon)
-    y_hat = (inputs - average) / sigma
+    y_hat = (by_channel(inputs, found.axis) - average) / sigma
     gamma, _ = affine(found, len(average))
 
     def taken_away(terms, r):
