@@ -39,9 +39,8 @@ def _moments(x, axes, shift=None, keepdims=False, name=None):
 
     wide = tf.float32 if x.dtype in (tf.float16, tf.bfloat16) else x.dtype
     y = tf.cast(x, wide)
-    mean = tf.reduce_mean(y, axes, keepdims=True)
-    variance = tf.reduce_mean(tf.square(y - mean), axes, keepdims=keepdims)
-    mean = mean if keepdims else tf.squeeze(mean, axes)
+    mean = tf.reduce_mean(y, axes, keepdims=keepdims)
+    variance = tf.math.reduce_variance(y, axes, keepdims=keepdims)
     return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
 
 
