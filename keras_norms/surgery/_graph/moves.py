@@ -189,11 +189,9 @@ class _Plan:
         moved = _through(node, affine, axis, forward)
         if moved is None:
             return False
-        return (
-            self.goes_forward(made, *moved)
-            if forward
-            else self.goes_backward(read, *moved)
-        )
+        if forward:
+            return self.goes_forward(made, *moved)
+        return self.goes_backward(read, *moved)
 
     def _add(self, node, affine):
         known, calls = self.targets.setdefault(node.unit, (affine, []))
