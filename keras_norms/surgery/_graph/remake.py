@@ -213,10 +213,8 @@ def compile_as(old, new):
         if type(old).compile is not keras.Model.compile:
             new.compile_from_config(old.get_compile_config())
             return
-        settings = _keras.compile_settings(old)
-        new.compile(
-            **{k: tree.map_structure(_made_again, v) for k, v in settings.items()}
-        )
+        settings = tree.map_structure(_made_again, _keras.compile_settings(old))
+        new.compile(**settings)
         if new.optimizer is not None:
             _keras.exclude_from_weight_decay_as(old, new)
             new.optimizer.build(new.trainable_variables)
