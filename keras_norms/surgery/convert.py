@@ -195,8 +195,7 @@ def convert(
         replace_norms(report, units, template)
     if of_keras:
         take_relu_of_keras(units)
-    is_wrapped = template.cls in linear.WRAPPERS
-    hidden = [] if is_wrapped else affine_lib.hidden_norms(units)
+    hidden = [] if template.cls in linear.WRAPPERS else affine_lib.hidden_norms(units)
     new = report.new if preserve else {}
     for unit, (affine, statistics) in new.items():
         unit.arrays, met = affine_lib.weights_for(unit, affine, statistics)

@@ -40,8 +40,7 @@ def replace_norms(report, units, template):
             dtype, trainable = unit.config["dtype"], unit.layer.trainable
             config = template.config(unit.name, dtype, trainable, **own)
         if cls in affine_lib.NORM_CLASSES:
-            known = affine_lib.affine_of(unit), affine_lib.statistics_of(unit)
-            report.new[unit] = known
+            report.new[unit] = _map_of(unit)
         else:
             report.changed.append(unit.name)
         unit.become(cls, config, {}, unit.is_frozen)
@@ -200,7 +199,7 @@ def _settings_for(unit, template, axis):
         groups = template.keywords.get("groups", 0)
         if not groups:
             fits = range(1, min(_MOST_GROUPS, size // _LEAST_CHANNELS) + 1)
-            groups = max([1, *(g for g in fits if size % g == 0)])
+            groups = max((g for g in fits if size % g == 0), default=1)
             settings = {"groups": groups}
         size = 1 if groups == -1 else size // groups
     for node in unit.nodes:
