@@ -122,9 +122,8 @@ def measure_anew(model, layers, data, steps=None, batch_size=None, verbose="auto
             f"'{model.name}', which does not call {unread}"
         )
     for layer, statistics in zip(layers, measured):
-        if statistics is None:
-            continue
-        assign_all(layer, stored(layer, statistics, to_float64))
+        if statistics is not None:
+            assign_all(layer, stored(layer, statistics, to_float64))
     if unread:
         warnings.warn(
             f"recalibrate: {unread} keep their statistics, because model "
@@ -264,16 +263,16 @@ class Recalibrate(keras.callbacks.Callback):
         weights = [_copy(v) for v in model.trainable_variables]
         if self._measured is not None and _are_equal(weights, self._measured):
             return
+        layers = _layers_to_measure(model)
         if self._kept is None:
             self._kept = [
                 (v, _copy(v))
-                for layer in _layers_to_measure(model)
+                for layer in layers
                 for v in layer.non_trainable_variables
                 if v.name.startswith(("moving_", "renorm_", "average_weight"))
             ]
         start = time.perf_counter()
         try:
-            layers = _layers_to_measure(model)
             batches = measure_anew(
                 model, layers, self.data, self.steps, self.batch_size, verbose=0
             )
