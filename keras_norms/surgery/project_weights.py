@@ -106,11 +106,10 @@ class ProjectWeights(keras.callbacks.Callback):
             raise arguments.wrong(
                 "layers", "layers without a constraint on the kernel", constrained
             )
-        self._kernels = kernels
-        # Two kernels may have one path.
-        norms = [float(np.linalg.norm(to_float64(v))) for v in kernels]
-        self.norms = {v.path: norm for v, norm in zip(kernels, norms)}
-        for variable, norm in zip(kernels, norms):
+        self._kernels, self.norms = kernels, {}
+        for variable in kernels:
+            norm = float(np.linalg.norm(to_float64(variable)))
+            self.norms[variable.path] = norm
             variable.constraint = _OnSphere(norm)
         # The step that is compiled has no constraints in it.
         model.make_train_function(force=True)
