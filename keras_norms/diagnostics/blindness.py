@@ -200,8 +200,7 @@ def _layers(model, layers):
         return [find_layer(model, layer, "layers") for layer in layers]
     found = norms_in(model, _NORM_CLASSES)
     if not found:
-        expected = "given if a model has no normalisation"
-        raise arguments.wrong("layers", expected, None)
+        raise arguments.wrong("layers", "given if a model has no normalisation", None)
     return found
 
 

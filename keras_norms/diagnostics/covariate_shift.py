@@ -176,8 +176,7 @@ class CovariateShiftProbe(Probe):
         self._loss = loss
 
     def before_step(self):
-        model = self.model  # which brings the state from JAX
-        self._objective = Objective(model, *self._batch(self._step), self._loss)
+        self._objective = Objective(self.model, *self._batch(self._step), self._loss)
 
     def after_step(self):
         model, objective = self.model, self._objective
