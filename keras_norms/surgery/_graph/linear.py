@@ -28,13 +28,11 @@ WRAPPERS = (WS, CWN, WN)
 
 
 def is_linear(unit):
-    """Whether it is a linear layer, which a CBN stands before.
+    """Whether it is a linear layer that a CBN can be put before.
 
-    A map of each channel on its own (`diagonal_axis`) is none: it mixes nothing.
+    One that maps each channel on its own (`diagonal_axis`) is not: it mixes none.
     """
-    if diagonal_axis(unit, 2) is not None:
-        return False
-    return issubclass(unit.cls, PLAIN + WRAPPERS)
+    return issubclass(unit.cls, PLAIN + WRAPPERS) and diagonal_axis(unit, 2) is None
 
 
 def is_foldable(unit):
