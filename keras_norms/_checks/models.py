@@ -107,7 +107,7 @@ def matching_layers(
     """
     layers = _keras.layers_of(model, include_self=False)
     name = layer if isinstance(layer, str) else object()
-    found = [e for e in layers if e is layer or e.name == name or e.path == name]
+    found = [e for e in layers if e is layer or name in (e.name, e.path)]
     if found:
         return found
     must = "hold layers" if argument == "layers" else "be a layer"

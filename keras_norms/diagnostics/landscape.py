@@ -109,7 +109,7 @@ def landscape(
         losses=losses,
         distances=distances,
         betas=betas,
-        not_finite=tuple(float(s) for s in steps[~finite]),
+        not_finite=tuple(steps[~finite].tolist()),
         gradient_evaluations=objective.gradient_evaluations,
     )
 

@@ -245,7 +245,7 @@ class _Attack:
         """Compute the outputs, float64, and check that `y` has labels of them."""
         x, _ = as_tensors(self._model, z, None)
         with drawing_from(self._randomness):
-            outputs = float64(ops.convert_to_numpy(self._outputs(*self._values, x)))
+            outputs = float64(self._outputs(*self._values, x))
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise ValueError(
                 "Argument `model` must have an output of shape (samples, classes), "

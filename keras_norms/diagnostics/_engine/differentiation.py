@@ -84,7 +84,7 @@ def differentiate(function, values, differentiable=False):
         gradients = torch.autograd.grad(
             result, values, create_graph=differentiable, materialize_grads=True
         )
-    return result.detach() if not differentiable else result, list(gradients)
+    return result.detach(), list(gradients)
 
 
 def randomness():
