@@ -64,7 +64,6 @@ class Probe(keras.callbacks.Callback):
         self._step = int(ops.convert_to_numpy(done))
         self._next = -(-self._step // self.every) * self.every
         self._latest = {}
-        self._has_measured = False
         if self.log_dir is not None:
             self._writer = self._open_writer(str(self.log_dir))
 
@@ -91,7 +90,7 @@ class Probe(keras.callbacks.Callback):
             logs.update(self._latest)
 
     def on_train_end(self, logs=None):
-        if not self._has_measured:
+        if not self._latest:
             warnings.warn(
                 f"{type(self).__name__} has measured nothing: no step of this "
                 f"training, up to {self._step - 1}, is a multiple of "
@@ -111,7 +110,6 @@ class Probe(keras.callbacks.Callback):
 
     def record(self, numbers: dict[str, float]) -> None:
         """Put a dict of numbers where they belong."""
-        self._has_measured = True
         numbers = {key: float(value) for key, value in numbers.items()}
         for key, value in {"step": self._step, **numbers}.items():
             self.history.setdefault(key, []).append(value)
@@ -125,7 +123,6 @@ class Probe(keras.callbacks.Callback):
 def batch_by_step(batch):
     """Return a function of the step that returns a batch."""
     must = "be a pair `(x, y)`, or a function of the step that returns one"
-
     checked = functools.partial(check_pair, None, name="batch", must=must)
     if callable(batch):
         return lambda step: checked(batch(step))
