@@ -6,8 +6,8 @@ layer with a kernel reads x_c; without it,
     x_c ~ alpha x_d + offset
 
 alpha goes into the kernel rows of channel d, the offset times the kernel into the bias.
-Zero padding does not have the offset, so that there the bias says too much, by the
-offset: the mean square of that counts too, as often as the kernel reads padding.
+Zero padding does not have the offset: where the kernel reads padding, the bias is wrong
+by it. Its mean square adds to the error, as often as the kernel reads padding.
 """
 
 import collections
@@ -20,9 +20,9 @@ from keras_norms.ops.linear_of_affine import taps_inside
 from keras_norms.surgery._graph import linear
 from keras_norms.surgery._graph.arrays import to_numpy
 
-# A channel that may become any other one is tried with so many of them.
+# How many substitutes are tried for a channel, if `ratio` allows all others.
 _TARGETS = 8
-# Relative to the mean square of a channel: what float32 leaves of equal channels.
+# Mean square of what float32 makes equal channels differ by, relative to their own.
 _ROUNDING = 1e-11
 _ROWS = 1 << 16
 
@@ -77,14 +77,14 @@ class Group:
         return alpha, offset * with_offset[0, 0]
 
     def _of_padding(self, squares):
-        # Of an infinite padding too, where nothing is nothing.
+        # 0 where `squares` is 0, even if `padding` is infinite.
         found = np.zeros_like(squares)
         return np.multiply(self.padding, squares, out=found, where=squares != 0)
 
     def fits(self, rows, others):
-        """What multiples of channels d leave of channels c, arrays (c, d).
+        """Fit multiples of channels d to channels c, by least squares.
 
-        Errors, factors, and whether there is an offset, of least squares.
+        Returns errors, factors, and whether there is an offset: arrays (c, d).
         """
         pairs = np.ix_(rows, others)
         squares, means = np.diag(self._squares), np.diag(self._mean_squares)
@@ -162,10 +162,10 @@ def _padding(unit, shape):
 
 
 def select(sites, makers, is_fixed, gamma, similarity, ratio, round_to):
-    """The root of each channel that goes, and of what stands for it: `None` a constant.
+    """Map the root of each channel that goes to that of its substitute.
 
-    `sites` are finished, `makers` has a vector for each layer: the roots of what it
-    makes.
+    `None` is a constant. `sites` are finished, `makers` has a vector for each layer:
+    the roots of what it makes.
     """
     by_share = ratio is not None
     places = {}  # By root, where it is read: the group, the row in it, the weight.
@@ -185,7 +185,7 @@ def select(sites, makers, is_fixed, gamma, similarity, ratio, round_to):
 
 
 def _weights(site, by_share):
-    """What a mean square of 1 in each channel is to what the layer makes, by group."""
+    """Factors of the errors of channels, by group: 1, or what reaches the output."""
     if not by_share:
         return [np.ones(len(group.roots)) for group in site.groups]
     squares = _input_squares(site.unit)
