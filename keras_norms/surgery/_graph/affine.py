@@ -21,7 +21,7 @@ OF_SAMPLES = (
     keras.layers.LayerNormalization,
     keras.layers.RMSNormalization,
 )
-_LARGEST_SHIFT = 1e18  # float32 has its square
+_LARGEST_SHIFT = 1e18  # Its square fits into float32.
 
 
 class Affine(NamedTuple):
@@ -166,7 +166,7 @@ def unknown(channels):
 def moving_statistics(cls, statistics, shift, epsilon):
     """The weights that hold the `Statistics` of the input of a norm, by name.
 
-    `shift` is the beta that a CBN scales too. Those of `renorm` are among them.
+    Those of `renorm` too. `shift` is the beta that a CBN scales as well.
     """
     mean, variance, norm, weight, _ = statistics
     if issubclass(cls, CBN):
@@ -257,7 +257,7 @@ def is_of_channels_of(norm, unit):
 
 
 def norm_after(unit, predicate=is_norm):
-    """The one norm that reads a layer, its calls those of the layer; or `None`."""
+    """The norm that alone reads a layer, and is called as often; or `None`."""
     if len(unit.readers) != 1 or not linear.has_linear_activation(unit):
         return None
     (norm,) = unit.readers

@@ -82,8 +82,8 @@ class Node:
 class Graph:
     """The calls of a model in an order in which they can be run.
 
-    `units` has those of the layers, shared with nested graphs, and `traced` what stands
-    for `calls_of` models that are read otherwise; both by `id`.
+    `units` has the unit of each layer, shared with nested graphs. `traced` has what is
+    read in place of `calls_of(model)` for some models. Keys are `id`s.
     """
 
     def __init__(self, model, units=None, traced=None):

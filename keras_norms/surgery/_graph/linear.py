@@ -68,7 +68,7 @@ def sees_border(unit):
     if unit.cls in DENSE:
         return False
     if unit.cls in EINSUM:
-        # A Dense layer all the same: the last axis is summed over, and one takes it.
+        # Like a Dense layer, it may sum over the last axis and put one in its place.
         read, kernel, made = _einsum_letters(unit)
         is_last = read[:-1] == made[:-1] and read[-1] not in made
         return not (is_last and sorted(kernel) == sorted(read[-1] + made[-1]))
@@ -76,7 +76,7 @@ def sees_border(unit):
         # A transposed convolution with a stride leaves gaps even so.
         strides = np.ravel(unit.config["strides"])
         return unit.cls in TRANSPOSED and any(stride != 1 for stride in strides)
-    # A transposed kernel overlaps its copies, less of them at the border.
+    # Copies of a transposed kernel overlap, and fewer do so at the border.
     return unit.cls in TRANSPOSED or unit.config["padding"] != "valid"
 
 
@@ -143,7 +143,7 @@ def kernel_names(unit):
 def kernel_axes(unit):
     """The axes of `kernel_names` that count channels of the input and of the output.
 
-    The second is not for a depthwise layer.
+    A depthwise layer has no second one.
     """
     if unit.cls in EINSUM:
         read, kernel, made = _einsum_letters(unit)

@@ -19,7 +19,7 @@ from keras_norms.ops.shapes import per_channel, reduction_axes
 from keras_norms.surgery._graph.affine import Statistics, moving_statistics
 from keras_norms.surgery._graph.remake import is_of
 
-# Up to so many batches are not worth compiling well for.
+# For up to so many batches, compiling well takes longer than it saves.
 _FEW = 8
 
 
@@ -124,7 +124,7 @@ def measure(
             warnings.catch_warnings(),
             quick_compilation() if few else contextlib.nullcontext(),
         ):
-            # All of it was asked for.
+            # Keras says so of every generator that ends.
             warnings.filterwarnings("ignore", "Your input ran out of data")
             outputs = probe.predict(x, batch_size, verbose, steps)
     except ValueError as e:

@@ -96,9 +96,9 @@ def fold_scale_forward(unit, maps):
 
 
 def _move_forward(sources, maps, values, accept=None, with_bias=False):
-    """Move the `values` of sources forward, with those of all sources that it needs.
+    """Move the `values` of sources forward, and of those that must move with them.
 
-    Returns these, or none of them.
+    Returns all that moved, or an empty list.
     """
     while True:
         plan = _Plan(maps, accept)

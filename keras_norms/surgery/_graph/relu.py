@@ -10,7 +10,7 @@ _OWN = relu, relu6
 
 
 def take_own_relu(units, everywhere):
-    """Give layers with a ReLU one whose gradient reads the output.
+    """Replace the ReLU of layers by one whose gradient reads its output.
 
     Unless `everywhere`, only where nothing else reads the input of the ReLU. In a
     DenseNet later layers read it too, and keeping the output as well costs memory.

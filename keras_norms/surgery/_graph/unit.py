@@ -10,7 +10,7 @@ from keras_norms.surgery._graph.arrays import assign_all, to_float64, to_numpy
 
 
 class Unit:
-    """A layer to be: class (of a frozen norm that of the norm), configuration, weights.
+    """A layer to make: class (of a frozen norm, the plain one), configuration, weights.
 
     Attributes:
         source: The layer or operation it stands for, or `None` for a new one.
