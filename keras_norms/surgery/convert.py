@@ -241,7 +241,7 @@ def convert(
 
 
 def _has(graph, cls):
-    """Whether a layer of a class, or of one that does the same, is there."""
+    """Whether there is a layer of a class, or of one that does the same."""
     alike = linear.WRAPPERS, (CBN, FusedCBN)
     alike = next((classes for classes in alike if cls in classes), cls)
     units = graph.all_units()

@@ -115,7 +115,7 @@ def _is_map(graph, unit, masked):
 
 
 def _fold_all(maps):
-    """Fold what can be folded. Returns the rest of those with only the scale folded."""
+    """Fold what can be folded. Returns what is left of maps whose scale was folded."""
     rests, before = {}, None
     while len(maps) != before:
         before = len(maps)

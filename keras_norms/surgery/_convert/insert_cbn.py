@@ -87,8 +87,8 @@ def insert_cbn(report, graph, graphs, units, template, preserve):
 def _normalising_instead(norm, cbns):
     """The CBN layers that normalise what a norm does.
 
-    With `None` among them where its output leaves the model or enters another one: it
-    is not known who normalises there.
+    `None` is among them if its output leaves the model or enters another one, where it
+    is not known what normalises it.
     """
     values = [value for node in norm.nodes for value in node.outputs]
     found, met = set(), set()

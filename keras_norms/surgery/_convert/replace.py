@@ -78,8 +78,8 @@ def place_keras_norms(report, units, template, preserve):
 def remove_norms(report, units, preserve):
     """Take all norms out, those of samples too.
 
-    With `preserve=True` its scale and shift stay, in the layers next to it or as a
-    layer of its own.
+    With `preserve=True` their scales and shifts stay, in the layers next to them or as
+    layers of their own.
     """
     maps = {}
     for unit in filter(_is_norm, units):
@@ -184,7 +184,7 @@ def _own_settings(unit, template):
 
 
 def _settings_for(unit, template, axis):
-    """Groups, where the template has none; `None` where the norm cannot stand.
+    """The number of groups if the template has none; `None` if the norm cannot be here.
 
     A single number normalised alone is 0. Some norms of Keras are right on the last
     axis only.

@@ -35,7 +35,7 @@ class Report:
     """What becomes of layers, by name.
 
     `new` has units instead: norms with moving statistics, each with the map that it
-    shall be and the `Statistics` of its input.
+    must be at inference and the `Statistics` of its input.
     """
 
     def __init__(self):
@@ -53,8 +53,8 @@ class Template:
     """What the argument `norm` asks for.
 
     `cls` is the class of the new layers, or `None` where a function makes them, or
-    where `is_none`. `is_name` says that a name was given, `is_given` that a layer or
-    a function was.
+    where `is_none`. `is_name` says that a name was given, `is_given` that it was
+    neither a name nor a class.
     """
 
     def __init__(self, norm):
