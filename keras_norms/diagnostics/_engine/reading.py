@@ -2,7 +2,6 @@
 
 import warnings
 
-import keras
 import numpy as np
 from keras import ops
 
@@ -15,8 +14,7 @@ from keras_norms.layers.kernels import unique_names
 
 def float64(x):
     """Copy an array, a tensor or a variable to a float64 array."""
-    on_backend = ops.is_tensor(x) or isinstance(x, keras.Variable)
-    return np.array(ops.convert_to_numpy(x) if on_backend else x, "float64")
+    return np.array(ops.convert_to_numpy(x), "float64")
 
 
 def by_channel(x, axis):
