@@ -230,10 +230,9 @@ class Recalibrate(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._epoch, self._seconds = epoch, 0.0
-        if self._kept is not None:
-            for variable, value in self._kept:
-                variable.assign(value)
-            self._kept = self._measured = None
+        for variable, value in self._kept or ():
+            variable.assign(value)
+        self._kept = self._measured = None
 
     def on_test_begin(self, logs: Logs = None) -> None:
         self._is_due = self._in_fit and self._is_due_in_epoch()

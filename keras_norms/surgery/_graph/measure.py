@@ -203,8 +203,8 @@ def _recording(layer, rows, with_batch_statistics):
 
         return call
 
-    # `FusedCBN` calls the second of these.
-    names = ["call", "scale_and_shift"][: 1 + isinstance(layer, CBN)]
+    # `FusedCBN` calls `scale_and_shift`.
+    names = ("call", "scale_and_shift") if isinstance(layer, CBN) else ("call",)
     own = {name: recorded(getattr(layer, name)) for name in names}
     if with_batch_statistics and isinstance(layer, NoisyBN):
         own["noise_at_inference"] = False
