@@ -109,7 +109,7 @@ class Probe(keras.callbacks.Callback):
         """Called with the weights after it."""
 
     def record(self, numbers: dict[str, float]) -> None:
-        """Put a dict of numbers where they belong."""
+        """Add numbers to `history`, to the `logs` and to TensorBoard."""
         numbers = {key: float(value) for key, value in numbers.items()}
         for key, value in {"step": self._step, **numbers}.items():
             self.history.setdefault(key, []).append(value)

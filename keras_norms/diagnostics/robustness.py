@@ -235,7 +235,7 @@ class _Attack:
         return np.clip(z, *self._bounds).astype(self._x.dtype)
 
     def hits(self, z, y, size):
-        """Count which of the first samples are classified as they should be."""
+        """Count how many of the first `size` samples are classified correctly."""
         outputs = self._predict(z, y)
         labels = np.argmax(y, 1) if y.size > len(y) else np.ravel(y)
         right = (np.argmax(outputs, 1) == labels) & np.all(np.isfinite(outputs), 1)

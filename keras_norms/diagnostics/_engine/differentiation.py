@@ -56,7 +56,7 @@ def _attention(function):
 
 
 def differentiate(function, values, differentiable=False):
-    """Compute a scalar function of a list of tensors, and its gradients, or zeros.
+    """Compute a scalar function of tensors, and its gradients: zeros for unused ones.
 
     `differentiable` says that the gradients will be differentiated in turn.
     """

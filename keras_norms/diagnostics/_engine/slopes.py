@@ -42,7 +42,7 @@ class Slopes(Objective):
     def at_input(self, disturbance=0.0, loss=1.0):
         """Compute `d(loss * L + <disturbance, Y>) / dX`, float64.
 
-        It is the gradient of any term whose slope at `Y` is `disturbance`.
+        With `loss=0`, that of any term whose gradient at `Y` is `disturbance`.
         """
         dtype = self.outputs.dtype
         disturbance = np.broadcast_to(disturbance, self.outputs.shape).astype(dtype)
