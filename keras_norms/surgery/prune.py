@@ -202,8 +202,7 @@ def prune(
         )
     batches = _collect(model, data, steps, batch_size)
     outputs = _measure(model, sites, batches)
-    limits = gamma, similarity, ratio, round_to
-    gone = select(sites, roots, channels.is_fixed, *limits)
+    gone = select(sites, roots, channels.is_fixed, gamma, similarity, ratio, round_to)
     before = _macs_of(graph)
     for site in sites:
         substitute(site, gone)
