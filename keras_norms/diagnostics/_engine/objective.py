@@ -169,8 +169,7 @@ class Objective:
         return [part.reshape(shape) for part, shape in zip(parts, self.shapes)]
 
     def _tensors(self, name, vector):
-        parts = self._parts(name, vector)
-        return [ops.convert_to_tensor(*each) for each in zip(parts, self._dtypes)]
+        return list(map(ops.convert_to_tensor, self._parts(name, vector), self._dtypes))
 
 
 def _check_shape(name, found, expected):
