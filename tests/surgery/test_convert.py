@@ -277,3 +277,6 @@ def test_norms_that_stay():
         assert len(m.of_class(new, CBN)) == 3
     # In place, the axis does not matter.
     m.check_convert(model, "noisy_bn")
+    with pytest.warns(UserWarning, match="stay as they are: .'mask', 'training'"):
+        new = convert(model, "group_norm", preserve=False)
+    assert m.norms_in(new) == ["mask", "training"]

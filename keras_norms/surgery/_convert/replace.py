@@ -55,8 +55,10 @@ def place_keras_norms(report, units, template, preserve):
         if (to_samples and of_samples) or (not to_samples and is_same):
             continue
         axis = _axis_of(unit)
-        settings = _settings_for(unit, template, axis) if to_samples else {}
-        if axis is None or settings is None or not affine_lib.is_called_plainly(unit):
+        settings = None
+        if axis is not None and affine_lib.is_called_plainly(unit):
+            settings = _settings_for(unit, template, axis) if to_samples else {}
+        if settings is None:
             report.kept.append(unit.name)
             continue
         affine, statistics = _map_of(unit)
@@ -189,8 +191,6 @@ def _settings_for(unit, template, axis):
     A single number normalised alone is 0. Some norms of Keras are right on the last
     axis only.
     """
-    if axis is None:
-        return None
     rank = unit.nodes[0].input.rank
     if template.cls in _of_last_axis() and axis % rank != rank - 1:
         return None
