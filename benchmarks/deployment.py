@@ -139,14 +139,14 @@ def measure(network, norm):
         if pruned.channels[0] == pruned.channels[1]:
             return []  # the same network
         model = pruned.model
-    rows, runs = [], {}
+    rows, timers = [], {}
     quiet = warnings.catch_warnings(action="ignore")  # Shifts, layers without kernels.
     with tempfile.TemporaryDirectory() as folder, quiet:
         formats = deployed(model, images.x_train, pathlib.Path(folder))
         for name, path, run in formats:
             logits = np.concatenate([run(image[None]) for image in x])
             error = (logits - expected) / expected.std()
-            runs[name] = run
+            timers[name] = functools.partial(processor_time, run, x[:1])
             rows.append(
                 {
                     "network": network,
@@ -159,10 +159,6 @@ def measure(network, norm):
                     "accuracy": np.mean(logits.argmax(-1) == y),
                 }
             )
-        timers = {
-            name: functools.partial(processor_time, run, x[:1])
-            for name, run in runs.items()
-        }
         times = compare.take_turns(timers, _ROUNDS.value)
     for row in rows:
         row["milliseconds"] = 1e3 * float(np.median(times[row["format"]]))
