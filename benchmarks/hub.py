@@ -223,8 +223,7 @@ def check(name, batch=8):
         "BatchNormalization": count(model, layers.BatchNormalization),
         "spread": float(np.max(np.std(expected, 0)) / np.max(np.abs(expected))),
     }
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         start = time.process_time()
         new = convert(model, "cbn", data=x)
         row["seconds"] = time.process_time() - start
