@@ -17,6 +17,7 @@ into the last-level cache), at the copy bandwidth measured in the same run.
 Prints a table; --output also writes it as JSON with versions and machine.
 """
 
+import functools
 import statistics
 
 import keras
@@ -67,14 +68,12 @@ def convolutions(channels):
 def norms():
     """The same for layers that normalise activations."""
     layers = {
-        "keras BatchNormalization": lambda dtype: keras.layers.BatchNormalization(
-            dtype=dtype
-        ),
+        "keras BatchNormalization": keras.layers.BatchNormalization,
         "CBN": cbn,
-        "LpNorm(1)": lambda dtype: LpNorm(1, dtype=dtype),
-        "LpNorm(2)": lambda dtype: LpNorm(2, dtype=dtype),
-        "LpNorm(inf)": lambda dtype: LpNorm("inf", dtype=dtype),
-        "NoisyBN": lambda dtype: NoisyBN(dtype=dtype),
+        "LpNorm(1)": functools.partial(LpNorm, 1),
+        "LpNorm(2)": functools.partial(LpNorm, 2),
+        "LpNorm(inf)": functools.partial(LpNorm, "inf"),
+        "NoisyBN": NoisyBN,
     }
     if steps.BACKEND == "tensorflow":
         layers["tf.nn.fused_batch_norm"] = fused_batch_norm
@@ -96,11 +95,9 @@ def fused_batch_norm(dtype):
                 epsilon=self.epsilon,
                 is_training=True,
             )
-            for moving, new in (
-                (self.moving_mean, mean),
-                (self.moving_variance, variance),
-            ):
-                moving.assign(moving * self.momentum + new * (1 - self.momentum))
+            moving = self.moving_mean, self.moving_variance
+            for old, new in zip(moving, (mean, variance)):
+                old.assign(old * self.momentum + new * (1 - self.momentum))
             return tf.reshape(outputs, shape)
 
     return FusedBatchNorm(dtype=dtype)
@@ -114,7 +111,7 @@ def measure(shape, dtype, rounds, copy_bandwidth, cache):
     candidates = convolutions(shape[-1]) if _KERNELS.value else norms()
     timers = {}
     for name, make in candidates.items():
-        layer = make(policy)
+        layer = make(dtype=policy)
         layer.build(shape)
         tensors = (keras.ops.cast(v, layer.compute_dtype) for v in (x, g))
         run = steps.training_step(layer, *tensors, _JIT.value)
