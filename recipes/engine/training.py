@@ -201,7 +201,7 @@ def train_all(function, runs, count=None):
         function: Callable of the settings of one run; returns an `Outcome`. Other
             processes must be able to import it.
         runs: List of settings. Equal ones are trained once.
-        count: See `recipes.engine.workers.each`.
+        count: Integer, see `workers.each`. None: `workers.default_count()`.
 
     Returns:
         `Outcomes`, in the order of `runs`.

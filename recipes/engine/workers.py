@@ -40,7 +40,7 @@ def default_count():
     return min(joblib.cpu_count(), MOST)
 
 
-def each(function, jobs, program, count=None):
+def each(function, jobs, program, count):
     """Calls `function(job)` for each job, `count` at a time.
 
     Jobs of one program share one process, unless another would be idle: compiling a
@@ -51,8 +51,8 @@ def each(function, jobs, program, count=None):
         jobs: List of what can be pickled.
         program: Function of a job that returns a hashable value, equal for jobs that
             are compiled once.
-        count: Integer. None: `default_count()`. With 1, the calls are made one after
-            the other in this process, which has the whole machine.
+        count: Integer. With 1, the calls are made one after the other in this process,
+            which has the whole machine.
 
     Yields:
         A job and what the function returned, in the order in which jobs end.
@@ -64,7 +64,6 @@ def each(function, jobs, program, count=None):
     waiting = collections.defaultdict(collections.deque)
     for job in jobs:
         waiting[program(job)].append(job)
-    count = min(count or default_count(), len(jobs))
     if count <= 1:
         for job in itertools.chain(*waiting.values()):
             yield job, function(job)
