@@ -125,9 +125,6 @@ class Recorder(keras.callbacks.Callback):
         finite = np.isfinite(logs["loss"])
         if finite and self.hooks.after is not None:
             self._measured |= self.hooks.after(self.model, *self.about)
-        highest = -1
-        if self.hooks.keep_best:
-            highest = max((m["test_accuracy"] for m in self.run.metrics), default=-1)
         self.run.log(
             epoch=self.epoch,
             **scores(logs),
@@ -137,8 +134,10 @@ class Recorder(keras.callbacks.Callback):
         if not finite:
             self.model.stop_training = True
             return
-        if self.hooks.keep_best and logs["val_accuracy"] > highest:
-            self.best = {v.path: numpy_copy(v) for v in self.model.variables}
+        if self.hooks.keep_best:
+            earlier = (line["test_accuracy"] for line in self.run.metrics[:-1])
+            if logs["val_accuracy"] > max(earlier, default=-1):
+                self.best = {v.path: numpy_copy(v) for v in self.model.variables}
         late = time.monotonic() - self._saved >= CHECKPOINT_SECONDS
         if late or self.epoch == self.last:
             self._save()
