@@ -77,14 +77,9 @@ def train(settings, strategy=None, **options):
     """
     if strategy is not None:
         options["name"] = options.get("name") or settings.directory().name
-        places = strategy.places(
-            options["name"], settings.runs_dir, settings.saved_models_dir
-        )
-        settings = dataclasses.replace(
-            settings,
-            runs_dir=str(places[0]),
-            saved_models_dir=places[1] and str(places[1]),
-        )
+        runs, saved = settings.runs_dir, settings.saved_models_dir
+        runs, saved = strategy.places(options["name"], runs, saved)
+        settings = dataclasses.replace(settings, runs_dir=runs, saved_models_dir=saved)
     return training.train(
         settings,
         "",

@@ -163,7 +163,7 @@ class DataParallel:
         with np.load(io.BytesIO(_from_process_0(b""))) as files:
             for file, content in files.items():
                 (copies / name / file).write_bytes(content.tobytes())
-        return copies, *(other and copies for other in others)
+        return str(copies), *(other and str(copies) for other in others)
 
     def distribute(self, source, settings):
         """This process's part of each batch of `source`."""
