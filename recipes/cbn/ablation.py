@@ -41,26 +41,17 @@ from recipes.cbn._paper_tables import TABLES
 from recipes.engine import classifier, command, data, figures, results, training
 from recipes.engine.settings import setting
 
-# The rows of the tables in the order in which parts are added: number, parts, norm.
-Row = collections.namedtuple("Row", "number before decoupled tuned amat norm")
+# The rows of the tables in the order in which parts are added, and their names.
+Row = collections.namedtuple("Row", "number before decoupled tuned amat norm name")
 ROWS = (
-    Row(1, False, False, False, False, "bn"),
-    Row(3, True, False, False, False, "bn_before"),
-    Row(4, True, True, False, False, "cbn_batch"),
-    Row(5, True, True, True, False, "cbn_batch"),
-    Row(2, True, True, True, True, "cbn"),
-    Row(6, False, False, True, False, "bn_rho"),
-    Row(7, False, False, True, True, "bn_rho_amat"),
+    Row(1, False, False, False, False, "bn", "1: BN"),
+    Row(3, True, False, False, False, "bn_before", "3: before the layer"),
+    Row(4, True, True, False, False, "cbn_batch", "4: and decoupled"),
+    Row(5, True, True, True, False, "cbn_batch", "5: and rho"),
+    Row(2, True, True, True, True, "cbn", "2: and AMAT (CBN)"),
+    Row(6, False, False, True, False, "bn_rho", "6: BN with rho"),
+    Row(7, False, False, True, True, "bn_rho_amat", "7: BN with rho and AMAT"),
 )
-NAMES = {
-    1: "1: BN",
-    3: "3: before the layer",
-    4: "4: and decoupled",
-    5: "5: and rho",
-    2: "2: and AMAT (CBN)",
-    6: "6: BN with rho",
-    7: "7: BN with rho and AMAT",
-}
 # For each part, the row with it and the row without: the difference is what it adds.
 GAINS = {
     "before the linear layer (3 - 1)": (3, 1),
@@ -153,7 +144,7 @@ def run(settings):
         theirs = [_of_paper(paper[a], n) if a in paper else None for n in numbers]
         panels[a] = {"test accuracy (%)": ours, "the paper's (%)": theirs}
     title = f"Above: {settings.about()}. Below: the paper's {title}"
-    names = [NAMES[number] for number in numbers]
+    names = [row.name for row in ROWS]
     figures.steps(directory / "accuracy.png", panels, names, title)
     return directory
 
