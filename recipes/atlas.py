@@ -51,7 +51,7 @@ class Settings(classifier.Populations):
     norms: tuple[str, ...] = ("none", "bn", "cbn", "group")
     activations: tuple[str, ...] = ("sigmoid", "relu")
     batch_sizes: tuple[int, ...] = setting(
-        (16, 128), "Images in a batch, of each part of the table."
+        (16, 128), "Images in a batch; each has two columns of the table."
     )
     learning_rates: tuple[float, ...] = setting(
         (0.01, 0.03, 0.1, 0.3),

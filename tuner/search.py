@@ -79,7 +79,7 @@ class Settings(classifier.Training):
     )
     halving: int = setting(
         2,
-        "At each rung of a population one of so many trials continues; with 1 all do.",
+        "One in this many trials continues at each rung of a population; with 1, all.",
         at_least=1,
     )
     strategy: str = setting(

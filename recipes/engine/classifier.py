@@ -72,7 +72,7 @@ class Training(Images):
         at_least=0,
     )
     validation_size: int | None = setting(
-        None, "Hold out so many training images, and test on them.", at_least=1
+        None, "Number of training images to hold out and to test on.", at_least=1
     )
     augment: bool | None = setting(
         None,
@@ -158,7 +158,7 @@ class Populations(Grid):
 
     population: int | None = setting(
         None,
-        "Train so many networks at once in one program, on JAX.",
+        "Networks to train at once in one program, on JAX.",
         at_least=1,
         compare=False,
     )

@@ -161,7 +161,7 @@ class Images(Settings):
         "digits", "Data set: digits, mnist, cifar10, cifar100, or an .npz file."
     )
     train_size: int | None = setting(
-        None, "Use so many training images; all if not given.", at_least=1
+        None, "Number of training images to use; all if not given.", at_least=1
     )
     data_dir: str | None = setting(
         None, "Directory of tensorflow_datasets.", compare=False

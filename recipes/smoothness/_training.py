@@ -57,7 +57,7 @@ class Descent(Images):
         None, "Data set of the vgg, as in recipes.train; digits if not given."
     )
     test_size: int | None = setting(
-        None, "Use so many test images; all if not given.", at_least=1
+        None, "Number of test images to use; all if not given.", at_least=1
     )
     batch_size: int | None = setting(
         None, "Images in a batch of the vgg; 128 if not given.", at_least=1

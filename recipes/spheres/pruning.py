@@ -81,7 +81,7 @@ class Settings(Slimmed):
         1024, "Training images to recalibrate on.", at_least=1
     )
     test_size: int | None = setting(
-        None, "The first so many test images; all if not given.", at_least=1
+        None, "Number of test images to use; all if not given.", at_least=1
     )
     levels: tuple[float, ...] = setting(
         (0.3, 0.4, 0.5, 0.6, 0.7), "Tolerances of prune.", at_least=0, at_most=1

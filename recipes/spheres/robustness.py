@@ -83,9 +83,9 @@ class Attacked(classifier.Training):
     epsilon_2: float = setting(0.5, "Radius of the l_2 attack.", above=0)
     steps: int = setting(10, "Steps of the attack.", at_least=1)
     step_size: float | None = setting(
-        None, "Length of such a step, in radii; 1 / steps if not given.", above=0
+        None, "Length of a step over the radius; 1 / steps if not given.", above=0
     )
-    test_size: int = setting(1000, "Attack the first so many test images.", at_least=1)
+    test_size: int = setting(1000, "Number of test images to attack.", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
