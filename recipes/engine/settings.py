@@ -41,7 +41,7 @@ def setting(default, help, *, compare=True, **checks):
         help: Text of the flag.
         compare: Whether it affects the outcome.
         **checks: `choices`, the allowed values; `matches`, a pattern for what `help`
-            describes; `directory`, whether it may not be a file; or bounds of a number:
+            describes; `directory`, whether files are refused; or bounds of a number:
             `above`, `at_least` and `at_most`.
     """
     metadata = {"help": help, **checks}
@@ -56,7 +56,7 @@ class Settings:
         ValueError: If a setting cannot have its value.
     """
 
-    NAMED: ClassVar = ()  # in every name, by their values
+    NAMED: ClassVar = ()  # the settings in the name of every run
     VARIABLE: ClassVar = ()  # what does not change the compiled network
 
     runs_dir: str = setting(
@@ -102,7 +102,7 @@ class Settings:
         return dict(zip(names, values, strict=True))
 
     def label(self):
-        """Its kind, then every setting that is not the default."""
+        """The values of `NAMED`, then every other setting that is not the default."""
         named = [name for name in self.NAMED if not _is_swept(type(self), name)]
         own = {name: getattr(self, name) for name in named}
         usual = type(self)(**own).config() | {"backend": "tensorflow"}
@@ -115,7 +115,7 @@ class Settings:
         return "-".join(parts)
 
     def directory(self, recipe="", name=None):
-        """Where the outcome of a recipe or run goes: by its name, or what was asked."""
+        """The directory of a recipe or run: called `name`, or after its settings."""
         if name:
             return pathlib.Path(self.runs_dir, name)
         name = "-".join(filter(None, [recipe, self.label()]))
@@ -125,13 +125,13 @@ class Settings:
         return pathlib.Path(self.runs_dir, name)
 
     def program(self):
-        """What networks that are compiled once have in common."""
+        """What is equal in all runs that share one compiled network."""
         fixed = [name for name in self.config() if name not in self.VARIABLE]
         return type(self).__qualname__, *((name, getattr(self, name)) for name in fixed)
 
     @classmethod
     def define_flags(cls, flag_values=flags.FLAGS):
-        """Defines a flag for each setting that is not one of several."""
+        """Defines a flag for each setting that is not swept."""
         for field in _flags(cls):
             kind, default = _kind(field)[0], field.default
             if isinstance(default, tuple):
@@ -153,7 +153,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Images(Settings):
-    """Settings of what reads a data set."""
+    """The settings of a recipe that reads a data set."""
 
     STREAMED: ClassVar = False  # whether it may be too large to be arrays
 
