@@ -227,7 +227,7 @@ class _Datasets(_Parts):
 class _PartOfBatches(keras.utils.PyDataset):
     """A process's part of each batch."""
 
-    num_batches = None  # endless, unless of a list
+    num_batches = None  # endless, unless `batches` is a list
 
     def __init__(self, batches, process, processes):
         super().__init__()

@@ -19,8 +19,8 @@ from recipes.engine import files
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# A norm has one colour and one name in all pictures. Norms that often meet have colours
-# of Okabe and Ito, or of Paul Tol's "muted".
+# A norm has one colour and one name in all pictures. Norms often drawn together have
+# colours of Okabe and Ito, or of Paul Tol's "muted".
 _STYLE_OF = {
     "none": ("#999999", "no normalization"),
     "bn": ("#D55E00", "BN"),
@@ -122,7 +122,7 @@ def curves(path, panels, rows, title, colour_of=None, dashed=()):
 
 
 def gradient_norms(path, panels, title):
-    """Like `curves`, for the norm of the gradient. `panels` is a dict from the rate."""
+    """Draws the norm of the gradient like `curves`; `panels` has them for each rate."""
     colour_of = _colours(panel for row in panels.values() for panel in row.values())
 
     def draw(axis, rate, name):
@@ -297,7 +297,7 @@ def save(figure, path):
     """Writes the figure, whole or not at all."""
     for axis in figure.axes:
         low, high = axis.get_ylim()
-        if axis.get_yscale() == "log" and high / low < 1000:  # 2, 5, 10
+        if axis.get_yscale() == "log" and high / low < 1000:  # few powers of ten
             subs = (1, 2, 3, 5, 7) if high / low < 10 else (1, 2, 5)
             axis.yaxis.set_major_locator(LogLocator(subs=subs))
             axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

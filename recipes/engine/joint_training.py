@@ -3,7 +3,7 @@
 A run is recorded in the same way: its directory, a line of metrics per epoch, and the
 network as it was after the epoch with the highest test accuracy. Its batches come in a
 different order from those of `recipes.train`, which makes it a different run: its
-settings and its name have `population` = true. The other runs that it trained with do
+settings and its name have `population` = true. Which other runs it trained with does
 not matter.
 """
 
@@ -163,7 +163,7 @@ def own_of(settings):
 def of(runs):
     """The `Population` of runs that differ only in `population.OWN`.
 
-    It uses as many devices as can each have the same number of runs.
+    It uses the largest number of devices that divides the number of runs.
     """
     first, own = runs[0], population.OWN
     changed = {

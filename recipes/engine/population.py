@@ -11,9 +11,9 @@ device, where batches are drawn, shifted and mirrored.
         scores = population.train() | population.evaluate()
     best = population.model(scores["test_accuracy"].argmax())
 
-Trials can be dropped (`keep`), and one can replace another (`replace`); the program
-stays the same. On many devices, such as a slice of TPUs, each has some of the trials,
-and nothing is exchanged.
+Trials can be dropped (`keep`), which compiles the program again, and one can replace
+another (`replace`), which does not. On many devices, such as a slice of TPUs, each has
+some of the trials, and nothing is exchanged.
 
 A trial has the initial weights that `recipes.train` gives its seed, and takes the same
 steps, but its batches come from JAX's random numbers.

@@ -111,7 +111,7 @@ class Run:
         path, checkpoint = self.directory / RESULTS, self.directory / CHECKPOINT
         results = files.read_json(path) if path.exists() else None
         if results is not None and checkpoint.exists():
-            checkpoint.unlink(missing_ok=True)  # of `finish`, or killed in there
+            checkpoint.unlink(missing_ok=True)  # no longer needed
         return results
 
     def finish(self, results):

@@ -172,8 +172,8 @@ def epoch_keys(seed, epoch):
 def convolution(layer, x, kernel):
     """What a `keras.layers.Conv2D` without groups computes, as a matrix product.
 
-    Convolutions of many trials, each with its own kernel, would be grouped, and the
-    gradients of kernels grouped with windows as large as the image: both are slow.
+    `jax.vmap` makes the convolutions of many trials a grouped one, and the gradients of
+    their kernels another, with windows as large as the image. Both are slow.
 
     Args:
         layer: The layer, which has strides, padding and data format.

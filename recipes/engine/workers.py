@@ -28,7 +28,7 @@ MOST = 8  # each takes about 1 GB
 
 
 def default_count():
-    """How many: 1 where there is an accelerator, else one for each core, at most 8."""
+    """How many jobs at a time: 1 on an accelerator, else one a core, at most 8."""
     if keras.backend.backend() == "torch":  # Keras does not list its devices
         import torch
 
