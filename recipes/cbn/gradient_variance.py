@@ -37,7 +37,7 @@ from keras import ops
 from keras_norms import diagnostics
 from keras_norms.diagnostics import gradient_noise
 from recipes.engine import classifier, command, data, figures, results, training
-from recipes.engine.optimizers import followers
+from recipes.engine.optimizers import DROPS, followers
 from recipes.engine.settings import setting
 
 PHASES = ("first rate", "a tenth", "a hundredth")
@@ -137,8 +137,8 @@ def by_phase(curves, key, epochs):
     lines = pd.DataFrame([line for curve in curves for line in curve])
     lines = lines.reindex(columns=["epoch", key]).astype(float)
     lines = lines[lines[key] > 0]
-    # As in `optimizers.piecewise_schedule`. Measured with the last step's rate.
-    phase = pd.cut(lines["epoch"] / epochs, [0, 1 / 2, 5 / 6, 1], labels=PHASES)
+    # An epoch counts at the rate of its last step.
+    phase = pd.cut(lines["epoch"] / epochs, [0, *DROPS, 1], labels=PHASES)
     means = np.exp(np.log(lines[key]).groupby(phase, observed=False).mean())
     return {name: None if np.isnan(mean) else mean for name, mean in means.items()}
 
