@@ -46,7 +46,7 @@ ALPHAS = [i / 10 for i in range(11)]
 BATCH_SIZE = 500  # of evaluation
 # Figure 3: what is halved; the paper has no numbers.
 ARCHITECTURES = {"full": None, "shallow": "couplings", "narrow": "width"}
-DIGITS = {  # of what is in the table, in this order
+DIGITS = {  # of the numbers in the table, in their order
     **dict.fromkeys(("real", "between", "gap", "batch_gap"), 1),
     **dict.fromkeys(("auroc", "batch_auroc", "bits_per_dim", "train_bits_per_dim"), 3),
 }
@@ -151,7 +151,7 @@ def _network(settings, image_shape):
     model = RealNVP(image_shape, settings.norm, settings.between, **sizes)
     model.compile(
         keras.optimizers.Adam(settings.learning_rate, global_clipnorm=1.0),
-        # In nats per pixel, one largest norm of the gradient serves all sizes.
+        # Per pixel, so that one `global_clipnorm` suits images of all sizes.
         lambda _, log_likelihood: -log_likelihood / model.dimensions,
     )
     return model

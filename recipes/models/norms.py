@@ -130,7 +130,7 @@ PYTORCH = {"momentum": 0.9, "epsilon": 1e-5}  # as in the baselines of the CBN p
 # 4.1), without their warm-up, which Keras lacks.
 RENORM = {"renorm_clipping": {"rmin": 1 / 3, "rmax": 3.0, "dmax": 5.0}}
 RENORM |= {"renorm": True, "momentum": 0.99, "epsilon": 1e-5}
-# Mean 0 and variance 1 for good.
+# The statistics stay at mean 0 and variance 1.
 FROZEN = {"trainable": False, "center": False, "scale": False, "epsilon": 1e-7}
 NORMS = {
     "none": Norm(),

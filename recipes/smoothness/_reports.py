@@ -9,7 +9,7 @@ import pandas as pd
 from recipes.engine import figures, results, training
 
 SCORES = (*training.SCORES, "recalibrated_test_accuracy")
-# By the last word of a key. All other values have a logarithmic axis.
+# Of axes, by the last word of a key. All other axes are logarithmic.
 LIMITS = {"accuracy": (0, 1), "cosine": (-1.05, 1.05)}
 
 
@@ -45,7 +45,6 @@ def over_seeds(outcomes, of_run):
 def medians(outcomes, layer, keys):
     """The medians of `<layer>_<key>` over steps, by key, `over_seeds`."""
     names = {f"{layer}_{key}": key for key in keys}
-
     return over_seeds(
         outcomes, lambda each: lines(each)[[*names]].median().rename(names)
     )

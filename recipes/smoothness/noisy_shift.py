@@ -102,9 +102,8 @@ def measure(model, batches, settings):
 def places(model, layers, normalised=True):
     """Outputs of a model by place: `layer` is the input of its nonlinearity.
 
-    That is the output of the norm after the layer, if layers are `normalised` so. If
-    not, it is the layer's own output, which otherwise is the place `layer` plus
-    `BEFORE`.
+    If layers are `normalised`, that is the output of the norm after the layer, and
+    `layer` plus `BEFORE` the layer's own output. If not, it is the layer's own output.
     """
     found, names = {}, {layer.name for layer in model.layers}
     for layer in layers:

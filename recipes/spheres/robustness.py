@@ -112,7 +112,7 @@ def measure(model, problem, settings, run):
 
     def attacked(norm, epsilon):
         if not np.ptp(logits, 0).any():
-            return collapsed._asdict()  # nothing changes what it says
+            return collapsed._asdict()  # its outputs do not depend on the image
         options = {key: getattr(settings, key) for key in ("noise", "steps", "seed")}
         options |= {"norm": norm, "epsilon": epsilon, "verbose": 0}
         if settings.step_size is not None:
