@@ -83,7 +83,7 @@ def warn_unless_loopback(address):
 
 
 def run(oracle, count, function, *arguments):
-    """Is the chief of so many workers on this machine, which call a function.
+    """Starts workers on this machine, which call a function, and is their chief.
 
     They end with this process. A worker that dies is started again, and continues its
     trial. The function must be in a module: other processes import it.
@@ -93,7 +93,7 @@ def run(oracle, count, function, *arguments):
     """
     with socket.socket() as found:
         found.bind((LOOPBACK, 0))
-        port = str(found.getsockname()[1])  # which is free
+        port = str(found.getsockname()[1])  # a free one
     devices = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
     spawn = multiprocessing.get_context("spawn")
     players, failures = [], 0

@@ -30,7 +30,7 @@ class Tuner(trials.Tuner):
 
     Args:
         size: Integer, how many networks train at once.
-        halving: Integer, of how many trials one stays at a rung. 1: there is no rung.
+        halving: Integer. One in this many trials stays at a rung. 1: there is none.
         Other arguments: See `tuner.trials.Tuner`.
     """
 
@@ -92,7 +92,7 @@ class Tuner(trials.Tuner):
     def _prepare(self, entered):
         """Puts what `_enter` returned into the population."""
         if first := self._population is None:
-            # A place that is empty as yet has some network too.
+            # An empty place gets some network too.
             slots = [slot if slot.trial else entered[0] for slot in self._slots]
             runs = [settings for slot in slots for settings in slot.settings]
             self._population = joint_training.of(runs)
@@ -111,7 +111,7 @@ class Tuner(trials.Tuner):
                 self._end(slot)  # the search was killed just then
 
     def _shrink(self):
-        """Leaves out empty places, once half of them are and no trial will come."""
+        """Leaves out empty places once half of all are empty and no trial will come."""
         used = [slot for slot in self._slots if slot.trial or not slot.closed]
         if not used or self._population is None or 2 * len(used) > len(self._slots):
             return
@@ -218,7 +218,7 @@ def stays(place, scores, halving):
     Args:
         place: Integer, of the trial in `scores`.
         scores: List of floats, of all trials that were at the rung so far.
-        halving: Integer, 1 of so many stays, and at least one.
+        halving: Integer. One in this many stays, but at least one.
     """
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     return order.index(place) < math.ceil(len(scores) / halving)

@@ -14,7 +14,7 @@ from recipes import train
 from recipes.engine import run
 from recipes.models import norms
 
-IN_USE_SECONDS = 1.0  # until a run is asked for again that another worker trains
+IN_USE_SECONDS = 1.0  # between attempts to get a run that another worker has
 
 
 class Tuner(base_tuner.BaseTuner):
@@ -76,7 +76,7 @@ class Tuner(base_tuner.BaseTuner):
             try:
                 return train.train(settings, self.strategy, until=until).results
             except run.InUse:
-                # By a worker that the chief believed to be gone. One of them reports.
+                # A worker has it that the chief believed gone. One of the two reports.
                 time.sleep(IN_USE_SECONDS)
 
     def runs(self, trial):
