@@ -68,7 +68,7 @@ def build(network, norm, shape, classes):
     return model if norm == "bn" else convert(model, CBN(rho=2), preserve=False)
 
 
-@functools.lru_cache(maxsize=1)  # a network and the same one pruned
+@functools.lru_cache(maxsize=1)  # the same network is pruned next
 def trained(network, norm):
     """The trained network, with statistics measured on the training images."""
     images = data_set()
@@ -140,7 +140,7 @@ def measure(network, norm):
             return []  # the same network
         model = pruned.model
     rows, timers = [], {}
-    quiet = warnings.catch_warnings(action="ignore")  # Shifts, layers without kernels.
+    quiet = warnings.catch_warnings(action="ignore")  # of shifts and int8
     with tempfile.TemporaryDirectory() as folder, quiet:
         formats = deployed(model, images.x_train, pathlib.Path(folder))
         for name, path, run in formats:

@@ -28,7 +28,7 @@ def randomize(model):
 def draw(name, shape, rng):
     """A random value that keeps activations near the size of the layer's input."""
     if name in ("kernel", "pointwise_kernel"):
-        # A depthwise kernel is (height, width, channels, 1): see below.
+        # That of DepthwiseConv2D is (height, width, channels, 1).
         fan_in = np.prod(shape[:-1]) if shape[-1] > 1 else np.prod(shape[:-2])
         return rng.normal(0, np.sqrt(1.5 / fan_in), shape)
     if name == "depthwise_kernel":

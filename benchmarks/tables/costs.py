@@ -53,7 +53,7 @@ def network(*reports):
     """A line a network and norm."""
     cells = []
     for report in reports:
-        # The copy is the host's.
+        # The bandwidth is that of the host.
         on_cpu = report["device"] == "cpu"
         bandwidth = 1e9 * report["copy_gigabytes_per_second"]
         for row in report["rows"]:

@@ -62,7 +62,7 @@ def hub(*reports):
                     f"{row['BatchNormalization']}, {row['CBN']}",
                     f"{row['spread']:.1e}",
                     _limited(row["preserve"], preserved),
-                    # Both are none, and so are the columns.
+                    # If all are 0, the column is left out.
                     row["left"] or "",
                     _limited(row["load"], 0) if row["load"] else "",
                     _limited(row["fold"], folded),
@@ -135,7 +135,7 @@ def numerics(*reports):
     return markdown(["inputs", *_FORMS], cells)
 
 
-# Those on which float32 can be exact. A kernel is none of the second ones.
+# Inputs on which float32 can be exact, those of the second list not for kernels.
 _PLAIN = ["mean 0, deviation 1", "mean / deviation = 1e2", "constant"]
 _PLAIN += [f"deviation 1e{power}" for power in (-18, -9, 9, 17)]
 _NO_KERNELS = ["denormal", "one sample"]
