@@ -25,7 +25,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import compare, machine, steps
-from keras_norms import CBN, CWN, WN, WS, LpNorm, NoisyBN
+from keras_norms import CWN, WN, WS, LpNorm, NoisyBN
 
 _SHAPES = flags.DEFINE_list(
     "shapes",
@@ -43,12 +43,6 @@ _JIT = flags.DEFINE_bool(
     "Whether the step is compiled by XLA (not PyTorch).",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
-
-
-def cbn(dtype):
-    layer = CBN(dtype=dtype)
-    layer.set_learning_rate(0.01)
-    return layer
 
 
 def convolutions(channels):
@@ -69,7 +63,7 @@ def norms():
     """The same for layers that normalise activations."""
     layers = {
         "keras BatchNormalization": keras.layers.BatchNormalization,
-        "CBN": cbn,
+        "CBN": steps.cbn,
         "LpNorm(1)": functools.partial(LpNorm, 1),
         "LpNorm(2)": functools.partial(LpNorm, 2),
         "LpNorm(inf)": functools.partial(LpNorm, "inf"),

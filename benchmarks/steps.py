@@ -2,7 +2,16 @@
 
 import keras
 
+from keras_norms import CBN
+
 BACKEND = keras.backend.backend()
+
+
+def cbn(**options):
+    """A `CBN` that got a learning rate, as from AMAT."""
+    layer = CBN(**options)
+    layer.set_learning_rate(0.01)
+    return layer
 
 
 def training_step(layer, x, g, jit_compile):

@@ -21,7 +21,6 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import compare, steps
-from keras_norms import CBN
 
 _CHANNELS = (3, 64, 1024)
 _FEWEST = 8  # elements per channel
@@ -53,16 +52,10 @@ def shapes(smallest, largest):
             yield 10**power, (count // side**2, side, side, channels)
 
 
-def cbn(decouple):
-    layer = CBN(decouple=decouple)
-    layer.set_learning_rate(0.01)
-    return layer
-
-
 CANDIDATES = {
     "bn": keras.layers.BatchNormalization,
-    "decoupled": lambda: cbn(True),
-    "coupled": lambda: cbn(False),
+    "decoupled": lambda: steps.cbn(decouple=True),
+    "coupled": lambda: steps.cbn(decouple=False),
 }
 PHASES = "training", "inference"
 
