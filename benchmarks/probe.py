@@ -72,11 +72,9 @@ def measure(norm):
 
     seconds()
     first = with_probe()
-    without, with_one, steps = [], [], []
-    for _ in range(_ROUNDS.value):
-        without.append(seconds())
-        with_one.append(with_probe())
-        steps.append((without[-1] - seconds(steps=1)) / (_STEPS.value - 1))
+    turns = {"without": seconds, "with": with_probe, "one": lambda: seconds(steps=1)}
+    without, with_one, one = compare.take_turns(turns, _ROUNDS.value).values()
+    steps = [(w - o) / (_STEPS.value - 1) for w, o in zip(without, one)]
     probes = [w - wo for w, wo in zip(with_one, without)]
     shares = [probe / (step * _EVERY.value) for probe, step in zip(probes, steps)]
     low, _, high = statistics.quantiles(shares, n=4)
