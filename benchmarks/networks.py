@@ -41,7 +41,7 @@ _SIZED = re.compile(r"(\w+):([1-9]\d*):([1-9]\d*)", re.ASCII)
 
 
 def build(network, norm, image_size=None, learning_rate=0.1, skip=None):
-    """Build a network with random weights that returns logits.
+    """Build a `keras.Model` with random weights that returns logits.
 
     Args:
         network: A name in `NETWORKS`.
@@ -52,9 +52,6 @@ def build(network, norm, image_size=None, learning_rate=0.1, skip=None):
         image_size: Height and width of the images, by default the usual ones.
         learning_rate: The rate that the CBN layers get: AMAT is on.
         skip: Regular expression; layers with a match in their name get no CBN.
-
-    Returns:
-        A `keras.Model`.
     """
     names = (*NORMS, *LP_NORMS)
     if norm not in names:

@@ -60,11 +60,7 @@ class Settings(classifier.Saved, classifier.Populations):
 
 
 def run(settings):
-    """Trains every combination; writes the tables and the picture.
-
-    Returns:
-        The path of the directory with table.md, details.md, results.json, curves.png.
-    """
+    """Trains every combination; returns the directory with tables and picture."""
     runs = settings.runs()
     outcomes = joint_training.train_all(settings, runs, train.train)
     rows, panels = [], {}

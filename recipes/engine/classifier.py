@@ -165,16 +165,13 @@ class Populations(Grid):
 
 
 def problem(settings, strategy=None, optimizer=None):
-    """The training of a classifier.
+    """The training of a classifier, a `recipes.engine.training.Problem`.
 
     Args:
         settings: A `Training`.
         strategy: `None`, or what `recipes.engine.devices.get` returns.
         optimizer: Callable with the arguments of `optimizers.SGD`; `None` for the one
             in the settings.
-
-    Returns:
-        A `recipes.engine.training.Problem`.
     """
     source = data.source(settings)
     images = getattr(source, "images", None)

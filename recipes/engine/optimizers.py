@@ -78,15 +78,12 @@ DROPS = (1 / 2, 5 / 6)  # of the rate: epochs 60 and 100 of the papers' 120
 
 
 def piecewise_schedule(learning_rate, total_steps, drops=DROPS):
-    """The rate, which falls to a tenth a few times.
+    """A `PiecewiseConstantDecay` of the rate, which falls to a tenth a few times.
 
     Args:
         learning_rate: Float, the rate of the first step.
         total_steps: Integer, the number of steps of the whole training.
         drops: Where it falls, shares of these steps.
-
-    Returns:
-        A `keras.optimizers.schedules.PiecewiseConstantDecay`.
     """
     # Keras holds a value up to and including its boundary.
     return keras.optimizers.schedules.PiecewiseConstantDecay(

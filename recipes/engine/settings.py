@@ -182,7 +182,6 @@ class Sweep(Settings):
 
     The class of a recipe also inherits from `RUN`. `activations = ("relu", "tanh")`
     means runs whose `activation` is one of these, and `seeds = 3` the seeds 0, 1 and 2.
-    Help and checks are those of the setting of one run.
     """
 
     RUN: ClassVar[type]
