@@ -110,7 +110,7 @@ class Durable:
         with _reading(self._get_oracle_fname()):
             super().reload()
         self._retry_queue = []
-        # A trial that is in its own file only has never begun, and is made once more.
+        # A trial that only its own file knows never began, and is made again.
         self.trials = {key: self.trials[key] for key in self.start_order}
         for key, trial in self.trials.items():
             if trial.status not in ENDED:
@@ -140,7 +140,7 @@ class BayesianOptimization(Durable, keras_tuner.oracles.BayesianOptimizationOrac
     """Upper confidence bounds of a Gaussian process."""
 
     def populate_space(self, trial_id):
-        # So that a search that was interrupted asks for what it would have asked for.
+        # An interrupted search then asks for what it would have asked for.
         self._random_state = np.random.RandomState([self.seed, len(self.trials)])
         with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
             return super().populate_space(trial_id)

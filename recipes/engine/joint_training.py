@@ -51,7 +51,7 @@ def train_all(settings, runs, function):
         function: Trains one by itself, see `recipes.engine.training.train_all`.
 
     Returns:
-        A `recipes.engine.training.Outcomes`, with `population` of `Together`.
+        A `recipes.engine.training.Outcomes`; of `Together` if `population` is given.
     """
     count = settings.population
     if count is None:
