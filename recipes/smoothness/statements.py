@@ -48,10 +48,6 @@ class Case:
         self.at_y = theorems.gradient(self.g, self.y)
         self.bent = theorems.hessian(self.g, self.H, self.y)
 
-    def turn(self):
-        self.g = -self.g
-        self.before_bn()
-
 
 def gradients(cases):
     """Theorems 3.2 and C.4: the gradient of one weight."""
@@ -143,7 +139,8 @@ def curvatures(cases):
     kept, maxima, exceeded = [], [], []
     for c in cases:
         if c.g @ c.y_hat <= 0:
-            c.turn()
+            c.g = -c.g
+            c.before_bn()
         along, most = c.at_y @ c.bent @ c.at_y, largest_form(c.bent, c.at_y)
         if along > 0:
             maxima.append(most / along)
