@@ -9,7 +9,7 @@ import keras
 from keras_norms.ops.custom_gradient import apply_in_torch, in_this_graph
 from keras_norms.ops.forward_mode import have_tangents
 
-_LARGE = 2**19  # elements
+_LARGE = 2**18  # elements
 _BATCH = 64  # samples, if the batch size is unknown
 
 
@@ -89,7 +89,11 @@ def _has_gpu():
 def is_large(x: Any) -> bool:
     """Whether passes over a TensorFlow tensor take longer than starting operations."""
     elements = x.shape[1:].num_elements()
-    return elements is None or elements * (x.shape[0] or _BATCH) >= _LARGE
+    if elements is None:
+        return True
+    # TensorFlow's loops are slow where a vector register holds several rows.
+    limit = _LARGE / 4 if 1 < x.shape[-1] < 8 else _LARGE
+    return elements * (x.shape[0] or _BATCH) >= limit
 
 
 def _compiles(xla, tensors):
