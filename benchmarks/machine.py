@@ -6,9 +6,10 @@ import pathlib
 import platform
 import time
 
-import joblib
 import keras
 import numpy as np
+
+from recipes.engine import workers
 
 
 def describe():
@@ -23,7 +24,7 @@ def describe():
         "backend": keras.backend.backend(),
         "device": _device(),
         "processor": _processor(),
-        "cores": joblib.cpu_count(),
+        "cores": workers.cores(),
         "versions": versions,
     }
 
@@ -68,7 +69,7 @@ def copy_bandwidth(rounds=10):
 
     It uses NumPy, to give a machine one figure for all frameworks.
     """
-    threads = joblib.cpu_count()
+    threads = workers.cores()
     source, target = (
         np.array_split(np.ones(2**26, "float32"), threads) for _ in range(2)
     )

@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 
-import joblib
 import keras
 
 # A network for small images gains little from a second thread; a second run uses it.
@@ -37,7 +36,14 @@ def default_count():
         devices = keras.distribution.list_devices()
     if any(not device.startswith("cpu") for device in devices):
         return 1
-    return min(joblib.cpu_count(), MOST)
+    return min(cores(), MOST)
+
+
+def cores():
+    """How many cores this process may use; all, if the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def each(function, jobs, program, count):
