@@ -51,8 +51,9 @@ def custom_gradient(forward: Callable, backward: Callable) -> Callable:
 def custom_vjp(forward: Callable, backward: Callable) -> Callable:
     """`jax.custom_vjp`, in `jax.shard_map` too; see `custom_gradient`.
 
-    There JAX adds up the gradients of a tensor that all devices share, but not those
-    of a function with a gradient of its own: its tensors must be those of one device.
+    There JAX adds up the gradients of tensors that devices share, but not those that a
+    hand-written gradient returns. So tensors are first marked as different on each
+    device: JAX adds up the gradient of that.
     """
     import jax
 

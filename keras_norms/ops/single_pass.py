@@ -91,7 +91,7 @@ def is_large(x: Any) -> bool:
     elements = x.shape[1:].num_elements()
     if elements is None:
         return True
-    # TensorFlow's loops are slow where a vector register holds several rows.
+    # With 2 to 7 channels TensorFlow's element-wise loops take longer by element.
     limit = _LARGE / 4 if 1 < x.shape[-1] < 8 else _LARGE
     return elements * (x.shape[0] or _BATCH) >= limit
 

@@ -76,7 +76,7 @@ def test_robustness(tmp_path, small_network):
     assert line[0].endswith("(2 diverged)") and line[2:] == ["–"] * 10
 
 
-def test_a_network_that_says_always_the_same():
+def test_a_network_with_constant_outputs():
     model = small.convolutions("resnet8", (8, 8, 1), 10, "bn", "relu")
     kernel, _ = model.get_layer("logits").weights
     kernel.assign(np.zeros(kernel.shape))
