@@ -45,16 +45,30 @@ def role():
 
 
 def serve(oracle, address, port, watch=lambda: None):
-    """Answers workers until the search is complete, and calls `watch` meanwhile."""
+    """Answers workers until the search is complete, and calls `watch` meanwhile.
+
+    Raises:
+        UserError: If something else has the port, such as another search's chief.
+    """
     import grpc
     from keras_tuner.src import protos
     from keras_tuner.src.distribute.oracle_chief import OracleServicer
 
     warn_unless_loopback(address)
-    server = grpc.server(concurrent.futures.ThreadPoolExecutor(max_workers=1))
+    server = grpc.server(
+        concurrent.futures.ThreadPoolExecutor(max_workers=1),
+        # By default, two chiefs can have one port, and a worker gets either of them.
+        options=[("grpc.so_reuseport", 0)],
+    )
     servicer = OracleServicer(oracle)
     protos.get_service_grpc().add_OracleServicer_to_server(servicer, server)
-    server.add_insecure_port(f"{address}:{port}")
+    try:
+        server.add_insecure_port(f"{address}:{port}")
+    except RuntimeError as error:
+        raise UserError(
+            f"The chief cannot listen at {address}:{port}. Give an address of this "
+            "machine, and a port that nothing else has, such as another search"
+        ) from error
     server.start()
     try:
         while not servicer.stop_triggered or oracle.ongoing_trials:

@@ -1,12 +1,14 @@
 import json
 import multiprocessing
 import os
+import socket
 import threading
 import types
 
 import keras_tuner
 import pytest
 
+from recipes.engine.errors import UserError
 from tests.support import small
 from tests.support import synthetic_search as synthetic
 from tests.support.backend import once, thorough_on
@@ -41,6 +43,17 @@ def test_a_worker_has_the_trials_and_scores_of_a_search_alone(tmp_path, monkeypa
         found = chief.trials[key]
         assert found.hyperparameters.values == trial.hyperparameters.values
         assert found.score == pytest.approx(trial.score, 1e-6)
+
+
+def test_two_chiefs_do_not_share_a_port():
+    with socket.socket() as taken:
+        # As gRPC does by default.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind((cluster.LOOPBACK, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen at 127.0.0.1:{port}"):
+            cluster.serve(None, cluster.LOOPBACK, port, watch=pytest.fail)
 
 
 @once
