@@ -22,8 +22,6 @@ import keras_tuner
 from recipes.engine import files, joint_training, training
 from tuner import trials
 
-IDLE_SECONDS = 1.0  # until the oracle is asked again while others train
-
 
 class Tuner(trials.Tuner):
     """Runs trials in a `recipes.engine.population.Population`.
@@ -61,7 +59,7 @@ class Tuner(trials.Tuner):
                 elif all(slot.closed for slot in self._slots):
                     return
                 else:
-                    time.sleep(0 if entered else IDLE_SECONDS)
+                    time.sleep(0 if entered else trials.IDLE_SECONDS)
                 if time.monotonic() - saved >= joint_training.CHECKPOINT_SECONDS:
                     for slot in self._slots:
                         if slot.trial is not None:

@@ -15,6 +15,7 @@ from recipes.engine import run
 from recipes.models import norms
 
 IN_USE_SECONDS = 1.0  # between attempts to get a run that another worker has
+IDLE_SECONDS = 1.0  # until the oracle is asked again while others train
 
 
 class Tuner(base_tuner.BaseTuner):
@@ -32,6 +33,7 @@ class Tuner(base_tuner.BaseTuner):
         self.settings = settings
         self.seeds = seeds
         self.strategy = strategy
+        self._is_idle = False
         super().__init__(
             oracle, directory=str(directory.parent), project_name=directory.name
         )
@@ -48,6 +50,15 @@ class Tuner(base_tuner.BaseTuner):
     def reload(self):
         if not self._is_worker():
             self.oracle.reload()
+
+    def pre_create_trial(self):
+        # KerasTuner would ask again at once, and take a core from those that train.
+        if self._is_idle:
+            time.sleep(IDLE_SECONDS)
+        self._is_idle = True
+
+    def on_trial_begin(self, trial):
+        self._is_idle = False
 
     def run_trial(self, trial):
         """Trains the networks of a trial, or continues; returns its `metrics`.

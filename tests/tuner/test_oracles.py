@@ -1,10 +1,11 @@
 import collections
 
+import keras_tuner
 import pytest
 
 from tests.support import synthetic_search as synthetic
 from tests.support.backend import later, once, thorough_on
-from tuner import oracles
+from tuner import oracles, trials
 
 pytestmark = thorough_on("jax")
 
@@ -107,6 +108,22 @@ def test_a_search_goes_on_though_trials_fail(tmp_path):
     assert [found.trials[k].status for k in of_largest] == ["COMPLETED"] * 3
     lost = run(tmp_path / "c", "random", fails=lambda values: True).oracle
     assert [t.status for t in lost.trials.values()] == ["FAILED"] * 8
+
+
+def test_a_tuner_without_a_trial_waits_before_it_asks_again(tmp_path, monkeypatch):
+    tuner = synthetic.Tuner(synthetic.oracle("random", 2), tmp_path / "a")
+    create, waited, idle = tuner.oracle.create_trial, [], iter([1, 0, 1, 1, 0, 0])
+
+    def sometimes(tuner_id):
+        if next(idle):
+            hyperparameters = tuner.oracle.get_space()
+            return keras_tuner.engine.trial.Trial(hyperparameters, status="IDLE")
+        return create(tuner_id)
+
+    monkeypatch.setattr(tuner.oracle, "create_trial", sometimes)
+    monkeypatch.setattr(trials.time, "sleep", waited.append)
+    tuner.search()
+    assert len(tuner.ran) == 2 and waited == [trials.IDLE_SECONDS] * 3
 
 
 def resumed(tmp_path, *tuner_ids, count):
