@@ -49,7 +49,7 @@ class TimedAMAT(AMAT):
             training.wait_for_device(self._model)
         start = time.perf_counter()
         super().on_train_batch_begin(batch, logs)
-        if batch:
+        if batch > 1:  # the clock starts after the callbacks of batch 1
             self.seconds.append(time.perf_counter() - start)
 
 

@@ -50,6 +50,12 @@ def test_amat_where_there_is_cbn():
         assert len(training.callbacks_for(networks.build("small", norm))) == count
 
 
+def test_seconds_of_amat_are_those_of_the_steps_that_are_timed():
+    turn, told = amat.candidate("constant", True, "small", 8, 2, steps=3)
+    turn()
+    assert len(told.seconds) == 3
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("rate", amat.RATES)
 def test_amat(rate):
