@@ -12,10 +12,11 @@ ResNet-20 with CBN through Keras `fit`, with the learning rate from
 
 Measured in two ways. *Direct*: the seconds that AMAT's own methods take, divided by
 those of the steps around them. *Interleaved*: steps with AMAT and steps without it (the
-layers got a rate once) take turns; the median of the ratios, its quartiles, and an
-interval that contains the median in 19 of 20 runs (McGill et al. 1978:
-median +- 1.57 * interquartile range / sqrt(rounds)). Only the second sees the schedule
-inside the step. Without AMAT, `callback` still has the callback that changes the rate.
+layers got a rate once) take turns; the median of the ratios, its quartiles, and the
+notches of a box plot (McGill et al. 1978: median +- 1.57 * interquartile range /
+sqrt(rounds)), between which the true median is in 9 of 10 runs. Only the second sees
+the schedule inside the step. Without AMAT, `callback` still has the callback that
+changes the rate.
 
 Prints a table; --output also writes it as JSON with versions and machine.
 """
