@@ -9,10 +9,10 @@ weights, moving statistics included. The yardstick is keras BatchNormalization; 
 `--kernels`, a 3x3 convolution that keeps the number of channels is timed with and
 without a normalised kernel. The candidates take turns, and other load on the machine
 affects all of them. A ratio is the median over the rounds of time / the yardstick's
-time in the same round, and its spread is the interquartile range. Next to each time is
-the floor: the least time for the bytes that must move (forward: read x twice, write y;
-backward: read x and the upstream gradient twice, write dx; all once if the tensor fits
-into the last-level cache), at the copy bandwidth measured in the same run.
+time in the same round, and its spread is the interquartile range. On a CPU there is
+also the floor: the least time for the bytes that must move (forward: read x twice,
+write y; backward: read x and the upstream gradient twice, write dx; all once if the
+tensor fits into the last-level cache), at the copy bandwidth measured in the same run.
 
 Prints a table; --output also writes it as JSON with versions and machine.
 """

@@ -16,8 +16,8 @@ def layer(*reports):
         line[row["layer"]] = spread(row, 2)
         if row["layer"] == yardstick:
             line[yardstick] = f"{row['milliseconds']:.2f}"
-            # Kernels have no floor.
-            floor = row["floor_milliseconds"]
+            # Kernels have no floor, and the bandwidth is that of the host.
+            floor = row["floor_milliseconds"] if report["device"] == "cpu" else 0
             line["floor"] = f"{floor:.2f}" if floor else ""
     header = ["input", "floor, ms", f"{yardstick}, ms", *names[1:]]
     columns = ["floor", *names]

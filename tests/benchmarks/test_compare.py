@@ -39,6 +39,14 @@ def test_ratio_compares_within_a_round():
         compare.ratio([1, 2], [1])
 
 
+@pytest.mark.parametrize("device, floor", [("cpu", True), ("NVIDIA H200", False)])
+def test_a_layer_has_a_floor_where_the_bandwidth_is_that_of_its_device(device, floor):
+    row = {"shape": "2x3", "dtype": "float32", "layer": "BN", "milliseconds": 0.5}
+    row |= {"floor_milliseconds": 0.25, "ratio": 1, "ratio_quartiles": [1, 1]}
+    report = {"benchmark": "layer", "backend": "jax", "device": device, "rows": [row]}
+    assert ("| floor, ms |" in compare.tables.of(report)) == floor
+
+
 def test_a_report_is_printed_where_nothing_can_be_read_or_written(
     tmp_path, monkeypatch, capsys
 ):
