@@ -18,6 +18,11 @@ from recipes.engine import data
 _GROUP_SIZES = flags.DEFINE_list(
     "group_sizes", [0, 512, 128, 32, 16], "Sizes of groups; 0 is without."
 )
+flags.register_validator(
+    "group_sizes",
+    lambda given: all(str(size).isdigit() for size in given),
+    "must be integers",
+)
 _SEEDS = flags.DEFINE_integer("seeds", 10, "How many trainings.", lower_bound=2)
 _STEPS = flags.DEFINE_integer("steps", 60, "Steps of each training.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")

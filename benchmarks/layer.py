@@ -18,6 +18,7 @@ Prints a table; --output also writes it as JSON with versions and machine.
 """
 
 import functools
+import re
 import statistics
 
 import keras
@@ -31,6 +32,11 @@ _SHAPES = flags.DEFINE_list(
     "shapes",
     ["128x64", "128x1024", "32x8x8x64", "128x32x32x16", "128x32x32x64", "32x56x56x64"],
     "Input shapes, channels last, as 128x32x32x64.",
+)
+flags.register_validator(
+    "shapes",
+    lambda given: all(re.fullmatch(r"\d+(x\d+)+", text) for text in given),
+    "must be like 128x64 or 128x32x32x64",
 )
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the activations."

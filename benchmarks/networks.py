@@ -37,6 +37,7 @@ NORMS = ("none", "bn", "cbn", "fused_cbn", "noisy_bn", "lp_norm", "ws", "cwn", "
 YARDSTICK = "bn"
 # With a p other than 2.
 LP_NORMS = {"lp_norm:1": 1, "lp_norm:inf": "inf"}
+ALL_NORMS = (*NORMS, *LP_NORMS)
 _SIZED = re.compile(r"(\w+):([1-9]\d*):([1-9]\d*)", re.ASCII)
 
 
@@ -53,10 +54,10 @@ def build(network, norm, image_size=None, learning_rate=0.1, skip=None):
         learning_rate: The rate that the CBN layers get: AMAT is on.
         skip: Regular expression; layers with a match in their name get no CBN.
     """
-    names = (*NORMS, *LP_NORMS)
-    if norm not in names:
+    if norm not in ALL_NORMS:
+        names = ", ".join(ALL_NORMS)
         raise ValueError(
-            f"Argument `norm` must be one of {', '.join(names)}. Received: norm={norm}"
+            f"Argument `norm` must be one of {names}. Received: norm={norm}"
         )
     usual_size, make = NETWORKS[network]
     model = make(image_size or usual_size)
@@ -117,9 +118,8 @@ def define_flags():
         f"Networks as name:image size:batch size, of {', '.join(NETWORKS)}.",
     )
     check_flag("networks")
-    names = (*NORMS, *LP_NORMS)
     about = f"Normalisations, {YARDSTICK} among them."
-    compare.define_names("norms", [*NORMS], names, about)
+    compare.define_names("norms", [*NORMS], ALL_NORMS, about)
     flags.register_validator(
         "norms", lambda norms: YARDSTICK in norms, f"must have {YARDSTICK} among them"
     )

@@ -30,7 +30,7 @@ from absl import app, flags
 from benchmarks import compare, networks, training
 from keras_norms.diagnostics import LandscapeProbe
 
-_NORMS = flags.DEFINE_list("norms", ["bn", "cbn"], "Norms, as in benchmarks.networks.")
+_NORMS = compare.define_names("norms", ["bn", "cbn"], networks.ALL_NORMS)
 _BATCH = flags.DEFINE_integer(
     "batch_size", 128, "Images, of a step and the probe.", lower_bound=1
 )

@@ -28,7 +28,9 @@ from benchmarks import compare, compiled, networks
 _NETWORK = flags.DEFINE_enum(
     "network", "resnet50", sorted(networks.NETWORKS), "Network."
 )
-_NORMS = flags.DEFINE_list("norms", ["none", "bn", "cbn", "fused_cbn"], "To compare.")
+_NORMS = compare.define_names(
+    "norms", ["none", "bn", "cbn", "fused_cbn"], networks.ALL_NORMS, "To compare."
+)
 _TOPOLOGIES = flags.DEFINE_list("topologies", ["1x1x1"], "Slices of GPUs: 1x1x4 has 4.")
 _SKIP = flags.DEFINE_string(
     "skip", None, "Layers that get no CBN, a regular expression."

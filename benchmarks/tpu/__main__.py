@@ -27,6 +27,7 @@ from absl import app, flags
 
 from benchmarks import compare, compiled, networks
 from benchmarks.tpu import check
+from recipes.models import norms as recipe_norms
 
 _CHECK = flags.DEFINE_bool("check", False, "Compile the steps of recipes.")
 _NETWORK = flags.DEFINE_enum(
@@ -85,6 +86,9 @@ def steps_of_recipes():
 def main(_):
     if not _CHECK.value and (_GROUP_SIZE.value or _NETWORKS.present):
         raise app.UsageError("--networks and --group_size are those of --check.")
+    known = recipe_norms.NORMS if _CHECK.value else networks.ALL_NORMS
+    if not {*(_NORMS.value or ())} <= {*known}:
+        raise app.UsageError(f"--norms must be of {', '.join(known)}.")
     generations = {each.partition(":")[0] for each in _TOPOLOGIES.value or ()}
     if _CHECK.value and not generations <= {*check.CHIPS}:
         raise app.UsageError(f"--check knows chips of {', '.join(check.CHIPS)} alone.")

@@ -98,12 +98,17 @@ def test_inference(made):
         ("amat", "--rates=never", "must be of constant, schedule, callback"),
         ("applications", "--models=None", "must be of ResNet50, "),
         ("deployment", "--norms=gn", "must be of bn, bn_pruned, cbn, cbn_pruned"),
+        ("gpu", "--norms=cbn,gn", "must be of none, bn, cbn, .*lp_norm:inf"),
+        ("groups", "--group_sizes=8,a", "must be integers"),
         ("hub", "--networks=None", "must be of ResNet, "),
+        ("layer", "--shapes=8x2,8", "must be like 128x64"),
+        ("probe", "--norms=bn,gn", "must be of none, bn, cbn, .*lp_norm:inf"),
         ("amat", "--network=foo:32:2", "with a name of resnet20,.*foo:32:2"),
         ("inference", "--networks=ResNet50", "image size:batch size. Received: ResNet"),
         ("quantization", "--norms=gn", "must be of none, bn, cbn, fused_cbn"),
         ("tpu", "--group_size=8", "--group_size are those of --check"),
         ("tpu", "--networks=vgg16", "--group_size are those of --check"),
+        ("tpu", "--norms=cbn,gn", "must be of none, bn, cbn, .*lp_norm:inf"),
     ],
 )
 def test_bad_arguments(name, flag, message):
