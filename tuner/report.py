@@ -62,7 +62,7 @@ def command(settings, values):
     usual = classifier.Training(dataset=settings.dataset)
     given = settings.config() | {"data_dir": settings.data_dir}
     flags = [
-        f"--{key}={value:g}" if isinstance(value, float) else f"--{key}={value}"
+        f"--{key}={trials.exact(value)}"
         for key, value in given.items()
         if (key in settings.NAMED or value != getattr(usual, key))
         and key not in ("backend", "seed")

@@ -104,10 +104,17 @@ def changes(values):
     settings, stages = {}, []
     for key, value in values.items():
         if key.startswith("rho_"):
-            stages.append(f"{key[4:]}={value:g}")
+            stages.append(f"{key[4:]}={exact(value)}")
         elif "/" not in key:
             settings[key] = value
     return settings | ({"stage_rho": ",".join(stages)} if stages else {})
+
+
+def exact(value):
+    """The text of a setting, for a float the shortest that gives it back."""
+    if isinstance(value, float):
+        return repr(float(value)).removesuffix(".0")  # NumPy's says what it is
+    return str(value)
 
 
 def stages(model):

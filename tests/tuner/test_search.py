@@ -73,8 +73,8 @@ def test_the_best_setting_as_a_command(finished):
 
     place = {"dataset": "cifar10", "data_dir": "/data", "validation_size": 5000}
     stages = {"rho_stage1": 0.5, "rho_stage2": 2.0}
-    line = report.command(classifier.Saved(**place), stages)
-    assert "--stage_rho=stage1=0.5,stage2=2 --data_dir=/data" in line
+    line = report.command(classifier.Saved(**place, omega=0.12345678), stages)
+    assert "--stage_rho=stage1=0.5,stage2=2 --omega=0.12345678 --data_dir=" in line
     assert "--dataset=cifar10" in line and "validation" not in line
     line = report.command(classifier.Saved(dataset="my images/b.npz"), {})
     assert "--dataset=my images/b.npz" in shlex.split(line)
