@@ -49,7 +49,19 @@ _ROUNDS = flags.DEFINE_integer("rounds", 100, "Rounds to time.", lower_bound=4)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 CALIBRATION = 200  # images
+APPLICATION = "mobilenetv2"  # the network that is not of `recipes`
 YARDSTICK = "SavedModel"
+
+
+@flags.validator("networks")
+def can_be_built(networks):
+    """Report names that `build` does not know as an error."""
+    try:
+        for network in {*networks} - {APPLICATION}:
+            models.check(network, "relu")
+    except ValueError as error:
+        raise flags.ValidationError(str(error)) from None
+    return True
 
 
 def data_set():
@@ -60,7 +72,7 @@ def data_set():
 
 def build(network, norm, shape, classes):
     """A network of `recipes.models`, or MobileNetV2, that returns logits."""
-    if network != "mobilenetv2":
+    if network != APPLICATION:
         return models.build(network, shape, classes, norm, "relu", rho=2)
     model = keras.applications.MobileNetV2(
         input_shape=shape, weights=None, classes=classes, classifier_activation=None

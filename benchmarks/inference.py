@@ -91,6 +91,12 @@ def measure(name, size, batch, *, jit_compile, rounds):
     ]
 
 
+def exists(name):
+    """Whether a network is one of `recipes` or of keras.applications."""
+    # A name in lower case may be that of a module there.
+    return name.startswith("resnet") or callable(getattr(keras.applications, name, 0))
+
+
 def define_flags():
     flags.DEFINE_list(
         "networks",
@@ -98,6 +104,11 @@ def define_flags():
         "Networks as name:image size:batch size.",
     )
     networks.check_flag("networks", any_name=True)
+    flags.register_validator(
+        "networks",
+        lambda given: all(exists(text.partition(":")[0]) for text in given),
+        "must have names of keras.applications, or resnet and a depth",
+    )
     flags.DEFINE_integer("rounds", 30, "Rounds to time.", lower_bound=4)
     flags.DEFINE_bool(
         "jit_compile",
