@@ -27,7 +27,7 @@ import keras_tuner
 
 from recipes.engine import classifier, command, data, devices, population, workers
 from recipes.engine.run import Run
-from recipes.engine.settings import setting
+from recipes.engine.settings import SEED, setting
 from recipes.models import norms
 from tuner import cluster, oracles, ranges, report, trials
 from tuner import population as side_by_side
@@ -87,7 +87,7 @@ class Settings(classifier.Training):
         "How a training is spread over devices.",
         choices=("none", *devices.BACKENDS),
     )
-    search_seed: int = setting(0, "Seed of the oracle.", at_least=0)
+    search_seed: int = setting(0, "Seed of the oracle.", **SEED)
     name: str | None = setting(
         None, "Name of the search, made of the settings if not given.", compare=False
     )

@@ -49,7 +49,7 @@ from keras_norms.diagnostics import second_order
 from keras_norms.diagnostics.blindness import TERMS, blindness
 from recipes.engine import command, data, results, training
 from recipes.engine.precision import available, precision
-from recipes.engine.settings import Images, Sweep, setting
+from recipes.engine.settings import SEED, Images, Sweep, setting
 from recipes.models import norms
 from recipes.models.alexnet import alexnet
 from recipes.models.lenet import lenet
@@ -85,7 +85,7 @@ class Training(Images):
     )
     width: float = setting(1 / 16, "Factor of AlexNet's channels.", above=0)
     batches: int = setting(3, "Batches to measure.", at_least=1)
-    seed: int = setting(0, "Seed of weights and batches.", at_least=0)
+    seed: int = setting(0, "Seed of weights and batches.", **SEED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ from keras_norms import CBN, LpNorm, NoisyBN, recalibrate
 from recipes import models
 from recipes.engine import command, data, figures, files, results, training
 from recipes.engine.errors import UserError
-from recipes.engine.settings import Images, Sweep, setting
+from recipes.engine.settings import SEED, Images, Sweep, setting
 from recipes.models import norms
 
 KINDS = ("one_label", "mixed")
@@ -72,7 +72,7 @@ class Training(Images):
     epochs: int = setting(20, "Epochs of training.", at_least=1)
     batch_size: int = setting(32, "Images in a batch.", at_least=1)
     learning_rate: float = setting(1e-4, "Learning rate of Adam.", above=0)
-    seed: int = setting(0, "Seed of weights and batches.", at_least=0)
+    seed: int = setting(0, "Seed of weights and batches.", **SEED)
 
     def __post_init__(self):
         super().__post_init__()

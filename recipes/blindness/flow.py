@@ -38,7 +38,7 @@ from keras import ops
 
 from recipes.blindness._flow_pairs import Batches, Pair
 from recipes.engine import command, data, figures, optimizers, results, training
-from recipes.engine.settings import Images, Sweep, setting
+from recipes.engine.settings import SEED, Images, Sweep, setting
 from recipes.models import norms
 from recipes.models.realnvp import RealNVP
 
@@ -64,7 +64,7 @@ class Training(Images):
         "full", "Size of the flow, as in Figure 3.", choices=ARCHITECTURES
     )
     norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
-    seed: int = setting(0, "Seed of weights, batches and noise.", at_least=0)
+    seed: int = setting(0, "Seed of weights, batches and noise.", **SEED)
     between: bool = setting(
         True, "Put norms between couplings too, not only inside them."
     )
@@ -89,6 +89,15 @@ class Training(Images):
     train_size: int | None = setting(
         None, "Training images of each pair; all if not given.", at_least=2
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.size % 2 ** (self.scales - 1):
+            raise ValueError(
+                "Argument `scales` must be a number that allows to halve `size` "
+                f"{self.scales - 1} times. "
+                f"Received: scales={self.scales}, size={self.size}"
+            )
 
     def usual(self):
         if self.dataset == "digits":

@@ -13,7 +13,7 @@ import keras
 from recipes import models
 from recipes.engine import data, files, imagenet, optimizers, training
 from recipes.engine.errors import UserError
-from recipes.engine.settings import Images, Sweep, setting
+from recipes.engine.settings import SEED, Images, Sweep, setting
 from recipes.models import norms
 
 ACTIVATIONS = ("sigmoid", "tanh", "relu", "selu", "swish")
@@ -51,7 +51,7 @@ class Training(Images):
         None, "Epochs; 120 if not given, 15 for digits, 10 for mnist.", at_least=1
     )
     seed: int = setting(
-        0, "Seed of weights, of the order of images and of augmentation.", at_least=0
+        0, "Seed of weights, of the order of images and of augmentation.", **SEED
     )
     batch_size: int | None = setting(
         None, "Images in a batch; 128 if not given, 256 for imagenet2012.", at_least=1

@@ -32,6 +32,8 @@ from recipes.engine import data
 
 flags.disclaim_key_flags()  # --help of a recipe shows them as its own
 
+SEED = {"at_least": 0, "at_most": 2**32 - 1}  # what NumPy takes
+
 
 def setting(default, help, *, compare=True, **checks):
     """A field of a `Settings` class.

@@ -15,7 +15,7 @@ import keras
 from recipes import models
 from recipes.engine import data, training
 from recipes.engine.errors import UserError
-from recipes.engine.settings import Images, Sweep, setting
+from recipes.engine.settings import SEED, Images, Sweep, setting
 from recipes.models import dln, norms
 
 VGG = {"dataset": "digits", "width": 0.125, "batch_size": 128}
@@ -40,7 +40,7 @@ class Descent(Images):
     )
     norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
     seed: int = setting(
-        0, "Seed of weights, of the order of images and of the dln's data.", at_least=0
+        0, "Seed of weights, of the order of images and of the dln's data.", **SEED
     )
     steps: int | None = setting(
         None, "Training steps; 400 if not given, 10,000 for the dln.", at_least=1
@@ -206,6 +206,14 @@ def _dln(settings):
         fast = {"jit_compile": True, "steps_per_execution": settings.every}
     model.compile(keras.optimizers.SGD(settings.learning_rate), loss, **fast)
     return model
+
+
+def layer(model, name):
+    """A layer to measure, by its name."""
+    try:
+        return model.get_layer(name)
+    except ValueError as error:  # It lists the names.
+        raise UserError(f"Argument `layers` must be names of layers. {error}") from None
 
 
 def train(settings, kind, measure, **hooks):

@@ -65,7 +65,7 @@ def measure(model, batches, settings):
     found = diagnostics.covariate_shift(
         model,
         *batches[0],
-        layers=list(map(model.get_layer, settings.layers)),
+        layers=[descent.layer(model, name) for name in settings.layers],
         learning_rate=settings.learning_rate,
     )
     values = {}

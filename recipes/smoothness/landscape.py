@@ -66,6 +66,15 @@ class Run(descent.Descent):
         above=0,
     )
 
+    def __post_init__(self):
+        super().__post_init__()
+        shortest, _ = STEP_RANGES[self.network]
+        if self.longest is not None and self.longest <= shortest:
+            raise ValueError(
+                f"Argument `longest` must be above {shortest:g}, the shortest step. "
+                f"Received: longest={self.longest}"
+            )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Run, descent.Descents):

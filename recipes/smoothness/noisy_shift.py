@@ -107,7 +107,7 @@ def places(model, layers, normalised=True):
     """
     found, names = {}, {layer.name for layer in model.layers}
     for layer in layers:
-        found[layer] = output = model.get_layer(layer).output
+        found[layer] = output = descent.layer(model, layer).output
         if normalised and f"{layer}_norm" in names:
             found[layer] = model.get_layer(f"{layer}_norm").output
             found[layer + BEFORE] = output

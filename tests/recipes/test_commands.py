@@ -104,6 +104,9 @@ def test_every_recipe_is_documented():
         ("spheres.weight_growth", "--model=vgg11", "`model` must be a residual net"),
         ("smoothness.landscape", "--network=dln --dataset=digits", "must be None with"),
         ("smoothness.landscape", "--steps=10 --every=3", "a multiple of `every`"),
+        ("smoothness.landscape", "--longest=0.5", "`longest` must be above 0.5"),
+        ("blindness.flow", "--scales=5", "`scales` must be .* scales=5, size=8"),
+        ("train", "--seed=4294967296", "`seed` must be at most 4294967295"),
         ("blindness.features", "--norms=ws+gn", "`norm` must not normalise kernels"),
         ("blindness.features", "--networks=vgg12", "`model` must be one of"),
         (

@@ -6,6 +6,7 @@ import pytest
 
 from keras_norms import diagnostics, recalibrate
 from recipes.engine import training
+from recipes.engine.errors import UserError
 from recipes.smoothness import covariate_shift, noisy_shift
 from tests.support import small
 from tests.support import smoothness_reference as reference
@@ -51,6 +52,14 @@ def test_a_norm_before_the_layer_is_not_after_it():
     model = build("cbn")
     (output,) = noisy_shift.places(model, ["conv"], normalised=False).values()
     assert output is model.get_layer("conv").output
+
+
+@pytest.mark.parametrize("recipe", [covariate_shift, noisy_shift])
+def test_layers_that_are_not_there(recipe, tmp_path):
+    sizes = {"width": 1 / 64, "batch_size": 4, "train_size": 8, "steps": 2, "every": 1}
+    settings = recipe.Run(**sizes, layers=("stage3",), runs_dir=str(tmp_path))
+    with pytest.raises(UserError, match="`layers` must be .* No such layer: stage3."):
+        recipe.train(settings)
 
 
 def test_changes():
