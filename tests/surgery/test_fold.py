@@ -86,6 +86,10 @@ for name, step, left in (
     ("flattening of channels first", apply(layers.Flatten, "channels_first"), 1),
 ):
     case(f"before {name}", (5, 4), tanh, cbn, step, dense(2), left=left)
+prelu = layers.PReLU("random_uniform")
+prelu.build((None, 4))  # Keras would do it in the first call.
+no_bias = apply(layers.Dense, 4, use_bias=False, activation=prelu)
+case("before no bias and a function with weights", (6,), cbn, no_bias)
 flat = apply(layers.Reshape, (24,))
 case("before reshaping of channels", (6, 2), tanh, cbn, flat, dense(2), left=1)
 split, whole = apply(layers.Reshape, (3, 2, 4)), apply(layers.Reshape, (6, 4))
