@@ -7,6 +7,7 @@ variables, which say who it is and where the chief listens (docs/tuning.md). Wit
 
 import concurrent.futures
 import ipaddress
+import json
 import multiprocessing
 import os
 import socket
@@ -23,6 +24,7 @@ from recipes.engine.errors import UserError
 # "chief" or the name of a worker, and the address and the port of the chief.
 VARIABLES = [f"KERASTUNER_{key}" for key in ("TUNER_ID", "ORACLE_IP", "ORACLE_PORT")]
 LOOPBACK = "127.0.0.1"
+SETTINGS = "settings"  # the name under which `tell` keeps them
 RESTARTS = 10  # of all workers together, before something must be wrong
 FATAL = 70  # exit status of a worker whose error would meet every trial
 GOODBYE_SECONDS = 30  # for workers to ask once more, and hear that all is done
@@ -42,6 +44,38 @@ def role():
             f"Missing: {', '.join(missing)}"
         )
     return "chief" if "chief" in os.environ[VARIABLES[0]] else "worker"
+
+
+def tell(oracle, settings):
+    """Puts what all trials share where workers find it: into the chief's space.
+
+    It is a value without a hyperparameter: samples depend on the number of those.
+
+    Args:
+        oracle: The chief's.
+        settings: Dict, in a form JSON can hold.
+    """
+    oracle.hyperparameters.values[SETTINGS] = json.dumps(settings)
+
+
+def check(oracle, settings):
+    """Raises a UserError if the chief's trials share other settings than these.
+
+    Args:
+        oracle: A worker's, `keras_tuner.Tuner.oracle`.
+        settings: See `tell`.
+    """
+    theirs = json.loads(oracle.get_space().values[SETTINGS])
+    ours = json.loads(json.dumps(settings))
+    if differing := [
+        f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key)
+    ]:
+        raise UserError(
+            "The chief was started with other flags than this worker: "
+            f"{'; '.join(differing)}. All must have the same"
+        )
 
 
 def serve(oracle, address, port, watch=lambda: None):

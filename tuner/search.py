@@ -142,6 +142,11 @@ class Settings(classifier.Training):
         values["validation_size"] = self._held_out() or None
         return classifier.Saved(**values, saved_models_dir=None)
 
+    def same_everywhere(self):
+        """What trials share, wherever data are: chief and workers must agree on it."""
+        shared = self.shared().config()
+        return shared | {"dataset": data.stem(self.dataset), "seeds": self.seeds}
+
     def _held_out(self):
         if self.validation_size is not None or self.dataset in data.STREAMED:
             return self.validation_size
@@ -198,6 +203,9 @@ def search(settings):
             tuner = trials.Tuner(oracle, directory, shared, settings.seeds)
         else:
             tuner = _tuner(settings, oracle, directory, shared)
+        if role == "worker":
+            cluster.check(tuner.oracle, settings.same_everywhere())
+        cluster.tell(oracle, settings.same_everywhere())
         if ended := len(oracle.end_order):
             print(f"{ended} trials were finished before", flush=True)
         if role == "chief":

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -43,6 +44,25 @@ def test_a_worker_has_the_trials_and_scores_of_a_search_alone(tmp_path, monkeypa
         found = chief.trials[key]
         assert found.hyperparameters.values == trial.hyperparameters.values
         assert found.score == pytest.approx(trial.score, 1e-6)
+
+
+def test_a_worker_with_other_flags_than_the_chief(tmp_path, monkeypatch):
+    chief = search.Settings(dataset="digits", epochs=4, runs_dir=str(tmp_path))
+    oracle = synthetic.oracle("random", 4, directory=tmp_path / "a")
+    cluster.tell(oracle, chief.same_everywhere())
+    place = cluster.LOOPBACK, str(free_port())
+    args = oracle, *place
+    threading.Thread(target=cluster.serve, args=args, daemon=True).start()
+    for name, value in zip(cluster.VARIABLES, ("worker0", *place), strict=True):
+        monkeypatch.setenv(name, value)
+    worker = dataclasses.replace(chief, epochs=1, seeds=2)
+    differ = "epochs: 4 there, 1 here; seeds: 1 there, 2 here"
+    with pytest.raises(UserError, match=differ):
+        search.search(worker)
+    assert not oracle.trials
+    tuner = synthetic.Tuner(synthetic.oracle("random", 4), tmp_path / "a")
+    elsewhere = dataclasses.replace(chief, runs_dir="elsewhere", workers=2)
+    cluster.check(tuner.oracle, elsewhere.same_everywhere())
 
 
 def test_two_chiefs_do_not_share_a_port():
