@@ -49,6 +49,9 @@ class FollowsLearningRate(keras.layers.Layer):
         callback on JAX must read `self.model` first, or the rate is lost within an
         epoch.
 
+        The layer no longer follows a schedule, such as that of an earlier `fit` with
+        `AMAT`. Functions compiled before still do: compile the model again.
+
         Args:
             rate: Float, scalar tensor or `keras.Variable`; negative means unknown. For
                 a schedule, call `follow`.
@@ -78,6 +81,8 @@ class FollowsLearningRate(keras.layers.Layer):
                 f"Received: rate={arguments.shown(rate)}"
             )
         self._is_told = True
+        if self._schedule is not None:
+            self.follow(None)
         if self.built:
             if not is_tensor:
                 rate = ops.full((), rate, self.statistics_dtype)

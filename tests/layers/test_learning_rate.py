@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_norms import CBN
+from keras_norms import AMAT, CBN
 from tests.support.autodiff import training_step
 from tests.support.backend import BACKEND, jax_only, numpy
 from tests.support.rates import (
@@ -19,6 +19,7 @@ from tests.support.rates import (
     compiled,
     fit,
     rates_of,
+    recorder,
     ways,
 )
 
@@ -94,6 +95,16 @@ def test_the_rate_stays_where_the_optimizer_is_gone():
     norm.follow(PIECEWISE, keras.Variable(0, trainable=False))
     norm(X, training=True)
     assert float(numpy(norm.learning_rate)) == 0.5
+
+
+def test_a_rate_that_is_set_ends_a_schedule():
+    first = keras.optimizers.SGD(PIECEWISE)
+    model, norm = recorder(first)
+    fit(model, AMAT(), epochs=1)
+    norm.set_learning_rate(0.25)
+    fit(compiled(model, 0.25), first=1, epochs=1)
+    check(model, norm, rates_of(PIECEWISE, range(3)) + [0.25] * 3)
+    assert not norm.follow()
 
 
 def step_of_ones_own(model, optimizer):
