@@ -24,7 +24,8 @@ class AMAT(keras.callbacks.Callback):
     step: it is right with `steps_per_execution` greater than 1 too, and needs nothing
     from the host. On JAX, where the forward pass does not see the optimizer, each layer
     gets a counter, set to the optimizer's iterations at the start of each epoch. Until
-    then it also counts steps that a `LossScaleOptimizer` skips. Put AMAT after
+    then it also counts steps that a `LossScaleOptimizer` skips, and each
+    `stateless_call` of the model in a `train_step` that makes several. Put AMAT after
     callbacks that change the rate at `on_train_batch_begin`.
 
     With `gradient_accumulation_steps=n`, layers get an `n`-th of the rate: the averages
