@@ -102,12 +102,24 @@ class Settings(classifier.Training):
                     f"Argument `tune` must not have {name}, which the norm {self.norm} "
                     f"does not use. Those that use it are {', '.join(uses)}"
                 )
+        usual = classifier.Training(dataset=self.dataset)
+        for name in sorted(tuned):
+            if (value := getattr(self, name)) != getattr(usual, name):
+                raise ValueError(
+                    f"Argument `{name}` has no effect, because `tune` has it. "
+                    f"Received: {name}={value!r}"
+                )
         if self.rho_per == "stage" and "rho" not in tuned:
             raise ValueError(
                 "Argument `rho_per` must be 'network', or 'stage' if rho is tuned. "
                 f"Received: rho_per={self.rho_per!r}"
             )
         if self.population is None:
+            if self.halving != Settings.halving:
+                raise ValueError(
+                    "Argument `halving` has no effect without `population`. "
+                    f"Received: halving={self.halving}"
+                )
             return
         population.check_backend()
         if self.population < self.seeds:
