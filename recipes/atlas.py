@@ -29,7 +29,7 @@ Small run on digits, test accuracy in % and the rate (* at the end of the grid):
 own rate, BN and CBN are equal within their deviations at 16 images. At 128, CBN wins by
 1.5 points with sigmoid and BN by 2 with ReLU, where one seed chose the smallest rate
 for CBN. docs/results/atlas.md has CIFAR-10: 4, 32 and 128 images a batch, and all of
-these norms with ReLU.
+these norms with 128.
 
 References: `recipes.models.norms` says what the norms are.
 """
