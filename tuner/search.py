@@ -87,7 +87,12 @@ class Settings(classifier.Training):
         "How a training is spread over devices.",
         choices=("none", *devices.BACKENDS),
     )
-    search_seed: int = setting(0, "Seed of the oracle.", **SEED)
+    search_seed: int = setting(
+        0,
+        "Seed of the oracle, which takes the next number.",
+        at_least=0,
+        at_most=SEED["at_most"] - 1,
+    )
     name: str | None = setting(
         None, "Name of the search, made of the settings if not given.", compare=False
     )
@@ -217,7 +222,8 @@ def search(settings):
             tuner = _tuner(settings, oracle, directory, shared)
         if role == "worker":
             cluster.check(tuner.oracle, settings.same_everywhere())
-        cluster.tell(oracle, settings.same_everywhere())
+        else:
+            cluster.tell(oracle, settings.same_everywhere())
         if ended := len(oracle.end_order):
             print(f"{ended} trials were finished before", flush=True)
         if role == "chief":

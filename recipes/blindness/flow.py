@@ -94,7 +94,7 @@ class Training(Images):
         super().__post_init__()
         if self.size % 2 ** (self.scales - 1):
             raise ValueError(
-                "Argument `scales` must be a number that allows to halve `size` "
+                "Argument `scales` must be a number that lets `size` be halved "
                 f"{self.scales - 1} times. "
                 f"Received: scales={self.scales}, size={self.size}"
             )

@@ -174,6 +174,7 @@ def test_scored_by_test_images_if_asked(tmp_path):
         ({"algorithm": "annealing"}, "`algorithm` must be of random, grid"),
         ({"tune": ("omega",), "rho_per": "stage"}, "'stage' if rho is tuned"),
         ({"rho": 3.0, "tune": ("rho",)}, "`rho` has no effect, because `tune` has"),
+        ({"search_seed": 2**32 - 1}, "`search_seed` must be at most 4294967294"),
         ({"halving": 4}, "`halving` has no effect without `population`"),
         ({"norm": "bn"}, "not have rho, which the norm bn does not use"),
         ({"norm": "cbn_batch"}, "not have omega, which the norm cbn_batch does not"),
