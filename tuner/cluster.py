@@ -20,6 +20,7 @@ import keras_tuner
 
 from recipes.engine import workers
 from recipes.engine.errors import UserError
+from recipes.engine.run import differences
 
 # "chief" or the name of a worker, and the address and the port of the chief.
 VARIABLES = [f"KERASTUNER_{key}" for key in ("TUNER_ID", "ORACLE_IP", "ORACLE_PORT")]
@@ -67,14 +68,10 @@ def check(oracle, settings):
     """
     theirs = json.loads(oracle.get_space().values[SETTINGS])
     ours = json.loads(json.dumps(settings))
-    if differing := [
-        f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
-        for key in sorted(theirs.keys() | ours.keys())
-        if theirs.get(key) != ours.get(key)
-    ]:
+    if differing := differences(theirs, ours):
         raise UserError(
             "The chief was started with other flags than this worker: "
-            f"{'; '.join(differing)}. All must have the same"
+            f"{differing}. All must have the same"
         )
 
 

@@ -26,6 +26,15 @@ CONFIG, METRICS = "config.json", "metrics.jsonl"
 CHECKPOINT, RESULTS = "checkpoint.npz", "results.json"
 
 
+def differences(there, here):
+    """The settings in which two dicts differ, as a text; it is empty if in none."""
+    return "; ".join(
+        f"{key}: {there.get(key)!r} there, {here.get(key)!r} here"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    )
+
+
 class InUse(UserError):
     """Another process has the run."""
 
@@ -59,15 +68,10 @@ class Run:
                 "recipes, whose checkpoints this one cannot read. Give another "
                 "--runs_dir, or delete that directory."
             )
-        if differing := [
-            f"{key}: {stored.get(key)!r} there, {self.config.get(key)!r} here"
-            for key in sorted(stored.keys() | self.config.keys())
-            if stored.get(key) != self.config.get(key)
-        ]:
+        if differing := differences(stored, self.config):
             raise UserError(
-                f"The run in {self.directory} has other settings: "
-                f"{'; '.join(differing)}. Give another --name or --runs_dir, or delete "
-                "that directory."
+                f"The run in {self.directory} has other settings: {differing}. "
+                "Give another --name or --runs_dir, or delete that directory."
             )
 
     def __enter__(self):

@@ -52,7 +52,8 @@ def test_a_worker_with_other_flags_than_the_chief(tmp_path, monkeypatch):
     cluster.tell(oracle, chief.same_everywhere())
     place = cluster.LOOPBACK, str(free_port())
     args = oracle, *place
-    threading.Thread(target=cluster.serve, args=args, daemon=True).start()
+    thread = threading.Thread(target=cluster.serve, args=args, daemon=True)
+    thread.start()
     for name, value in zip(cluster.VARIABLES, ("worker0", *place), strict=True):
         monkeypatch.setenv(name, value)
     worker = dataclasses.replace(chief, epochs=1, seeds=2)
@@ -63,6 +64,9 @@ def test_a_worker_with_other_flags_than_the_chief(tmp_path, monkeypatch):
     tuner = synthetic.Tuner(synthetic.oracle("random", 4), tmp_path / "a")
     elsewhere = dataclasses.replace(chief, runs_dir="elsewhere", workers=2)
     cluster.check(tuner.oracle, elsewhere.same_everywhere())
+    tuner.search()  # after which the chief ends
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_two_chiefs_do_not_share_a_port():
