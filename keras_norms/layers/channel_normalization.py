@@ -94,10 +94,9 @@ class ChannelNormalization(keras.layers.Layer):
 
     def stored(self):
         """The averages as they are now, in `statistics_dtype`."""
+        dtype = self.statistics_dtype
         averages = (getattr(self, name) for name in self.averages)
-        return tuple(
-            snapshot(ops.cast(each, self.statistics_dtype)) for each in averages
-        )
+        return tuple(snapshot(ops.cast(each, dtype)) for each in averages)
 
     def update_statistics(self, stored, count, *statistics):
         """Update the averages by `momentum`, after a batch of `count` elements."""
@@ -112,11 +111,11 @@ class ChannelNormalization(keras.layers.Layer):
 
     def affine(self):
         """`gamma` and `beta` in `statistics_dtype`; 1 or 0 where there is none."""
-        channels = (self.input_spec.axes[self.axis],)
+        channels, dtype = (self.input_spec.axes[self.axis],), self.statistics_dtype
         gamma, beta = (
-            ops.full(channels, missing, self.statistics_dtype)
+            ops.full(channels, missing, dtype)
             if weight is None
-            else ops.cast(weight, self.statistics_dtype)
+            else ops.cast(weight, dtype)
             for weight, missing in ((self.gamma, 1), (self.beta, 0))
         )
         return gamma, beta

@@ -22,6 +22,7 @@ from keras_norms.ops.single_pass import in_xla, single_pass
 _FAR = 8.0
 # An error of the shift, relative to the mean, that costs no more than rounding x did.
 _CLOSE = 2.0**-12
+_LARGEST = {name: float(np.finfo(name).max) / 4 for name in ("float32", "float64")}
 
 
 class Moments(NamedTuple):
@@ -77,7 +78,7 @@ def moments(
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
     # Averages continue with a finite number, even if squares add up to more.
-    largest = float(np.finfo(keras.backend.standardize_dtype(variance.dtype)).max) / 4
+    largest = _LARGEST[keras.backend.standardize_dtype(variance.dtype)]
     local = Moments(count, mean, ops.minimum(variance, largest))
     return combine_replicas(local)[0] if synchronized else local
 

@@ -24,8 +24,9 @@ Axis = int | tuple[int, int]
 
 def reduction_axes(ndim: int, axis: Axis) -> tuple[int, ...]:
     """Return every axis of a tensor of rank `ndim` except those of its statistics."""
-    kept = [i % ndim for i in (axis if isinstance(axis, tuple) else (axis,))]
-    return tuple(i for i in range(ndim) if not is_one_of(i, kept))
+    channel = channel_axis(axis) % ndim
+    first = 1 if isinstance(axis, tuple) else 0
+    return (*range(first, channel), *range(channel + 1, ndim))
 
 
 def is_one_of(i: int, axes: Iterable[int]) -> bool:

@@ -11,7 +11,7 @@ from keras_norms import _keras
 
 
 def __getattr__(name):
-    return getattr(torch if name in _SAME else keras.ops, name)
+    return getattr(keras.ops, name)
 
 
 _SAME = {
@@ -20,6 +20,7 @@ _SAME = {
     *("full_like", "ones_like", "zeros_like"),
     *("clip", "relu", "sign", "sqrt", "square"),
 }
+globals().update({name: getattr(torch, name) for name in _SAME})
 
 
 def cast(x, dtype):
