@@ -76,7 +76,7 @@ def run(settings):
     directory = settings.directory("compare")
     results.write(directory, table(rows, settings), {"rows": rows})
     text = details(rows, settings)
-    files.write(directory / "details.md", lambda path: path.write_text(text))
+    files.write_text(directory / "details.md", text)
     figures.training_curves(
         directory / "curves.png",
         panels,

@@ -110,7 +110,7 @@ def write(directory, found, settings, names):
     outcome = {"settings": shared, "hyperparameters": names, "command": line, **found}
     files.write_json(directory / "tuner_results.json", outcome)
     text = table(found, names)
-    files.write(directory / "table.md", lambda path: path.write_text(text))
+    files.write_text(directory / "table.md", text)
     if best:
         named = stem(settings.dataset), settings.model, settings.norm
         title = ", ".join([*named, settings.activation])
@@ -121,7 +121,7 @@ def write(directory, found, settings, names):
         _best_so_far(directory / "best_so_far.png", rows, ylabel, title)
         text += f"\nBest setting:\n\n    {line}\n"
     text += f"\nEverything is in {directory}\n"
-    files.write(directory / "report.txt", lambda path: path.write_text(text))
+    files.write_text(directory / "report.txt", text)
     return text
 
 

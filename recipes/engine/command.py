@@ -20,6 +20,8 @@ def run(recipe, kind):
         kind: The class of the settings.
     """
     kind.define_flags()
+    # A sign that a terminal or a log cannot take, such as the one in 70 ± 1, is a "?".
+    sys.stdout.reconfigure(errors="replace")
 
     def main(arguments):
         try:
@@ -60,7 +62,7 @@ def _refuse(arguments):
 
 def report(directory):
     """Prints the table of a recipe and where its files are."""
-    print(f"\n{(directory / 'table.md').read_text()}")
+    print(f"\n{(directory / 'table.md').read_text(encoding='utf-8')}")
     for path in sorted(directory.glob("[!.]*.png")):
         print(f"Picture  {path}")
     for path in sorted(directory.glob("[!.]*.md")):

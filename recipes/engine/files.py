@@ -40,6 +40,11 @@ def write(path, save):
         raise unwritable(path, error) from error
 
 
+def write_text(path, text):
+    """Writes `text` in UTF-8, which not every system takes without being told."""
+    write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def unwritable(path, error):
     """A UserError that names the file that could not be written."""
     return UserError(
@@ -58,8 +63,7 @@ def sweep(path):
 
 def write_json(path, value):
     """Writes `value`. NaN and infinities become null, since JSON lacks them."""
-    text = json.dumps(finite(value), indent=2) + "\n"
-    write(path, lambda temporary: temporary.write_text(text))
+    write_text(path, json.dumps(finite(value), indent=2) + "\n")
 
 
 def read_json(path):

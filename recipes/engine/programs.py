@@ -16,7 +16,7 @@ def show(main):
     package = pathlib.Path(main).parent
     print("Run one with `python -m` and its name; --help shows its flags.")
     for path in sorted(package.glob("**/*.py")):
-        source = path.read_text()
+        source = path.read_text(encoding="utf-8")
         if path != pathlib.Path(main) and '\nif __name__ == "__main__"' in source:
             parts = path.relative_to(package.parent).with_suffix("").parts
             name = ".".join(parts).removesuffix(".__main__")

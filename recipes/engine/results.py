@@ -9,7 +9,7 @@ from recipes.engine import files
 def write(directory, text, results):
     """Writes table.md and results.json."""
     files.write_json(directory / "results.json", results)
-    files.write(directory / "table.md", lambda path: path.write_text(text))
+    files.write_text(directory / "table.md", text)
 
 
 def markdown(header, rows):

@@ -197,7 +197,7 @@ def run(settings):
     points = results.by_method(recorded.metrics)
     results.draw(recorded.directory / "pruning.png", points, settings)
     text = results.table(recorded.results)
-    files.write(recorded.directory / "table.md", lambda path: path.write_text(text))
+    files.write_text(recorded.directory / "table.md", text)
     return recorded.directory
 
 

@@ -1,0 +1,34 @@
+import os
+import pathlib
+import subprocess
+import sys
+
+from tests.support.backend import once
+
+ROOT = pathlib.Path(__file__).parents[3]
+PROGRAM = """
+import pathlib
+from recipes.engine import command, results, settings
+
+def recipe(settings):
+    directory = pathlib.Path(settings.runs_dir)
+    results.write(directory, "70 \\xb1 1", {})
+    return directory
+
+command.run(recipe, settings.Settings)
+"""
+
+
+@once
+def test_a_table_where_the_system_takes_ascii_only(tmp_path):
+    """Few of the encodings that Windows has know all signs of the tables."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    printed = subprocess.run(
+        [sys.executable, "-c", PROGRAM, f"--runs_dir={tmp_path}"],
+        cwd=ROOT,
+        env=os.environ | ascii_only,
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout
+    assert b"70 ? 1" in printed
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") == "70 ± 1"
