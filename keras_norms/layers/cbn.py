@@ -310,7 +310,7 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         )
         return normalize.CBNState(mean, square, weight), rho
 
-    def get_config(self) -> dict:
+    def get_config(self) -> dict[str, Any]:
         return {
             **super().get_config(),
             "rho": self.initial_rho,

@@ -1,5 +1,7 @@
 """Base of the layers that normalise the channels of an activation."""
 
+from typing import Any
+
 import keras
 
 from keras_norms import _keras
@@ -127,11 +129,11 @@ class ChannelNormalization(keras.layers.Layer):
         size = None if _keras.in_symbolic_scope() else self.group_size
         return in_groups(inputs, *self.affine(), mask, self.axis, size)
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: Shape) -> Shape:
         arguments.channels(self, input_shape, known=False)
         return input_shape
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         names = "axis", "momentum", "epsilon", "center", "scale", "synchronized"
         for name in (*names, "group_size"):

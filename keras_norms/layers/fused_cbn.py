@@ -144,21 +144,21 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         shapes = [each.compute_output_shape(input_shape) for each in self.layers]
         return shapes if self._several else shapes[0]
 
-    def compute_mask(self, inputs, previous_mask=None):
+    def compute_mask(self, inputs: Tensor, previous_mask: Tensor | None = None) -> Any:
         masks = [
             each.compute_mask(inputs, previous_mask) if each.supports_masking else None
             for each in self.layers
         ]
         return masks if self._several else masks[0]
 
-    def get_config(self) -> dict:
+    def get_config(self) -> dict[str, Any]:
         layer = list(self.layers) if self._several else self.layers[0]
         serialize = keras.saving.serialize_keras_object
         parts = {"layer": serialize(layer), "norm": serialize(self.norm)}
         return {**super().get_config(), **parts}
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> "FusedCBN":
         revive = keras.saving.deserialize_keras_object
         parts = {name: revive(config[name]) for name in ("layer", "norm")}
         return cls(**{**config, **parts})

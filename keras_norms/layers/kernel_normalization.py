@@ -161,6 +161,8 @@ class KernelNormalization(keras.layers.Wrapper):
         return {**super().get_config(), "epsilon": self.epsilon}
 
     @classmethod
-    def from_config(cls, config, custom_objects=None):
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> Any:
         # The method of Keras removes the layer from the dict that it gets.
         return super().from_config(dict(config), custom_objects)
