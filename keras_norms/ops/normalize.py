@@ -302,7 +302,7 @@ def map_of_moments(
     # A channel that was not seen, or has statistics that are not finite, keeps its own.
     usable = ops.logical_and(ops.isfinite(batch.mean + square), seen)
     averages = batch.mean - kept * excess, square + kept * behind
-    averages, usable = after_batch(usable, averages, state[:2])
+    averages, usable = after_batch(usable, averages, (state.mean, state.square))
     state = CBNState(*averages, ops.where(ops.any(usable), weight, state.weight))
     batch_map = BatchMap(
         center, inverse, offset, batch.mean, square, mean_weight, batch.count
