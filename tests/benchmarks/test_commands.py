@@ -86,36 +86,56 @@ def test_inference(made):
     assert "| resnet8, 2 x 8x8 |" in printed
 
 
+BAD = [
+    ("network", "--norms=cbn", "must have bn among them"),
+    ("memory", "--norms=cbn", "must have bn among them"),
+    ("amat", "--rounds=2", "2 is not integer >= 3"),
+    ("network", "--networks=foo", "image size:batch size.*Received: foo"),
+    ("network", "--rounds=2", "2 is not integer >= 3"),
+    ("amat", "--rates=never", "must be of constant, schedule, callback"),
+    ("applications", "--models=None", "must be of ResNet50, "),
+    ("deployment", "--norms=gn", "must be of bn, bn_pruned, cbn, cbn_pruned"),
+    ("deployment", "--networks=resnet8,foo", "Received: model='foo'"),
+    ("gpu", "--norms=cbn,gn", "must be of none, bn, cbn, .*lp_norm:inf"),
+    ("groups", "--group_sizes=8,a", "must be integers"),
+    ("hub", "--networks=None", "must be of ResNet, "),
+    ("layer", "--shapes=8x2,8", "must be like 128x64"),
+    ("probe", "--norms=bn,gn", "must be of none, bn, cbn, .*lp_norm:inf"),
+    ("amat", "--network=foo:32:2", "with a name of resnet20,.*foo:32:2"),
+    ("inference", "--networks=ResNet50", "image size:batch size. Received: ResNet"),
+    ("inference", "--networks=resnet8:8:2,vgg16:8:2", "names of keras.applicat"),
+    ("quantization", "--norms=gn", "must be of none, bn, cbn, fused_cbn"),
+    ("tpu", "--group_size=8", "--group_size are those of --check"),
+    ("tpu", "--networks=vgg16", "--group_size are those of --check"),
+    ("tpu", "--norms=cbn,gn", "must be of none, bn, cbn, .*lp_norm:inf"),
+]
+# Each program in a fork of a process with Keras, which takes seconds to start and to
+# end. What it prints is in a file.
+FORKS = """
+import os, runpy, sys
+from benchmarks import networks
+folder, *words = sys.argv[1:]
+for number, (name, flag) in enumerate(zip(words[::2], words[1::2])):
+    if os.fork():
+        assert os.wait()[1], (name, flag)
+        continue
+    sys.argv, code = [name, flag], 0
+    with open(f"{folder}/{number}", "w") as sys.stderr:
+        try:
+            runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    os._exit(code)
+"""
+
+
 @once
-@pytest.mark.parametrize(
-    "name, flag, message",
-    [
-        ("network", "--norms=cbn", "must have bn among them"),
-        ("memory", "--norms=cbn", "must have bn among them"),
-        ("amat", "--rounds=2", "2 is not integer >= 3"),
-        ("network", "--networks=foo", "image size:batch size.*Received: foo"),
-        ("network", "--rounds=2", "2 is not integer >= 3"),
-        ("amat", "--rates=never", "must be of constant, schedule, callback"),
-        ("applications", "--models=None", "must be of ResNet50, "),
-        ("deployment", "--norms=gn", "must be of bn, bn_pruned, cbn, cbn_pruned"),
-        ("deployment", "--networks=resnet8,foo", "Received: model='foo'"),
-        ("gpu", "--norms=cbn,gn", "must be of none, bn, cbn, .*lp_norm:inf"),
-        ("groups", "--group_sizes=8,a", "must be integers"),
-        ("hub", "--networks=None", "must be of ResNet, "),
-        ("layer", "--shapes=8x2,8", "must be like 128x64"),
-        ("probe", "--norms=bn,gn", "must be of none, bn, cbn, .*lp_norm:inf"),
-        ("amat", "--network=foo:32:2", "with a name of resnet20,.*foo:32:2"),
-        ("inference", "--networks=ResNet50", "image size:batch size. Received: ResNet"),
-        ("inference", "--networks=resnet8:8:2,vgg16:8:2", "names of keras.applicat"),
-        ("quantization", "--norms=gn", "must be of none, bn, cbn, fused_cbn"),
-        ("tpu", "--group_size=8", "--group_size are those of --check"),
-        ("tpu", "--networks=vgg16", "--group_size are those of --check"),
-        ("tpu", "--norms=cbn,gn", "must be of none, bn, cbn, .*lp_norm:inf"),
-    ],
-)
-def test_bad_arguments(name, flag, message):
-    printed = run("-m", f"benchmarks.{name}", flag, succeeds=False)
-    assert re.search(message, printed)
+def test_bad_arguments(tmp_path):
+    words = [word for name, flag, _ in BAD for word in (name, flag)]
+    run("-c", FORKS, str(tmp_path), *words)
+    for number, (*case, message) in enumerate(BAD):
+        printed = (tmp_path / str(number)).read_text()
+        assert re.search(message, printed), (case, printed)
 
 
 @once
