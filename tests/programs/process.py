@@ -16,8 +16,8 @@ import keras
 import numpy as np
 
 from keras_norms import AMAT
-from recipes import models
 from recipes.engine import devices
+from tests.support import small
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "tpu.md"
 BATCH, STEPS, EPOCHS = 32, 10, 8
@@ -52,8 +52,8 @@ def main(directory, addresses=None, number=None):
     x = rng.normal(size=(BATCH * STEPS, 8, 8, 1)).astype("float32")
     y = rng.integers(10, size=len(x)).astype("int32")
     with strategy.scope():
-        # A smooth activation: with ReLU, rounding grows to 0.001 in these 80 steps.
-        model = models.build("resnet8", x.shape[1:], 10, "cbn", "sigmoid")
+        # A smooth activation: with ReLU, rounding grows in these 80 steps.
+        model = small.convolutions("", x.shape[1:], 10, "cbn", "sigmoid")
         schedule = keras.optimizers.schedules.PiecewiseConstantDecay(
             [25], [0.01, 0.001]
         )
