@@ -70,7 +70,7 @@ def test_training_and_inference(name, mode):
     assert_steps(a.case(name), mode)
 
 
-@forms([*FEW[:7], "LpNorm(inf, centered)"])
+@forms(CHANNELS)
 def test_on_one_device_synchronized_changes_nothing(name):
     assert_steps(a.case(name, synchronized=True))
 
