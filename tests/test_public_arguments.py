@@ -36,7 +36,7 @@ def test_arguments_are_annotated():
 
 
 def test_methods_of_layers_are_annotated():
-    """A type checker takes a call of a method that is not for an error."""
+    """A strict type checker refuses a call of a method without annotations."""
     every = [norm for _, norm in members(keras_norms.layers) if inspect.isclass(norm)]
     assert len(every) > 5
     names = "build call compute_output_shape compute_mask get_config from_config"

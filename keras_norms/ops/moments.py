@@ -22,7 +22,10 @@ from keras_norms.ops.single_pass import in_xla, single_pass
 _FAR = 8.0
 # An error of the shift, relative to the mean, that costs no more than rounding x did.
 _CLOSE = 2.0**-12
-_LARGEST = {name: float(np.finfo(name).max) / 4 for name in ("float32", "float64")}
+# A larger variance counts as this, by dtype.
+_LARGEST_VARIANCE = {
+    name: float(np.finfo(name).max) / 4 for name in ("float32", "float64")
+}
 
 
 class Moments(NamedTuple):
@@ -78,7 +81,7 @@ def moments(
     else:
         count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
     # Averages continue with a finite number, even if squares add up to more.
-    largest = _LARGEST[keras.backend.standardize_dtype(variance.dtype)]
+    largest = _LARGEST_VARIANCE[keras.backend.standardize_dtype(variance.dtype)]
     local = Moments(count, mean, ops.minimum(variance, largest))
     return combine_replicas(local)[0] if synchronized else local
 

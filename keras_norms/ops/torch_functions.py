@@ -20,6 +20,7 @@ _SAME = {
     *("full_like", "ones_like", "zeros_like"),
     *("clip", "relu", "sign", "sqrt", "square"),
 }
+# At import: `__getattr__` would look for them at each use.
 globals().update({name: getattr(torch, name) for name in _SAME})
 
 

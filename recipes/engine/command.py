@@ -20,7 +20,7 @@ def run(recipe, kind):
         kind: The class of the settings.
     """
     kind.define_flags()
-    # A sign that a terminal or a log cannot take, such as the one in 70 ± 1, is a "?".
+    # Characters that a terminal or a log cannot show, such as ±, are printed as "?".
     sys.stdout.reconfigure(errors="replace")
 
     def main(arguments):

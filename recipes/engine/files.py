@@ -41,7 +41,7 @@ def write(path, save):
 
 
 def write_text(path, text):
-    """Writes `text` in UTF-8, which not every system takes without being told."""
+    """Writes `text` in UTF-8, which is not the default of every system."""
     write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
