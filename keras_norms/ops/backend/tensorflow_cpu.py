@@ -128,8 +128,8 @@ def _of_channels(vector, groups):
 def _sums(columns):
     """The sums of columns.
 
-    TensorFlow adds up in pairs, which keeps digits, along columns if it takes eight of
-    them at once, and along rows. Else it goes one by one. A transpose takes longer.
+    TensorFlow adds up rows in pairs, which keeps digits; columns too if their number is
+    a multiple of eight, else one by one. Columns are faster: rows need a transpose.
     """
     groups, channels = columns.shape
     if channels % 8 and groups > 16:
