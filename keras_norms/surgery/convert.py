@@ -39,86 +39,46 @@ def convert(
 ) -> keras.Model:
     """Make a copy of a model with another normalisation, or with none.
 
-    **CBN** takes other places than `BatchNormalization`. All `BatchNormalization`
-    layers are removed, and a `CBN` is put before each layer with a kernel (`Dense`,
-    `EinsumDense`, all convolutions). Layers that read the same tensor share one CBN,
-    and a shared layer has one for all its calls.
+    * **CBN**: all `BatchNormalization` layers go. A `CBN` comes before each layer with
+      a kernel (`Dense`, `EinsumDense`, convolutions) that does not read the raw input
+      (docs/choosing.md). Layers that lose the norm after them get a bias.
+    * **NoisyBN, LpNorm**, and what a function returns, take the place and the name of
+      each `BatchNormalization`.
+    * **WS, CWN, WN** wrap each layer with a kernel, under its name, and keep
+      `BatchNormalization`. To remove it too: `convert(fold(model), "wn")`.
+    * `"group_norm"`, `"layer_norm"`, `"rms_norm"` and `"instance_norm"`, for batches
+      too small for batch statistics, replace each BatchNormalization, CBN, NoisyBN and
+      LpNorm. `"batch_norm"` replaces all other norms.
+    * `"none"` removes all norms.
 
-    * Layers that read the raw input get none, even if it was padded, rescaled, resized,
-      standardised, reshaped, augmented or concatenated first.
-    * Recurrent layers and `MultiHeadAttention` get none. A `BatchNormalization` that
-      only these read is lost, and a warning names it.
-    * Existing CBN layers keep their place and settings. Layers that read their output,
-      pooled or reshaped too, get no other one.
-    * Norms of other kinds stay. So does a `BatchNormalization` of another axis than the
-      channels, or one called with a mask or with `training=True`.
-    * CBN goes before zero padding and Dropout. Its statistics are then those of the
-      activations alone, and padded zeros stay zero, as with `padding="same"`.
-    * A layer that loses the `BatchNormalization` after it gets a bias.
-    * A new CBN is named after the first layer that reads it: `conv1_cbn`.
-    * `"relu"` and `"relu6"` become the functions of `keras_norms.activations` where
-      they alone read the output of a linear layer or a sum, which takes less memory on
-      JAX; with `fused=True`, everywhere. Converting to norms of Keras undoes this.
+    **With `preserve=True`** the new model computes at inference what the old one does.
+    A warning names the layers where it does not:
 
-    **NoisyBN, LpNorm** and what a function returns take the place and the name of each
-    `BatchNormalization`. **WS, CWN, WN** wrap each layer with a kernel, under its name,
-    and keep `BatchNormalization`. To remove it too: `convert(fold(model), "wn")`.
+    * CBN needs the statistics of its input, or the first training step changes the
+      function. They are measured in one pass over `data`. Without `data`, a CBN that
+      replaces a BatchNormalization in the same place takes over its statistics, and
+      the others start without any.
+    * Batch statistics and norms of single samples cannot compute the same. Gamma and
+      beta are kept, **the function changes**, and the network needs more training.
+      `"batch_norm"` is exact in place of CBN, NoisyBN and LpNorm.
+    * WS and CWN remove the mean of each unit's weights, and change the length of units
+      unless they have `gain=True` or a BatchNormalization follows. WN is exact.
 
-    **Norms of Keras**, by name or class, suit batches that are too small for batch
-    statistics. `"group_norm"`, `"layer_norm"`, `"rms_norm"` (each position, over its
-    channels) and `"instance_norm"` (each channel, over its positions) replace each
-    BatchNormalization, CBN, NoisyBN and LpNorm. The number of groups is the largest
-    that divides the channels, is at most 32 and leaves 4 channels or more in each.
-    `"batch_norm"` replaces all other norms, and `"none"` removes all. A norm stays, and
-    a warning names it, where the new one would normalise single numbers, as
-    `"instance_norm"` after a `Dense` layer does, and where the channels are not the
-    last axis and Keras' norm is wrong on others: `"rms_norm"`, on PyTorch also
-    `"layer_norm"`.
-
-    **With `preserve=True`** the new model computes at inference what the old one does,
-    and a warning names the layers where it does not:
-
-    * `BatchNormalization` is folded into the layer before it or the CBN after it. Where
-      neither is possible, as between a sum and an activation, its scale and shift of
-      each channel stay, trainable, as the layer `<name>_affine`. This `ChannelAffine`
-      is an `EinsumDense` that passes masks on.
-    * A new CBN starts as the identity. It needs the statistics of its input for that,
-      or the first training step changes the function. They are measured in one pass
-      over `data`: with mean mu and mean square q of the input, beta = mu and
-      gamma = rho * sqrt(q + epsilon). Without `data`, a CBN that replaces a
-      BatchNormalization in the same place takes over its statistics. The others start
-      empty, and a warning names them.
-    * Norms of single samples cannot compute what batch statistics do, nor the other way
-      round: **the function changes**, and the network needs more training. Gamma and
-      beta are the deviation and mean that the old norm gave each channel (for
-      BatchNormalization, its gamma and beta; RMSNormalization has no beta).
-      `"batch_norm"` is exact in place of CBN, NoisyBN and LpNorm. In place of norms of
-      samples, it has the statistics of `data`.
-    * `"none"` is exact for BatchNormalization, CBN, NoisyBN and LpNorm: their scale and
-      shift at inference go into the layers next to them, or stay as `<name>_affine`. Of
-      norms of samples only gamma and beta stay.
-    * NoisyBN takes over all weights. LpNorm gets a gamma that makes up for its norm.
-      Both refuse an epsilon of 0 and a momentum of 1, which become their defaults.
-    * WN is exact. WS and CWN remove the mean of each unit's weights. They also change
-      the length of units: `gain=True` makes up for it, or else the statistics of a
-      BatchNormalization that follows.
+    A scale and shift that no other layer can take stays, trainable, as the layer
+    `<name>_affine`. docs/surgery.md has these and other rules in detail.
 
     **With `preserve=False`**, for models that are not trained yet, new layers start
     with their initial weights. `data`, if given, sets their moving statistics as
     `recalibrate` does.
 
-    Blocks (custom layers with layers inside) and subclassed models are replaced by the
-    layers that their `call` calls, with the same weights. This loses the class of a
-    block, and the methods and presets of a model that is not plainly Functional. Inner
-    layers that share a name get the name of the block as a prefix. A block stays as it
-    is if its `call` cannot be traced with symbolic tensors: if it needs their values,
-    reads or changes variables or attributes itself, adds losses, or differs between
-    training and inference other than by passing `training` on. Layers that Keras builds
-    from others, such as `MultiHeadAttention` or `Bidirectional`, are not entered.
+    **Blocks** (custom layers with layers inside) and subclassed models are replaced by
+    the layers that their `call` calls, with the same weights. The class of a block and
+    the methods of a subclassed model are lost. A block whose `call` cannot be traced
+    with symbolic tensors stays as it is.
 
-    A layer that replaces one with `trainable=False`, or one frozen by `freeze`, is
-    frozen in the same way. A new CBN has `trainable=False` if no layer that reads it
-    trains, unless it replaces a `BatchNormalization` that trained.
+    **Frozen** layers (`trainable=False`, or by `freeze`) are replaced by layers frozen
+    in the same way. A new CBN has `trainable=False` if no layer that reads it trains,
+    unless it replaces a `BatchNormalization` that trained.
 
     Args:
         model: A built Functional, Sequential or subclassed model, nested or with shared
@@ -137,18 +97,16 @@ def convert(
             is left alone with all its layers.
         fused: Boolean, whether each CBN is fused with the layers that read it, as a
             `FusedCBN` under its name: the same weights and function, with less memory
-            and time in training. A CBN stays before a layer that `FusedCBN` does not
+            in training. A CBN stays before a layer that `FusedCBN` does not
             take, such as one after explicit zero padding.
-        inline: Boolean, whether blocks are entered, see above. If not, their layers
-            stay, and subclassed models are refused.
+        inline: Boolean, whether blocks are entered. If not, their layers stay, and
+            subclassed models are refused.
 
     Returns:
         A new model of the same name, with the names and weights of all layers that
         stay. If `model` is compiled, so is the new one, with the same loss and metrics
-        and a new optimizer of the same settings. Several outputs keep their names; the
-        name of a layer that went is kept by an `Identity` layer. Layers are rebuilt
-        from their configurations, with the same functions; a custom layer without
-        weights is copied.
+        and a new optimizer of the same settings. A custom layer without weights is
+        copied; others are rebuilt from their configurations.
 
     Raises:
         ValueError: If the model is not built, if it is subclassed and cannot be traced,
