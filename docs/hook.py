@@ -46,7 +46,7 @@ class Docstrings(griffe.Extension):
         # In Markdown, `>>>` is a quotation.
         (r"(?:^(?:>>>|\.\.\.) .*\n?)+", r"```pycon\n\g<0>\n```\n"),
         (r"^Call arguments:", "Other Args: Call arguments"),
-        (r"\bdocs/(\w+)\.md\b", r"[\g<0>](../\1.md)"),
+        (r"\bdocs/([\w/]+\.md)\b", r"[\g<0>](../\1)"),
     )
 
     def on_object(self, *, obj, **kwargs):
