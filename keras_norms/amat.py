@@ -15,35 +15,32 @@ Logs = dict[str, float] | None
 class AMAT(keras.callbacks.Callback):
     """Adaptive moving average technique: `model.fit(..., callbacks=[AMAT()])`.
 
-    It gives every `CBN` layer of the model, nested ones too, the learning rate of the
+    It tells every `CBN` layer of the model, nested ones too, the learning rate of the
     coming step. The averages of the layer then follow with
     `eta = max(1 - omega * learning_rate, 0)`.
 
-    A rate that other callbacks change (`LearningRateScheduler`, `ReduceLROnPlateau`) is
-    assigned when it changes. A `LearningRateSchedule` goes into the compiled training
-    step: it is right with `steps_per_execution` greater than 1 too, and needs nothing
-    from the host. On JAX, where the forward pass does not see the optimizer, each layer
-    gets a counter, set to the optimizer's iterations at the start of each epoch. Until
-    then it also counts steps that a `LossScaleOptimizer` skips, and each
-    `stateless_call` of the model in a `train_step` that makes several. Put AMAT after
-    callbacks that change the rate at `on_train_batch_begin`.
+    Pass it to each `fit`, after callbacks that change the rate at
+    `on_train_batch_begin`. A `LearningRateSchedule` becomes part of the compiled step
+    and is right with any `steps_per_execution`.
 
-    With `gradient_accumulation_steps=n`, layers get an `n`-th of the rate: the averages
-    of one update of the weights then span its `n` small batches.
+    * With `gradient_accumulation_steps=n`, layers get an `n`-th of the rate: the
+      averages of one update of the weights then span its `n` small batches.
+    * If other optimizers than `model.optimizer` train the model, as in a GAN, do not
+      use AMAT. Call `layer.set_learning_rate(rate)` of each layer in `train_step`, or
+      for a schedule on JAX, `layer.follow(schedule)` before `fit`. AMAT warns of this
+      if `model.optimizer` has made no step in the first epoch.
+    * With a schedule on JAX, layers count the steps themselves and take over the
+      optimizer's count at the start of each epoch. In between they also count steps
+      that a `LossScaleOptimizer` skips, and each `stateless_call` of a `train_step`
+      that makes several.
+    * On TensorFlow, build a model that creates layers in its own `build()` before
+      `fit`. Otherwise they get the rate only after the first step.
 
-    If other optimizers than `model.optimizer` train the model, as in a GAN, do not use
-    AMAT. Call `layer.set_learning_rate(rate)` of each layer in `train_step`, or for a
-    schedule on JAX, `layer.follow(schedule)` before `fit`. AMAT warns of this if
-    `model.optimizer` has made no step in the first epoch.
-
-    On TensorFlow, layers that a model creates in its own `build()` while its first step
-    is traced get the rate after that step. Build such a model first.
-
-    Pass AMAT to each `fit`. When training ends, layers keep the last rate, also in a
-    saved file. At the last rate of a schedule, often 0, averages hardly move. (On
-    TensorFlow and JAX the schedule continues in a `fit` without AMAT.) A loaded layer
-    warns if it is trained without AMAT. If the last rate is `1 / omega` or more,
-    inference has the statistics of the last batch alone, and a warning says so.
+    When training ends, layers keep the last rate, also in a saved file. If that is
+    `1 / omega` or more, inference has the statistics of the last batch alone, and a
+    warning says so. If it is near 0, as at the end of a schedule, the averages hardly
+    move in a `fit` without AMAT. (On TensorFlow and JAX the schedule continues there.)
+    A loaded layer warns if it is trained without AMAT.
 
     Raises:
         ValueError: At the start of training, if the model has no optimizer, if the

@@ -24,8 +24,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     """Complete batch normalization. Place it before each `Conv` or `Dense` layer.
 
     It goes after the activation, and not before the layer that reads the raw input.
-    Leave `BatchNormalization` out. With `mu` the mean and `sq` the mean square, both
-    per channel:
+    Leave `BatchNormalization` out. Per channel, with the averages `mu_A` of the mean
+    and `sq_A` of the mean square:
 
     ```
     mu_A = eta * mu_A + (1 - eta) * mean(x)
@@ -38,25 +38,21 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     are then used, with `eta = max(1 - omega * learning_rate, 0)`. The callback
     `keras_norms.AMAT` tells the layer the learning rate. Without it, each batch is
     normalised with its own statistics, and the stored averages, which inference uses,
-    follow `momentum`. Averages are debiased: the first batch counts alone.
-
-    If the mean or mean square of a channel is not finite in a batch, its averages stay
-    and its output in that batch is NaN. Later batches are not affected.
+    follow `momentum`. Averages are debiased: the first batch counts alone. If a batch
+    has a mean or mean square that is not finite, the output of that channel is NaN and
+    its averages stay.
 
     **At inference**, the stored averages are used, and `y` is affine in `x`. As in
     `keras.layers.BatchNormalization`, `layer.trainable = False` means inference mode.
 
     **In groups** (`group_size=k`, "ghost batches"), each `k` consecutive samples of a
-    training batch are normalised as a batch of their own, all with the averages from
-    before the step. The new averages are the means over groups of the `mu_A` and `sq_A`
-    that the equations above give for each group. At inference the spread is therefore
-    the one within groups. The batch size must be a multiple of `k`. See docs/groups.md.
+    training batch are normalised as a batch of their own. The new averages are means
+    over the groups (docs/groups.md).
 
-    **Batches of one** (one element for each channel, before `Dense` layers) have no
-    variance. Where `eta` is 0, the output is `gamma / rho * sign(beta)` for any input.
-    Elsewhere SGD diverges at rates above about `rho**2 / channels`, where larger
-    batches train. The layer warns if it knows the size. Train with 16 or more samples,
-    at a smaller rate, or with `layer.trainable = False` and stored averages.
+    **Batches of one** sample before `Dense` layers have no variance. Where `eta` is 0,
+    the output is `gamma / rho * sign(beta)` for any input. Elsewhere SGD diverges at
+    rates above about `rho**2 / channels`. The layer warns if it knows the size. Train
+    with 16 or more samples, at a smaller rate, or with `layer.trainable = False`.
 
     Gradients of gradients work in reverse mode. Forward mode (`jax.jvp`,
     `tf.autodiff.ForwardAccumulator`) is an error in training. With `keras.remat`,
@@ -68,8 +64,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         rho: Positive float. The output has the root mean square `gamma / rho`. The
             paper tries 1/4 to 8; 1 and 2 are good first choices. It is a scalar weight:
             `layer.rho = 2.0` takes effect at once. (On JAX, the trainer holds all state
-            during an epoch: a callback must read `self.model` first.) It is chosen, not
-            learned: in training it has no gradient, on JAX one of 0.
+            during an epoch: a callback must read `self.model` first.) It is not
+            trained.
         omega: Non-negative float. A batch enters the averages with the weight
             `omega * learning_rate`, at most 1. With Adam at 0.001, 100 was better than
             10 (docs/results/adam.md). A compiled step keeps the value that it was
@@ -94,9 +90,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
         moving_mean_initializer, moving_square_initializer: Those of the averages.
         beta_regularizer, gamma_regularizer: Optional regularizers.
         beta_constraint, gamma_constraint: Optional constraints.
-        group_size: Optional positive integer. In training, each group of that many
-            consecutive samples is normalised with its own statistics, see above. Not
-            with `synchronized`.
+        group_size: Optional positive integer, see above. Not with `synchronized`. It
+            must divide the batch size.
         **kwargs: Arguments of `keras.layers.Layer`, such as `name` and `dtype`.
 
     Call arguments:
@@ -152,10 +147,6 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     * Averages are debiased, and `epsilon` is inside the root (Eqs. 4-9 have none).
     * A batch enters with weight 1e-6 at least: averages start at learning rate 0 too.
     * The paper does not say how to average without AMAT. Here `momentum` is used.
-
-    At rates of `1 / omega` and more, as in the paper's first 60 epochs, `eta` is 0, and
-    inference has the statistics of the last batch alone. `recalibrate` measures better
-    ones.
     """
 
     averages = "moving_mean", "moving_square"

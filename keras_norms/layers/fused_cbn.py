@@ -39,10 +39,12 @@ class FusedCBN(Recomputable, keras.layers.Layer):
     `scale` and `shift` come from the gradient of the kernel.
 
     Weights, statistics and results are those of the two layers, in training and at
-    inference. If the mean is much larger than the standard deviation, it loses digits
-    that CBN keeps, because it subtracts the mean last. In float16, if inputs deviate by
-    1000 or more, the gradient of a kernel overflows before it is scaled, and a
-    `LossScaleOptimizer` takes smaller scales. bfloat16 has the range.
+    inference. Two differences in rounding:
+
+    * If the mean is much larger than the standard deviation, it is less accurate than
+      CBN, because it subtracts the mean last.
+    * In float16 the gradient of a kernel overflows if inputs deviate by 1000 or more.
+      A `LossScaleOptimizer` then lowers its scale. bfloat16 has the range.
 
     With a `group_size` in `norm`, training is not fused, because no single kernel can
     hold the scales of all groups. Inference is fused.

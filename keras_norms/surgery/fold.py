@@ -34,8 +34,8 @@ def fold(model: keras.Model, inline: bool = True) -> keras.Model:
     * A map that no linear layer can take, such as one between a sum and an activation,
       stays as one frozen `BatchNormalization`. A warning names these.
 
-    Before int8, `prune` constant channels. The kernel row that reads one takes its
-    scale, up to `gamma / (rho * sqrt(epsilon))`, which uses up the range of int8.
+    Before int8, `prune` constant channels: their scale, up to
+    `gamma / (rho * sqrt(epsilon))`, uses up the range of the kernel that reads them.
 
     Blocks and subclassed models are entered as in `convert`. Blocks that cannot be
     traced stay, with a warning.

@@ -88,11 +88,8 @@ def prune(
 ) -> Pruned:
     """Make a copy with fewer channels that computes the same, up to a given error.
 
-    In training, gamma and beta are the standard deviation and the mean of a normalised
-    channel. A channel with a small gamma is nearly constant. Two channels with about
-    the same gamma and beta whose values correlate are one channel twice. Both are
-    measured on `data`, at inference, where the next convolutions and Dense layers read
-    the channel: after sums, and after the activation, which may leave no deviation.
+    Channels are measured on `data`, at inference, where the next convolutions and Dense
+    layers read them: after sums and activations.
 
     * **Constants**: a channel with a standard deviation of at most `gamma` is removed.
       Its mean times the kernels that read it goes into their biases, or if a norm
@@ -106,28 +103,22 @@ def prune(
     dead ReLUs, and duplicates, up to rounding. On other data they may differ: give data
     like those that the network will see.
 
-    With `ratio`, that share of all channels is removed, whatever the error, the
-    cheapest of the whole network first. The cost of a channel is a sum over the layers
-    that read it: the mean square that its substitute, constant or multiple, leaves of
-    it, times that of the kernel rows that read it, as a share of what all rows of this
-    layer make of the deviations of their channels. Constants and merging compete for
-    each channel.
+    With `ratio`, that share of all channels is removed, whatever the error. Those go
+    first that matter least: where the error of the constant or the merging, weighted
+    with the kernel rows that read it, is the smallest share of what the layer reads.
 
-    A convolution with `padding="same"` reads zeros outside of the image, not the
-    constant. A constant in its bias is therefore wrong where the kernel reads padding.
-    This error counts as if the channel deviated by its mean, as often as the kernel
-    reads padding: with `gamma=0` only channels of mean 0, such as dead ReLUs, become
-    constants there. Of several constants that are not 0, one stays and does the work of
-    the others, which is exact at the border too.
+    With `padding="same"` a convolution reads zeros outside of the image, where a
+    constant in its bias is wrong. This error counts as well: with `gamma=0`, only
+    channels that are constantly 0 go there. Of several other constants one stays and
+    does the work of all, which is exact at the border too.
 
-    Channels pass norms (BatchNormalization, CBN, NoisyBN, LpNorm), activations,
-    depthwise convolutions, pooling, padding, cropping, upsampling, Flatten, Reshape and
-    Permute. Sums, products and concatenations along another axis bind channels
-    together: all of them are removed, or none. A shared layer has the same channels in
-    all calls. Inputs and outputs of the model stay, and so does what other layers read
-    or make: grouped convolutions, softmax, norms of samples, recurrent layers,
-    attention, layers in wrappers such as `TimeDistributed` and WS (see `fold`),
-    EinsumDense, and subclasses. Each layer keeps at least one channel.
+    Channels go through norms with batch statistics, activations, depthwise
+    convolutions, pooling, padding, cropping, upsampling, Flatten, Reshape and Permute.
+    Sums, products and concatenations along another axis bind channels together: all of
+    them are removed, or none. Inputs and outputs of the model stay, and so does what
+    other layers read or make, such as grouped convolutions, softmax, norms of samples,
+    recurrent layers, attention, EinsumDense, subclasses, and layers in wrappers (of
+    these, `fold` removes WS, CWN and WN). Each layer keeps at least one channel.
 
     Blocks and subclassed models are entered as in `convert`.
 
@@ -136,10 +127,9 @@ def prune(
             layers. It is not changed. A `FusedCBN` comes back as a CBN and its layers.
         data: Inputs to measure on, as in `recalibrate`: a few hundred to a few
             thousand. They are kept in memory.
-        gamma: Float >= 0, or `None` for no constants. Standard deviations up to it
-            count as none, also of what merging leaves. In units of what is read. After
-            BatchNormalization, where deviations are gamma, 0.01 is little and 0.3 is
-            much if gamma starts at 1.
+        gamma: Float >= 0, the largest standard deviation that counts as none, or `None`
+            for no constants. After BatchNormalization, whose gamma is the deviation,
+            0.01 is little and 0.3 is much.
         similarity: Float from 0 (exclusive) to 1, the smallest magnitude of a
             correlation, or `None` for no merging.
         steps: Optional integer, how many batches of `data` to use. Needed for endless

@@ -41,15 +41,13 @@ def recalibrate(
 
     It makes one pass over the data. Every normalisation layer normalises each batch
     with the statistics of this batch, as in training, but without noise. Everything
-    else runs in inference mode, Dropout included. The new mean is that of all elements,
-    and the new variance is that of all elements around it (Chan et al.), not an average
-    of batch variances. CBN's mean square follows from both and its `beta`. LpNorm's
-    norm is the average over batches, weighted by their elements.
+    else runs in inference mode, Dropout included. The new mean and variance are those
+    of all elements, not averages over batches. (LpNorm's norm is such an average.)
 
     Frozen layers (`freeze`, or `layer.trainable = False`) use and keep their
     statistics. With a warning, so do layers that the model does not call, and those of
-    derived classes that override `call`. Layers inside other layers are measured
-    like all others. All other weights and the optimizer stay as they are.
+    derived classes that override `call`. All other weights and the optimizer stay as
+    they are.
 
     Args:
         model: A built Keras model of any kind. It is changed in place.
