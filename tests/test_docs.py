@@ -22,6 +22,14 @@ def test_every_public_name_is_in_the_reference():
     public = {*keras_norms.__all__, *layers.__all__, *surgery.__all__}
     public |= {*diagnostics.__all__, *ops.__all__} - {"backend"}
     assert {name.split(".")[-1] for name in found} >= public - {"diagnostics"}
+    # `keras_norms.fold` would show all of the module of that name.
+    modules = {
+        path.stem
+        for package in ("surgery", "diagnostics")
+        for path in DOCS.parent.glob(f"keras_norms/{package}/[a-z]*.py")
+    }
+    parts = [name.split(".") for name in found if not name.endswith(".theorems")]
+    assert not [each for each in parts if {each[-1]} & modules - {*each[:-1]}]
 
 
 def test_every_page_of_results_is_in_the_index():
