@@ -147,6 +147,10 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     * Averages are debiased, and `epsilon` is inside the root (Eqs. 4-9 have none).
     * A batch enters with weight 1e-6 at least: averages start at learning rate 0 too.
     * The paper does not say how to average without AMAT. Here `momentum` is used.
+
+    At rates of `1 / omega` and more, as in the paper's first 60 epochs, `eta` is 0, and
+    inference has the statistics of the last batch alone. `recalibrate` measures better
+    ones.
     """
 
     averages = "moving_mean", "moving_square"
