@@ -160,6 +160,8 @@ def convert(
         report.changed += [] if met else [unit.name]
     is_there = template.cls is None or _has(graph, template.cls)
     result = graph.make()
+    if report.new and report.unknown and hasattr(data, "__next__"):
+        data = list(data)  # It is read twice.
     if preserve:
         keep_function(report, units)
     empty = _calibrate(result, report, new, data)

@@ -178,6 +178,12 @@ def test_batch_norm_in_the_place_of_others():
     np.testing.assert_allclose(numpy(new.moving_mean), x.mean((0, 1)), atol=1e-4)
     with pytest.warns(UserWarning, match=r"statistics of \['norm'\] are unknown"):
         convert(model, "batch_norm")
+    # An iterator is read once for each kind.
+    model = m.model_of((5, 8), group, apply(CBN))
+    ours, theirs = (
+        m.quiet(convert, model, "batch_norm", data=data) for data in ([x], iter([x]))
+    )
+    m.assert_same_outputs(ours, theirs, x)
 
 
 def test_none():
@@ -189,6 +195,10 @@ def test_none():
     for each in new, plain:
         assert not m.of_class(each, norms) and len(each.layers) == len(model.layers) - 3
     assert all(layer.use_bias for layer in m.of_class(plain, layers.Conv1D))
+    nothing = keras.Sequential([keras.Input((4,)), layers.BatchNormalization()])
+    x = m.images(2, 4)
+    left = convert(nothing, "none", preserve=False)
+    np.testing.assert_array_equal(m.outputs(left, x), x.ravel())
     alone = m.model_of((4,), relu, apply(CBN, name="alone"), relu)
     assert m.names(m.check_convert(alone, "none", says=""))[2] == "alone_affine"
     # The scale of a norm of samples goes into the layer before.

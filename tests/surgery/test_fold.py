@@ -95,6 +95,15 @@ case("before reshaping of channels", (6, 2), tanh, cbn, flat, dense(2), left=1)
 split, whole = apply(layers.Reshape, (3, 2, 4)), apply(layers.Reshape, (6, 4))
 case("reshaping of steps", (6, 2), tanh, cbn, split, dense(), whole, bn)
 
+
+# Noise that is there at inference too
+def always(x):
+    return layers.Dropout(0.5)(x, training=True)
+
+
+case("noise after a norm", (4,), tanh, bn, always, dense(), left=1)
+case("noise before a norm", (4,), dense(), always, bn, left=1)
+
 # Shared layers
 case("norms of one reader", (4,), norms_of_one_reader(cbn, cbn), left=2)
 case("one norm of one reader", (4,), norms_of_one_reader(*[CBN()] * 2))

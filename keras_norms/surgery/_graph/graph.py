@@ -175,7 +175,10 @@ class Graph:
             is_used = any(v.readers or v.is_output for v in node.outputs)
             if not is_used and not issubclass(node.unit.cls, keras.layers.InputLayer):
                 self.drop(node)
-        if isinstance(self.model, keras.Sequential) and self._is_chain():
+        # Keras calls no Sequential without layers.
+        is_empty = len(self.nodes) < 2
+        is_sequential = isinstance(self.model, keras.Sequential)
+        if is_sequential and not is_empty and self._is_chain():
             made_layers = [node.unit.make() for node in self.nodes]
             return self._frozen_as_before(keras.Sequential(made_layers, name=self.name))
         tensors = {}
@@ -188,7 +191,7 @@ class Graph:
                 results = layer(*args, **kwargs)
             for value, result in zip(node.outputs, tree.flatten(results)):
                 tensors[id(value)] = result
-        cls, is_sequential = type(self.model), isinstance(self.model, keras.Sequential)
+        cls = type(self.model)
         # The constructor of a Sequential takes layers, whatever its signature says.
         takes_tensors = _keras.functional_like_constructor(cls) and not is_sequential
         if not takes_tensors or not is_graph(self.model):
