@@ -4,6 +4,7 @@ One function for each need. Comments say where another version of Keras differs.
 """
 
 import contextlib
+from typing import Any, TypeVar, overload
 
 import keras
 from keras.src.backend import (
@@ -36,12 +37,30 @@ __all__ = [
 
 # Layers
 
+Kind = TypeVar("Kind")
 
+
+@overload
+def layers_of(
+    model: keras.layers.Layer, *, include_self: bool = True
+) -> list[keras.layers.Layer]: ...
+@overload
 def layers_of(
     model: keras.layers.Layer,
-    kind: type | tuple[type, ...] = keras.layers.Layer,
+    kind: type[Kind],
     include_self: bool = True,
-) -> list:
+) -> list[Kind]: ...
+@overload
+def layers_of(
+    model: keras.layers.Layer,
+    kind: type[Any] | tuple[type[Any], ...],
+    include_self: bool = True,
+) -> list[Any]: ...
+def layers_of(
+    model: keras.layers.Layer,
+    kind: type[Any] | tuple[type[Any], ...] = keras.layers.Layer,
+    include_self: bool = True,
+) -> list[Any]:
     """List the layers of a model: itself, and all layers in it, however deep.
 
     Args:

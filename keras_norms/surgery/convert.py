@@ -1,7 +1,9 @@
 """convert: a copy of a model with another normalisation."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
 
 import keras
 
@@ -30,10 +32,14 @@ from keras_norms.surgery.recalibrate import measure_anew
 
 def convert(
     model: keras.Model,
-    norm: str | type | keras.layers.Layer | Callable,
+    norm: str | type[Any] | keras.layers.Layer | Callable[..., Any],
     preserve: bool = True,
     data: Tensor = None,
-    skip: str | Iterable[str] | Callable[[keras.layers.Layer], bool] | None = None,
+    skip: str
+    | Sequence[str]
+    | AbstractSet[str]
+    | Callable[[keras.layers.Layer], bool]
+    | None = None,
     fused: bool = False,
     inline: bool = True,
 ) -> keras.Model:
