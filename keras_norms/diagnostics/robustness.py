@@ -9,7 +9,7 @@ from keras import ops
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_compiled_or_loss, check_inputs
 from keras_norms._keras import layers_of
-from keras_norms._types import Data, Loss
+from keras_norms._types import Data, Loss, Tensor
 from keras_norms.diagnostics._engine.differentiation import (
     compiler,
     differentiate,
@@ -22,8 +22,8 @@ from keras_norms.diagnostics._engine.reading import float64
 
 def bim(
     model: keras.Model,
-    x: np.ndarray,
-    y: np.ndarray,
+    x: Tensor,
+    y: Tensor,
     loss: Loss = None,
     *,
     epsilon: float = 8 / 255,
@@ -109,8 +109,8 @@ class Robustness(NamedTuple):
 
 def robustness(
     model: keras.Model,
-    x: np.ndarray,
-    y: np.ndarray,
+    x: Tensor,
+    y: Tensor,
     loss: Loss = None,
     *,
     noise: float = 0.1,

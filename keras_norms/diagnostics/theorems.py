@@ -22,16 +22,17 @@ Reference:
 import numpy as np
 
 from keras_norms._checks import arguments
+from keras_norms._types import Tensor
 from keras_norms.diagnostics.geometry import decompose
 
 
-def normalize(y: np.ndarray) -> tuple[np.ndarray, float]:
+def normalize(y: Tensor) -> tuple[np.ndarray, float]:
     """Compute `y_hat` and `sigma`."""
     y = _array("y", y)
     found = decompose(y)
     if not found.gamma > 0:
         raise arguments.wrong("y", "a vector that is not constant", y)
-    return found.direction, found.gamma
+    return found.direction, float(found.gamma)
 
 
 def _array(name, value, ndim=1, m=None):
@@ -51,7 +52,7 @@ def _checked(g, gamma, y):
     return g, arguments.number("gamma", gamma), y_hat, sigma, y_hat.size
 
 
-def jacobian(y: np.ndarray, gamma: float = 1.0) -> np.ndarray:
+def jacobian(y: Tensor, gamma: float = 1.0) -> np.ndarray:
     """Fact C.2: `dz_b / dy_k`, of shape `(m, m)`.
 
     ```
@@ -64,7 +65,7 @@ def jacobian(y: np.ndarray, gamma: float = 1.0) -> np.ndarray:
     return gamma / sigma * (np.eye(m) - 1 / m - np.outer(y_hat, y_hat) / m)
 
 
-def gradient(g: np.ndarray, y: np.ndarray, gamma: float = 1.0) -> np.ndarray:
+def gradient(g: Tensor, y: Tensor, gamma: float = 1.0) -> np.ndarray:
     """Fact C.1: the gradient with respect to `y`, from the one with respect to `z`.
 
     ```
@@ -75,7 +76,7 @@ def gradient(g: np.ndarray, y: np.ndarray, gamma: float = 1.0) -> np.ndarray:
     return gamma / (m * sigma) * (m * g - np.sum(g) - y_hat * (g @ y_hat))
 
 
-def squared_gradient(g: np.ndarray, y: np.ndarray, gamma: float = 1.0) -> float:
+def squared_gradient(g: Tensor, y: Tensor, gamma: float = 1.0) -> float:
     """Theorem 4.1, which its proof (Eq. 9) shows to be an equality.
 
     ```
@@ -90,9 +91,7 @@ def squared_gradient(g: np.ndarray, y: np.ndarray, gamma: float = 1.0) -> float:
     return gamma**2 / sigma**2 * left
 
 
-def curvature(
-    g: np.ndarray, hessian: np.ndarray, y: np.ndarray, gamma: float = 1.0
-) -> float:
+def curvature(g: Tensor, hessian: Tensor, y: Tensor, gamma: float = 1.0) -> float:
     """Theorem 4.2, which its proof (Eq. 50) shows to be an equality.
 
     With `G` the gradient with respect to `y` and `H` the Hessian with respect to `z`:
@@ -114,9 +113,7 @@ def curvature(
     return scaled - gamma / (m * sigma**2) * (g @ y_hat) * (G @ G)
 
 
-def hessian(
-    g: np.ndarray, hessian: np.ndarray, y: np.ndarray, gamma: float = 1.0
-) -> np.ndarray:
+def hessian(g: Tensor, hessian: Tensor, y: Tensor, gamma: float = 1.0) -> np.ndarray:
     """Eqs. 41-42: the Hessian with respect to `y`, from the one with respect to `z`.
 
     With `P = I - 1 1^T / m - y_hat y_hat^T / m` and `c = g - mean(g)`:
@@ -142,7 +139,7 @@ def hessian(
 
 
 def weight_gradient_bound(
-    g: np.ndarray, y: np.ndarray, largest: float, gamma: float = 1.0
+    g: Tensor, y: Tensor, largest: float, gamma: float = 1.0
 ) -> tuple[float, float]:
     """Theorem 4.4: the largest squared gradient of a unit's weights `w`, `y = X w`.
 
@@ -166,7 +163,7 @@ def weight_gradient_bound(
     return largest**2 * (g @ g), largest**2 * passed
 
 
-def initialization_gain(w: np.ndarray, optimum: np.ndarray) -> tuple[float, float]:
+def initialization_gain(w: Tensor, optimum: Tensor) -> tuple[float, float]:
     """Lemma 4.5: how much nearer an optimum is if scale does not matter.
 
     `optimum` is an optimum of the network without normalisation. With normalisation,
@@ -192,7 +189,7 @@ def initialization_gain(w: np.ndarray, optimum: np.ndarray) -> tuple[float, floa
     return without, without - (squared - optimum @ w) ** 2 / squared
 
 
-def output_sensitivity(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+def output_sensitivity(x: Tensor, y: Tensor) -> tuple[float, float]:
     """Theorem C.3 (first version): `sum_b (d output_b / dw)^2` for one weight `w`.
 
     `x` is the input that the weight multiplies, `y` the activations, one element per

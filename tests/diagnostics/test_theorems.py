@@ -33,6 +33,7 @@ def test_what_has_no_variance_and_what_has_much():
         theorems.normalize(1.0)
     for size in (1e-200, 1e200):
         y_hat, sigma = theorems.normalize([size, -size])
+        assert isinstance(sigma, float)
         np.testing.assert_array_equal(y_hat, [1, -1])
         assert sigma == size
 
