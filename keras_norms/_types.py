@@ -22,6 +22,8 @@ Loss: TypeAlias = Any
 LayerOrName: TypeAlias = keras.layers.Layer | str
 Layers: TypeAlias = Sequence[LayerOrName]
 # A batch `(x, y)`; that, or a function of the step that returns one.
-Batch: TypeAlias = tuple[Data, Data]
+Batch: TypeAlias = tuple[Data, Data] | list[Data]
 BatchOrFunction: TypeAlias = Batch | Callable[[int], Batch]
+# What Keras hands to callbacks.
+Logs: TypeAlias = dict[str, Any] | None
 Directory: TypeAlias = str | os.PathLike[str]

@@ -1,15 +1,15 @@
 """AMAT: the callback that tells CBN layers the learning rate."""
 
 import warnings
+from typing import Any
 
 import keras
 from keras import ops
 
 from keras_norms import _keras
+from keras_norms._types import Logs
 from keras_norms.layers.frozen import is_frozen
 from keras_norms.layers.learning_rate import FollowsLearningRate
-
-Logs = dict[str, float] | None
 
 
 class AMAT(keras.callbacks.Callback):
@@ -58,7 +58,7 @@ class AMAT(keras.callbacks.Callback):
         super().__init__()
         self._detach()
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: Any) -> "AMAT":
         # A copy belongs to no model yet.
         return type(self)()
 

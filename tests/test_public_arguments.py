@@ -7,6 +7,7 @@ import inspect
 import os
 import traceback
 
+import keras
 import numpy as np
 import pytest
 
@@ -37,17 +38,47 @@ def test_arguments_are_annotated():
 
 def test_methods_of_layers_are_annotated():
     """A strict type checker refuses a call of a method without annotations."""
-    every = [norm for _, norm in members(keras_norms.layers) if inspect.isclass(norm)]
-    assert len(every) > 5
     names = "build call compute_output_shape compute_mask get_config from_config"
-    methods = {getattr(norm, name) for norm in every for name in names.split()}
-    missing = [
+    names += " affine stored save_own_variables load_own_variables"
+    assert not without_types(classes(keras.layers.Layer), names.split())
+
+
+def test_methods_of_callbacks_are_annotated():
+    names = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
+    names += ["before_step", "measure", "after_step", "record"]
+    assert not without_types(classes(keras.callbacks.Callback), names)
+
+
+def test_texts_of_results_are_annotated():
+    assert not without_types(classes(tuple), ["__str__"])
+
+
+def classes(base):
+    """Public classes that derive from a class."""
+    public = {value for _, value in members(keras_norms) if inspect.isclass(value)}
+    found = [cls for cls in public if issubclass(cls, base)]
+    assert len(found) > 5
+    return found
+
+
+def without_types(found, names):
+    """Methods of this package, by name, without the type of what they return."""
+    methods = {getattr(cls, name, None) for cls in found for name in names}
+    return [
         method.__qualname__
         for method in methods
-        if method.__module__.startswith("keras_norms")
+        if (getattr(method, "__module__", None) or "").startswith("keras_norms")
         and inspect.signature(method).return_annotation is inspect.Signature.empty
     ]
-    assert not missing
+
+
+@pytest.mark.parametrize("name", ["CBN", "NoisyBN", "LpNorm"])
+def test_attributes_are_declared(name):
+    """An editor lists them, and knows them without running the package."""
+    norm = getattr(keras_norms, name)
+    declared = {each for base in norm.__mro__ for each in inspect.get_annotations(base)}
+    made = {"gamma", "beta", *norm.averages, *norm()._of_weights}
+    assert made <= declared
 
 
 @pytest.fixture

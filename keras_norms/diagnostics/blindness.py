@@ -52,7 +52,8 @@ class Blindness(NamedTuple):
     shares: np.ndarray
     shared: np.ndarray
 
-    def __str__(self):
+    def __str__(self) -> str:
+        lines: list[tuple[str, ...]]
         lines = [("layer", "kind", "batch", *TERMS, "shared")]
         for i, (layer, kind) in enumerate(zip(self.layers, self.kinds)):
             for j, (batch, samples) in enumerate(zip(self.batches, self.samples)):

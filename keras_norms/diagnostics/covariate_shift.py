@@ -1,7 +1,7 @@
 """Internal covariate shift, as a change of gradients (Santurkar et al.)."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ from keras import ops
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_layers, check_loss, check_model
-from keras_norms._types import BatchOrFunction, Data, Directory, Layers, Loss
+from keras_norms._types import BatchOrFunction, Data, Directory, Layers, Loss, Tensor
 from keras_norms.diagnostics._engine.objective import Objective
 from keras_norms.diagnostics._engine.reading import (
     find_layer,
@@ -47,7 +47,7 @@ def covariate_shift(
     loss: Loss = None,
     *,
     layers: Layers | None = None,
-    updated: Sequence[np.ndarray] | None = None,
+    updated: Sequence[Tensor] | None = None,
     learning_rate: float | None = None,
     training: bool = True,
 ) -> CovariateShift:
@@ -174,11 +174,13 @@ class CovariateShiftProbe(Probe):
         self._batch = batch_by_step(batch)
         self._layers = layers
         self._loss = loss
+        self._objective: Any = None
 
-    def before_step(self):
-        self._objective = Objective(self.model, *self._batch(self._step), self._loss)
+    def before_step(self) -> None:
+        x, y = self._batch(self._step)
+        self._objective = Objective(self.model, x, y, self._loss)
 
-    def after_step(self):
+    def after_step(self) -> None:
         model, objective = self.model, self._objective
         self._objective = None
         updated = [ops.convert_to_numpy(v) for v in model.trainable_variables]

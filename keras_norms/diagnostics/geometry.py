@@ -223,9 +223,9 @@ class WeightGeometry(NamedTuple):
     invariance: tuple[str, ...]
     effective_learning_rates: np.ndarray
 
-    def __str__(self):
+    def __str__(self) -> str:
         header = ("weight", "invariant", "norm", "gradient", "cosine", "of a unit")
-        lines = [(*header, "effective rate")]
+        lines: list[tuple[str, ...]] = [(*header, "effective rate")]
         numbers = (self.norms, self.gradient_norms, self.cosines, self.unit_cosines)
         columns = np.transpose([*numbers, self.effective_learning_rates])
         for weight, invariance, row in zip(self.weights, self.invariance, columns):

@@ -10,7 +10,7 @@ from keras import ops
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_pair
-from keras_norms._types import Directory
+from keras_norms._types import Directory, Logs
 from keras_norms.diagnostics._engine.optional import optional
 
 
@@ -57,7 +57,7 @@ class Probe(keras.callbacks.Callback):
         """Measure `self.model`."""
         raise NotImplementedError
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Logs = None) -> None:
         optimizer = self.model.optimizer
         # Not `iterations`, which counts updates if gradients are accumulated.
         done = 0 if optimizer is None else _keras.step_counter(optimizer)
@@ -67,16 +67,16 @@ class Probe(keras.callbacks.Callback):
         if self.log_dir is not None:
             self._writer = self._open_writer(str(self.log_dir))
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._steps_of_epoch = 0
 
-    def on_train_batch_begin(self, batch, logs=None):
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         self._is_due = self._step >= self._next
         if self._is_due:
             # The first touch of `self.model` in a step brings the state from JAX.
             self.before_step()
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         if self._is_due:
             self.after_step()
             self._next = (self._step // self.every + 1) * self.every
@@ -85,11 +85,11 @@ class Probe(keras.callbacks.Callback):
         if logs is not None:
             logs.update(self._latest)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if logs is not None:
             logs.update(self._latest)
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: Logs = None) -> None:
         if not self._latest:
             warnings.warn(
                 f"{type(self).__name__} has measured nothing: no step of this "
@@ -101,11 +101,11 @@ class Probe(keras.callbacks.Callback):
             self._writer.close()
             self._writer = None
 
-    def before_step(self):
+    def before_step(self) -> None:
         """Called with the weights before a step."""
         self.record(self.measure())
 
-    def after_step(self):
+    def after_step(self) -> None:
         """Called with the weights after it."""
 
     def record(self, numbers: dict[str, float]) -> None:

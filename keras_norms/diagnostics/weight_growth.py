@@ -1,12 +1,13 @@
 """Callbacks that follow the norm of weights, and batch normalization's parameters."""
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
 
 from keras_norms._checks.models import check_inputs, check_layers, matching_layers
-from keras_norms._types import Data, Directory, Layers
+from keras_norms._types import Data, Directory, Layers, Logs
 from keras_norms.diagnostics._engine.calls import record
 from keras_norms.diagnostics._engine.reading import (
     affine,
@@ -73,18 +74,19 @@ class WeightGrowth(Probe):
         super().__init__(every, log_dir)
         check_layers(layers)
         self._layers = layers
+        self._before: dict[str, np.ndarray] = {}
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Logs = None) -> None:
         super().on_train_begin(logs)
         self._kernels = kernels_by_name(self.model, self._layers)
 
-    def before_step(self):
+    def before_step(self) -> None:
         self.model  # noqa: B018 (brings the state from JAX)
         self._before = {name: float64(v) for name, v in self._kernels.items()}
 
-    def after_step(self):
+    def after_step(self) -> None:
         self.model  # noqa: B018
-        numbers = {}
+        numbers: dict[str, Any] = {}
         for name, variable in self._kernels.items():
             before, after = self._before[name], float64(variable)
             step = after - before
@@ -95,7 +97,7 @@ class WeightGrowth(Probe):
             numbers[f"{name}_step"] = length
             numbers[f"{name}_growth"] = 2 * product + length**2
             numbers[f"{name}_cosine"] = product / (norm * length) if moves else np.nan
-        self._before = None
+        self._before = {}
         self.record(numbers)
 
 
@@ -153,10 +155,11 @@ class BatchStatistics(Probe):
         self._layers = layers
         self.channels: dict[str, list[np.ndarray]] = {}
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Logs = None) -> None:
         super().on_train_begin(logs)
-        kinds = (keras.layers.BatchNormalization, ChannelNormalization)
-        kinds = kinds if self._has_batch else kinds[:1]
+        kinds: tuple[type, ...] = (keras.layers.BatchNormalization,)
+        if self._has_batch:
+            kinds += (ChannelNormalization,)
         found = norms_in(self.model, kinds)
         if self._layers is not None:
             every = (matching_layers(self.model, one) for one in self._layers)

@@ -154,6 +154,8 @@ class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
     """
 
     averages = "moving_mean", "moving_square"
+    moving_square: Any
+    moving_square_initializer: Initializer
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import keras
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
-from keras_norms._types import Shape
+from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
 from keras_norms.ops.custom_gradient import snapshot
 from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import moving_averages
@@ -24,6 +24,17 @@ class ChannelNormalization(keras.layers.Layer):
     """
 
     averages: tuple[str, str]
+    # Variables, `None` before the layer is built.
+    gamma: Any
+    beta: Any
+    moving_mean: Any
+    gamma_initializer: Initializer
+    beta_initializer: Initializer
+    moving_mean_initializer: Initializer
+    gamma_regularizer: Regularizer
+    beta_regularizer: Regularizer
+    gamma_constraint: Constraint
+    beta_constraint: Constraint
 
     def __init__(
         self,
@@ -94,7 +105,7 @@ class ChannelNormalization(keras.layers.Layer):
             aggregation="none" if self.synchronized else "mean",
         )
 
-    def stored(self):
+    def stored(self) -> tuple[Tensor, ...]:
         """The averages as they are now, in `statistics_dtype`."""
         dtype = self.statistics_dtype
         averages = (getattr(self, name) for name in self.averages)
@@ -108,10 +119,10 @@ class ChannelNormalization(keras.layers.Layer):
             getattr(self, name).assign(value)
 
     @property
-    def statistics_dtype(self):
+    def statistics_dtype(self) -> str:
         return "float64" if self.compute_dtype == "float64" else "float32"
 
-    def affine(self):
+    def affine(self) -> tuple[Tensor, Tensor]:
         """`gamma` and `beta` in `statistics_dtype`; 1 or 0 where there is none."""
         channels, dtype = (self.input_spec.axes[self.axis],), self.statistics_dtype
         gamma, beta = (

@@ -220,15 +220,15 @@ class FollowsLearningRate(keras.layers.Layer):
         return _referent(self._iterations)
 
     @property
-    def weights(self):
+    def weights(self) -> list[keras.Variable]:
         """All except `step`, which AMAT adds and takes from the optimizer."""
         return [v for v in super().weights if v is not self.step]
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         for variable in self.weights:
             store[variable.name] = variable  # by name
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         if not self.built:  # Nothing to load, or Keras' own error.
             super().load_own_variables(store)
             return

@@ -91,6 +91,8 @@ class LpNorm(Recomputable, ChannelNormalization):
     """
 
     averages = "moving_mean", "moving_norm"
+    moving_norm: Any
+    moving_norm_initializer: Initializer
 
     def __init__(
         self,

@@ -102,6 +102,8 @@ class NoisyBN(Recomputable, ChannelNormalization):
     """
 
     averages = "moving_mean", "moving_variance"
+    moving_variance: Any
+    moving_variance_initializer: Initializer
 
     def __init__(
         self,

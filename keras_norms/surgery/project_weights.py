@@ -1,6 +1,5 @@
 """ProjectWeights: scale-invariant kernels keep their norm, as points on a sphere."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -9,6 +8,7 @@ from keras import ops
 
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_layers
+from keras_norms._types import Layers, Logs
 from keras_norms.layers.kernels import kernels_by_name, kernels_of
 from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
@@ -16,8 +16,6 @@ from keras_norms.ops.weight_norms import unit_norm
 from keras_norms.surgery._graph import affine, linear
 from keras_norms.surgery._graph.arrays import to_float64
 from keras_norms.surgery._graph.blocks import graph_of
-
-Logs = dict[str, float] | None
 
 
 class ProjectWeights(keras.callbacks.Callback):
@@ -73,9 +71,7 @@ class ProjectWeights(keras.callbacks.Callback):
       of a kernel, this the whole kernel: the optimizer sets the scales of its units.
     """
 
-    def __init__(
-        self, layers: Sequence[keras.layers.Layer | str] | None = None
-    ) -> None:
+    def __init__(self, layers: Layers | None = None) -> None:
         super().__init__()
         check_layers(layers)
         self._layers = layers

@@ -10,7 +10,7 @@ import numpy as np
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._checks.models import check_model
-from keras_norms._types import Tensor
+from keras_norms._types import Logs, Tensor
 from keras_norms.layers.frozen import is_frozen
 from keras_norms.surgery._graph.affine import NORM_CLASSES
 from keras_norms.surgery._graph.arrays import assign_all, to_float64, to_numpy
@@ -22,8 +22,6 @@ from keras_norms.surgery._graph.measure import (
     stored,
     wrong_data,
 )
-
-Logs = dict[str, float] | None
 
 
 def recalibrate(
