@@ -141,6 +141,8 @@ def _shapes(parts, batch, name, text=False):
 
 def _is_array(part, text):
     """Whether it has a first axis, and holds numbers."""
+    if isinstance(part, keras.KerasTensor):  # which holds none
+        return False
     if not (hasattr(part, "shape") and hasattr(part, "dtype")):
         try:
             part = np.asarray(part)

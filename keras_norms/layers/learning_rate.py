@@ -70,6 +70,7 @@ class FollowsLearningRate(keras.layers.Layer):
             not isinstance(rate, numbers.Real)
             and getattr(rate, "shape", None) == ()
             and arguments.is_numeric(rate)
+            and keras.backend.standardize_dtype(rate.dtype) != "bool"
         )
         value = _value(rate) if is_tensor else rate
         if value is not None or not is_tensor:

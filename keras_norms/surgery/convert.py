@@ -217,7 +217,8 @@ def _has(graph, cls):
 def _skipped(graph, skip):
     """The ids of units, and of graphs, that are left alone."""
     units = graph.all_units()
-    if callable(skip):
+    # A layer and a class can be called, but they do not choose layers.
+    if callable(skip) and not isinstance(skip, (keras.layers.Layer, type)):
         chosen = [u for u in units if u.layer is not None and skip(u.layer)]
     else:
         names = [skip] if isinstance(skip, str) else () if skip is None else skip

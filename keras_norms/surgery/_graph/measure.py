@@ -21,11 +21,13 @@ from keras_norms.surgery._graph.remake import is_of
 
 # For up to so many batches, compiling well takes longer than it saves.
 _FEW = 8
+# A layer is of a class of its backend, as a tensor is.
+_NO_DATA = str, bytes, type, set, keras.layers.Layer, keras.KerasTensor
 
 
 def inputs_of(model, data):
     """The part of `data` that `predict` takes, or an error if it does not fit."""
-    if isinstance(data, (str, bytes, type, set)) or data is None or np.isscalar(data):
+    if isinstance(data, _NO_DATA) or data is None or np.isscalar(data):
         raise wrong_data(data)
     one_input = _keras.number_of_inputs(model) == 1
     if isinstance(data, tuple) and len(data) in (2, 3):

@@ -114,6 +114,7 @@ X = np.random.default_rng(0).uniform(size=(6, 4)).astype("float32")
 Y = np.arange(6) % 2
 Z = np.random.default_rng(1).normal(size=6)
 TEXTS = np.full((6, 4), "a")
+SYMBOLIC = keras.KerasTensor((None, 4))
 WEIGHTS = [np.zeros(v.shape) for v in MODEL.trainable_variables]
 OBJECTIVE = diagnostics.Objective(MODEL, X, Y)
 SIZE = OBJECTIVE.start.size
@@ -138,6 +139,7 @@ def is_list_of_names(v):
 BUILT = NEVER.refuses(keras.Sequential([DENSE]), keras.Model(), keras.Model, DENSE)
 NORMALIZED = BUILT.refuses(PLAIN)
 INPUTS = NEVER.refuses(X[:0], X[:, :3], X[:, None, :], TEXTS, [X, X], [X, X[:3]])
+INPUTS = INPUTS.refuses(SYMBOLIC)
 LAYER = NEVER.refuses("Hidden", layers.Dense(2), layers.Dense, ["hidden"])
 LAYERS = Argument(is_list_of_names).or_none()
 LAYERS = LAYERS.refuses("hidden", {"hidden"}, [layers.Dense], ["hidden", 3])
@@ -158,10 +160,11 @@ NOT_FUSED = KERNEL.refuses(layers.Flatten(), layers.Conv2DTranspose(3, 3), Doubl
 NOT_FUSED = NOT_FUSED.refuses(layers.Conv1D(3, 3, padding="causal"), Padded(3, 3))
 NOT_FUSED = NOT_FUSED.refuses(layers.Dense(3, activity_regularizer="l2"), PATCHED)
 DATA = NEVER.refuses(X[:0], X[:, :3], TEXTS, [X, X[:, :2]], [None, X], (TEXTS, Y))
+DATA = DATA.refuses(SYMBOLIC, DENSE)
 PAIRS = NEVER.refuses([X, X], X, [(X, Y), X], [(X, Y, Y)] * 2, [(None, Y)] * 2)
 OTHER_WEIGHTS = (WEIGHTS[:2], WEIGHTS[::-1])
 OF_SIX = NEVER.refuses(Z[:5], np.ones((6, 1)), [*Z[:5], NAN], ["a"] * 6)
-SKIP = Argument(lambda v: callable(v) or type(v) in (list, tuple, set) and not v)
+SKIP = Argument(lambda v: v is len or type(v) in (list, tuple, set) and not v)
 STEP_RANGE = Argument(lambda v: is_pair(v) or np.array_equal(v, [1, 2]))
 
 # Arguments by name, except those below.
@@ -200,9 +203,13 @@ KINDS = {
     "scale_range": number(least=1),
     "p": Argument(lambda v: is_real(v) and v >= 1),
     "norm_of": choice("input", "centered"),
-    "rate": Argument(lambda v: number().fits(v) or is_array(v, 0)),
+    "rate": Argument(lambda v: number().fits(v) or is_array(v, 0)).refuses(
+        np.bool_(True), np.array(True)
+    ),
     # Of surgery.
-    "skip": SKIP.or_none().refuses(["hidden", 3], "Hidden", {"hidden": 1}),
+    "skip": SKIP.or_none().refuses(
+        ["hidden", 3], "Hidden", {"hidden": 1}, DENSE, [DENSE], layers.Dense
+    ),
     "gamma": NOT_NEGATIVE.or_none(),
     "ratio": number(least=0, below=1).or_none(),
     "similarity": number(above=0, most=1).or_none(),
@@ -254,7 +261,7 @@ OWN = {
     },
     "recalibrate": {"model": NORMALIZED, **MAYBE},
     "Recalibrate": {
-        "data": ARRAY.refuses(X[:0], TEXTS, [None, X], (TEXTS, Y)),
+        "data": ARRAY.refuses(X[:0], TEXTS, [None, X], (TEXTS, Y), SYMBOLIC, MODEL),
         **MAYBE,
     },
     "freeze": {"model": NORMALIZED},
