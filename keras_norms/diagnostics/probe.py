@@ -124,7 +124,16 @@ def batch_by_step(batch):
     """Return a function of the step that returns a batch."""
     must = "be a pair `(x, y)`, or a function of the step that returns one"
     checked = functools.partial(check_pair, None, name="batch", must=must)
+    # No functions in here: a probe can be pickled.
     if callable(batch):
-        return lambda step: checked(batch(step))
-    batch = checked(batch)
-    return lambda step: batch
+        return functools.partial(_checked_batch, checked, batch)
+    return functools.partial(same_batch, checked(batch))
+
+
+def _checked_batch(checked, batch, step):
+    return checked(batch(step))
+
+
+def same_batch(batch, step):
+    """Return `batch` in every step."""
+    return batch

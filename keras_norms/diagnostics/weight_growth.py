@@ -1,6 +1,7 @@
 """Callbacks that follow the norm of weights, and batch normalization's parameters."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ from keras_norms.diagnostics._engine.reading import (
     names_of,
     norms_in,
 )
-from keras_norms.diagnostics.probe import Probe
+from keras_norms.diagnostics.probe import Probe, same_batch
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.kernels import kernels_by_name
 
@@ -150,7 +151,7 @@ class BatchStatistics(Probe):
         check_layers(layers)
         if batch is not None and not callable(batch):
             check_inputs(None, batch, "batch")
-        self._batch = batch if callable(batch) else lambda step: batch
+        self._batch = batch if callable(batch) else partial(same_batch, batch)
         self._has_batch = batch is not None
         self._layers = layers
         self.channels: dict[str, list[np.ndarray]] = {}

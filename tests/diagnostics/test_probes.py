@@ -1,5 +1,7 @@
 """Probes in `fit`: what they measure, where it goes, and that training is the same."""
 
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -134,6 +136,23 @@ def test_a_probe_that_measures_nothing_says_so():
     train(network(), probe)  # Step 0 is one of them.
     with pytest.warns(UserWarning, match="WeightGrowth has measured nothing"):
         train(model, probe)
+
+
+def test_a_probe_can_be_pickled():
+    model = network(layers.BatchNormalization(name="norm"))
+    probes = [
+        diagnostics.LandscapeProbe(BATCH, every=1, **LANDSCAPE),
+        diagnostics.CovariateShiftProbe(BATCH, every=1),
+        diagnostics.GradientNoiseProbe([BATCH, BATCH], every=1),
+        diagnostics.BatchStatistics(BATCH[0], every=1),
+        diagnostics.BatchStatistics(every=1),
+        diagnostics.WeightGrowth(),
+    ]
+    copies = pickle.loads(pickle.dumps(probes))
+    train(model, *copies)
+    assert all(probe.history["step"] for probe in copies)
+    for probe in copies:
+        assert pickle.loads(pickle.dumps(probe)).history == probe.history
 
 
 def test_a_function_that_returns_no_batch():
