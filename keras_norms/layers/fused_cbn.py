@@ -124,6 +124,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
         for each in (self.norm, *self.layers):
             if not each.built:
                 each.build(input_shape)
+        self.input_spec = self.layers[0].input_spec
 
     def call(
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None

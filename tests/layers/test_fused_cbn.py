@@ -114,6 +114,18 @@ def test_a_derived_layer_that_computes_the_same():
     assert relative_error(gradients["kernel"], normed.T @ y) < 1e-4
 
 
+@pytest.mark.parametrize("is_built", [False, True], ids=["with it", "before it"])
+def test_inputs_must_fit(is_built):
+    inner = layers.Dense(3)
+    if is_built:
+        inner.build((None, 4))
+    layer = FusedCBN(inner)
+    layer.build((None, 4))
+    with pytest.raises(ValueError, match="incompatible with the layer"):
+        layer(data(6, 5))
+    assert layer(data(6, 2, 4)).shape == (6, 2, 3)
+
+
 def test_disagreements_are_refused():
     with pytest.raises(ValueError, match="dtype.*mixed_bfloat16.*float32"):
         FusedCBN(layers.Dense(3, dtype="mixed_bfloat16"), CBN())
