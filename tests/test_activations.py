@@ -10,7 +10,7 @@ from keras import layers
 from keras_norms import CBN, activations, convert, diagnostics, fold
 from tests.support import autodiff
 from tests.support import surgery_models as m
-from tests.support.backend import jax_only, numpy
+from tests.support.backend import has_latest_xla, jax_only, numpy
 
 HIGHEST = {"relu": np.inf, "relu6": 6}
 
@@ -62,6 +62,7 @@ def test_the_gradient_reads_the_output(name, platforms):
 
 
 @jax_only
+@has_latest_xla
 @pytest.mark.parametrize("name", HIGHEST)
 def test_training_on_a_cpu_keeps_the_output_alone(name):
     """Of each of four blocks: what the ReLU makes, and what the next kernel reads."""

@@ -6,7 +6,7 @@ from keras import ops
 
 from keras_norms import CBN
 from keras_norms.ops.moments import moments
-from tests.support.backend import BACKEND, jax_only, numpy
+from tests.support.backend import BACKEND, has_latest_xla, jax_only, numpy
 from tests.support.batch_reference import CBNReference, relative_error
 
 
@@ -50,6 +50,7 @@ def test_without_a_prior_an_element_takes_its_place(outlier, axis):
     assert_moments(x, 1e-5, bound, axis=axis)
 
 
+@has_latest_xla
 @pytest.mark.parametrize(
     ("shape", "mean", "bounds"),
     [

@@ -8,6 +8,9 @@ from recipes.engine.precision import precision as precision
 
 BACKEND = keras.backend.backend()
 
+if BACKEND == "jax":
+    import jax
+
 if BACKEND == "torch":
     import torch
 
@@ -22,6 +25,10 @@ torch_only = pytest.mark.skipif(BACKEND != "torch", reason="PyTorch only")
 not_torch = pytest.mark.skipif(BACKEND == "torch", reason="PyTorch runs eagerly")
 has_float64 = pytest.mark.skipif(
     BACKEND == "jax", reason="float64 is a process-wide switch of JAX"
+)
+# On a CPU, earlier XLA keeps more and adds up less exactly: docs/results/numerics.md.
+has_latest_xla = pytest.mark.skipif(
+    BACKEND == "jax" and jax.__version_info__ < (0, 10, 2), reason="JAX before 0.10.2"
 )
 has_channels_first = pytest.mark.skipif(
     BACKEND == "tensorflow", reason="TensorFlow on a CPU has no NCHW convolutions"
