@@ -99,7 +99,7 @@ def _is_map(graph, unit, masked):
         if drops or linear.diagonal_axis(unit, 2) is None:
             return False
         return not affine_lib.is_on_another_axis(graph, unit)
-    if any(node.kwargs.get("training") for node in unit.nodes):
+    if any(node.always_trains for node in unit.nodes):
         if affine_lib.is_batch_norm(unit):
             return False
         raise ValueError(

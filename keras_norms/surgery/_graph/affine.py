@@ -61,10 +61,7 @@ def has_statistics(unit):
 
 def is_called_plainly(unit):
     """Whether no call has more than its input, or is always in training mode."""
-    return all(
-        node.input is not None and not node.kwargs.get("training")
-        for node in unit.nodes
-    )
+    return all(node.input is not None and not node.always_trains for node in unit.nodes)
 
 
 def axis_of(unit, rank):

@@ -66,6 +66,11 @@ class Node:
         """Keyword arguments that the caller gave; Keras itself adds `training`."""
         return {k: v for k, v in self.kwargs.items() if k != "training"}
 
+    @property
+    def always_trains(self):
+        """Whether it is called with `training=True`, at inference too."""
+        return bool(self.kwargs.get("training"))
+
     def replace_input(self, old, new):
         """Read `new` wherever it reads `old`."""
 

@@ -135,7 +135,7 @@ def _feeding_map(value, maps):
     unit = value.node.unit
     if unit in maps:
         return unit
-    passes = unit.cls in NOISE + ZERO_PADDING and not value.node.kwargs.get("training")
+    passes = unit.cls in NOISE + ZERO_PADDING and not value.node.always_trains
     return _feeding_map(value.node.input, maps) if passes else None
 
 
@@ -203,8 +203,8 @@ class _Plan:
 def _through(node, affine, axis, forward):
     """The map and its axis on the other side of a layer, if that commutes with it."""
     unit, read, made = node.unit, node.input, node.output
-    # With training=True, noise is no identity.
-    if node.options or node.kwargs.get("training") or unit.layer is None:
+    # Noise that is always there is no identity.
+    if node.options or node.always_trains or unit.layer is None:
         return None
     cls, layer = unit.cls, unit.layer
     if cls in NOISE or (

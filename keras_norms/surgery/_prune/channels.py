@@ -153,7 +153,7 @@ class Channels:
         """The labels of what a call makes, or `None` where channels may be mixed."""
         unit = node.unit
         operation = unit.cls.__name__ if unit.layer is None else None
-        if node.output is None or node.kwargs.get("training"):
+        if node.output is None or node.always_trains:
             return None
         if unit.cls in _READERS and linear.is_foldable(unit):
             return self._mixing(node, *read) if len(read) == 1 else None
