@@ -39,7 +39,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
     `scale` and `shift` come from the gradient of the kernel.
 
     Weights, statistics and results are those of the two layers, in training and at
-    inference. Two differences in rounding:
+    inference. In two cases they differ by more than rounding:
 
     * If the mean is much larger than the standard deviation, it is less accurate than
       CBN, because it subtracts the mean last.
