@@ -8,8 +8,8 @@ The small run, and one closer to the paper's, for a GPU:
 
 Claim (Section 6.5, Figure 10, ResNet-18 on ILSVRC2012): CBN with AMAT (eta = 1 - 10 *
 learning rate) has a smaller variance of the mini-batch gradient, and a smaller
-gradient, than CBN with each batch's own statistics; with moving averages of a fixed
-eta = 0.9 this need not be so. The paper has curves only, no numbers.
+gradient, than CBN with each batch's own statistics, and than BN; with moving averages
+of a fixed eta = 0.9 this need not be so. The paper has curves only, no numbers.
 
 Each variant trains with its own statistics. After every epoch the gradients of
 `--batches` mini-batches are computed, all from the same moving averages. The variance

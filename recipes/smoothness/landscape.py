@@ -160,7 +160,10 @@ def run(settings):
     return directory
 
 
-MEDIANS = ["loss_range", "gradient_distance", "relative_distance", "effective_beta"]
+MEDIANS = [
+    *("loss_range", "gradient_norm", "gradient_distance", "relative_distance"),
+    "effective_beta",
+]
 
 
 def of_run(outcome):
@@ -209,6 +212,7 @@ COLUMNS = {
     "train_accuracy": "training accuracy",
     "test_accuracy": "test accuracy",
     "loss_range": "loss range",
+    "gradient_norm": "norm of g",
     "gradient_distance": "gradient distance",
     "relative_distance": "the same / norm of g",
     "effective_beta": "effective beta",

@@ -6,12 +6,15 @@ Claims: Eq. 10, BN's outputs lie on a sphere; rank(Sigma_X) <= min(n, B), and it
 has n - B dimensions or more, in or near which W lies "with very high probability" if
 B << n; B = 2 gives +-1 and no gradient (Section 2.2); Eq. 13, LN centres the rows of W,
 then projects onto the sphere; Eq. 15, spectral normalisation; BN is WN if Sigma_X = I
-(Section 2.4); <dL/dy, y^> = 0 (Section 5.4). Layers are those of Keras and keras_norms,
-epsilon 1e-12. (Lemmas 1 to 3, Eqs. 12, 14 and WS: tests/ops/test_weight_norms.py,
+(Section 2.4); kernels are orthogonal to their gradients, and a step adds its square to
+their squared norm (Lemmas 2 and 3, Section 5.5); <dL/dy, y^> = 0 (Section 5.4); large
+kernels amplify an attack (Section 3.2). Layers are those of Keras and keras_norms,
+epsilon 1e-12. (Lemma 1, Eqs. 12, 14 and WS: tests/ops/test_weight_norms.py,
 tests/diagnostics/test_geometry.py.) It takes seconds.
 
 All identities hold; the rank is min(n, B - 1). But W does not lie near the kernel: in a
 batch of B, a unit's output has (B - 1) / B of its variance over all data, for any n.
+And where a network is invariant to the scale of a kernel, the attack is too.
 The table is in docs/results/statements.md.
 
 Reference: Sun et al., AAAI 2020. https://doi.org/10.1609/aaai.v34i04.6046
@@ -22,7 +25,7 @@ import numpy as np
 from keras import layers, ops
 
 from keras_norms import CWN, WN, WS
-from keras_norms.diagnostics import theorems
+from keras_norms.diagnostics import bim, theorems, value_and_grad
 from recipes.engine import command
 from recipes.engine.precision import available, precision
 from recipes.engine.statements import Settings, Statement, at_most_one, write, zero
@@ -119,6 +122,37 @@ def invariances():
         yield same(f"Section 2.5, {name}", says, np.abs(one - three))
 
 
+def kernels():
+    """Lemmas 2 and 3, and an attack (Section 3.2), on a kernel before a norm."""
+    keras.utils.set_random_seed(0)
+    rng, X, _ = data(64)
+    X, labels = X.reshape(8, 8, INPUTS), rng.integers(UNITS, size=8)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    norms = {
+        "BN": layers.BatchNormalization(epsilon=1e-12),
+        "LN": layers.LayerNormalization((1, 2), epsilon=1e-12),
+        "GN": layers.GroupNormalization(3, epsilon=1e-12),
+    }
+    for name, norm in norms.items():
+        conv = layers.Conv1D(UNITS, 3, use_bias=False)
+        tail = [layers.Activation("tanh"), layers.Flatten(), layers.Dense(UNITS)]
+        model = keras.Sequential([keras.Input(X.shape[1:]), conv, norm, *tail])
+        kernel = ops.convert_to_numpy(conv.kernel)
+        step = 0.1 * value_and_grad(model, X, labels, loss).gradient[0]
+        norm_of, step_norm = np.linalg.norm(kernel), np.linalg.norm(step)
+        cosine = abs(np.sum(kernel * step)) / (norm_of * step_norm)
+        yield same(f"Lemma 2, {name}", "cosine of a kernel and its gradient", cosine)
+        grown = np.sum((kernel - step) ** 2) / (norm_of**2 + step_norm**2)
+        says = "a step's squared norm of a kernel less the sum of squares"
+        yield same(f"Lemma 3, {name}", says, abs(grown - 1))
+    attack = {"epsilon": 0.1, "norm": 2, "bounds": None, "verbose": 0}
+    images = bim(model, X, labels, loss, **attack)
+    conv.kernel.assign(100 * kernel)
+    change = np.abs(bim(model, X, labels, loss, **attack) - images)
+    says = "change of BIM's inputs, epsilon 0.1, by a kernel before GN times 100"
+    yield Statement("Section 3.2", says, "not 0", change.max(), change.max() > 1e-6)
+
+
 def small_batches(draws):
     """The rank of Sigma_X, what W has to do with its kernel, and B = 2."""
     ranks, share = [], []
@@ -159,8 +193,8 @@ def orthogonal(draws):
 def run(settings):
     """Computes everything; returns the directory with table.md and results.json."""
     with precision(available()[-1]):
-        found = [*spheres(), *invariances(), *small_batches(settings.draws)]
-        found += orthogonal(settings.draws)
+        found = [*spheres(), *invariances(), *kernels()]
+        found += [*small_batches(settings.draws), *orthogonal(settings.draws)]
     return write("statements_spheres", found, settings)
 
 
