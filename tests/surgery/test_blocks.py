@@ -132,6 +132,20 @@ def test_subclassed_models_whose_outputs_have_no_names(pack):
     m.assert_same_outputs(prune(model, x).model, model, x)
 
 
+def test_a_subclassed_model_that_takes_more_than_it_was_built_for():
+    def call(self, x, more=None, training=False):
+        y = self.last(self.norm(self.first(x)), training=training)
+        return y if more is None else y + more
+
+    norm = {"norm": layers.BatchNormalization()}
+    parts = norm | {"first": layers.Dense(4), "last": layers.Dense(2)}
+    model, x = m.of_call(call, keras.Model, "more", **parts), m.images(5, 4)
+    model(x, more=1.0)
+    with pytest.warns(UserWarning, match=r"fold: .* its arguments \['more'\]"):
+        folded = fold(m.randomize(model))
+    m.assert_same_outputs(folded, model, x)
+
+
 def test_outputs_keep_their_names():
     """Losses, metrics and targets are given by them."""
 

@@ -10,6 +10,7 @@ depends on anything else than its tensors. Random data show that the values are 
 """
 
 import collections
+import inspect
 import warnings
 
 import keras
@@ -65,6 +66,12 @@ def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=Non
                 f"{e}. Its `call` cannot be traced: {reason}. Call it on data first, "
                 "or pass `keras.Model(inputs, model(inputs))` with symbolic inputs"
             ) from e
+    if not is_graph(model) and (names := _more_arguments(model)):
+        warnings.warn(
+            f"{caller}: `call` is read with the defaults of its arguments {names}. "
+            "A new model does not take them.",
+            stacklevel=3,
+        )
     graph = Graph(model, traced=tracer.traced)
     _make_names_unique(graph, blocks)
     named = [
@@ -79,6 +86,17 @@ def graph_of(model, caller, inline, holding=NORMALIZING + linear.PLAIN, skip=Non
             stacklevel=3,
         )
     return graph
+
+
+def _more_arguments(model):
+    """Optional arguments of `call` beside the inputs that a model was built for."""
+    count = len(_keras.shapes_built_for(model))
+    more = list(inspect.signature(model.call).parameters.values())[count:]
+    return [
+        each.name
+        for each in more
+        if each.default is not each.empty and each.name not in ("training", "mask")
+    ]
 
 
 def is_block(layer):
