@@ -77,11 +77,20 @@ def blindness(
     seed: int = 0,
     training: bool = True,
 ) -> Blindness:
-    """Measure how much of a loss term in a layer's output arrives at its input.
+    """Measure which terms of a loss a normalisation blocks.
 
-    One of these terms is added to the mean loss of a batch, with `y_i` the layer's
-    output for sample `i` and `c_i = y_i - mean(y)`. The gradient treats `mean(y)` as a
-    constant.
+    Batch normalization does not pass what all samples of a batch have in common. To see
+    it, one of four terms, the same formula for every sample, is added to the loss at
+    the layer's output. `share` says how much of it arrives at the layer's input: 0 if
+    the layer is blind to it, 1 if it arrives as the loss itself does. `change`, which
+    `print` shows, is its size beside the gradient of the loss.
+
+    Example:
+
+    >>> print(blindness(model, x, y))
+
+    With `y_i` the layer's output for sample `i` and `c_i = y_i - mean(y)`, where the
+    gradient treats `mean(y)` as a constant, the terms are
 
     ```
     first          mean_i  sum_d e_d y_id                e_d, E_de ~ N(0, deviation^2)
@@ -90,7 +99,8 @@ def blindness(
     third          mean_i  sum_d e_d c_id^3
     ```
 
-    and with `L` the loss, `L_k` the loss with the term and `X` the layer's input,
+    and with `L` the loss, `L_k` the loss with the term, and `X` and `Y` the layer's
+    input and output,
 
     ```
     change = |dL_k/dX - dL/dX| / |dL/dX|
@@ -98,16 +108,14 @@ def blindness(
     ```
 
     Batch normalization passes neither the first nor, up to its `epsilon`, the diagonal
-    term: all samples have the same formula for them. The printed formulas of the paper
-    compare the disturbed losses with each other, which cannot give the printed values.
-
-    Sums go over the batch and over positions, without what a mask hides: a channel of a
-    convolution is one feature. Features of `X` that do not vary in the batch are left
-    out, because batch normalization has a gradient of the size of `epsilon^(-1/2)`
-    there. If none varies, all are kept.
+    term. Sums go over the batch and over positions, without what a mask hides: a
+    channel of a convolution is one feature. Features of `X` that do not vary in the
+    batch are left out, because batch normalization has a gradient of the size of
+    `epsilon^(-1/2)` there. If none varies, all are kept.
 
     Nothing of the model changes. It costs six gradients for each layer and batch,
-    seven with `source`.
+    seven with `source`. (The formulas that the paper prints compare the disturbed
+    losses with each other, which cannot give the printed values.)
 
     Args:
         model, x, y, loss, training: See `Objective`.

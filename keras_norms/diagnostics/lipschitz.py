@@ -43,22 +43,24 @@ class LipschitzTerms(NamedTuple):
 def lipschitz_terms(
     model: keras.Model, layer: LayerOrName, x: Data, y: Data, loss: Loss = None
 ) -> LipschitzTerms:
-    """Measure the terms of Theorem 4.1 for each channel of a BatchNormalization layer.
+    """Measure how much of the gradient a BatchNormalization layer takes away.
 
-    With `m` the elements of a channel, `y_hat` the normalised input, and `g` the
-    gradient of the loss with respect to the layer's output, the gradient with respect
-    to its input has the squared norm
+    For each channel, these are the terms of Theorem 4.1. With `m` the elements of a
+    channel, `y_hat` the normalised input, and `g` the gradient of the loss with respect
+    to the layer's output, the gradient with respect to its input has the squared norm
 
     ```
     gamma^2 / sigma^2 * (|g|^2 - <1, g>^2 / m - <g, y_hat>^2 / m)
     ```
 
-    The layer's `epsilon` is in `sigma`, which makes `|y_hat|^2 = m r` with `r < 1`. The
-    last term is therefore `(2 - r) <g, y_hat>^2 / m` here, and the equality exact. With
-    a mask, `m` and the statistics are those of the visible elements. If hidden ones
-    have a gradient too, the terms are `<1, g> (2 <1, g_v> - <1, g>) / m` and
-    `<g, y_hat> (2 <g_v, y_hat> - r <g, y_hat>) / m`, with `g_v` the gradient of the
-    visible elements alone. The model does not change.
+    The model does not change. Two details make the equality exact:
+
+    * The layer's `epsilon` is in `sigma`, so `|y_hat|^2 = m r` with `r < 1`, and the
+      last term is `(2 - r) <g, y_hat>^2 / m`.
+    * With a mask, `m` and the statistics are those of the visible elements. If hidden
+      ones have a gradient too, the terms are `<1, g> (2 <1, g_v> - <1, g>) / m` and
+      `<g, y_hat> (2 <g_v, y_hat> - r <g, y_hat>) / m`, with `g_v` the gradient of the
+      visible elements alone.
 
     Args:
         model, x, y, loss: See `Objective`.
