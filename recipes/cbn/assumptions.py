@@ -16,9 +16,9 @@ with mu_B the mean of one mini-batch, sigma_B = sqrt(mean((x - mu_B + beta)^2)) 
 the moving mean of Eq. 8 after that batch, which the paper uses as E[x]. They are
 measured after each epoch. This eta_k is not the eta of AMAT.
 
-Share of channels within the bounds, %, all epochs, ResNet-20 on digits (5 trainings, 2
-minutes on two cores of an AMD EPYC). The claim holds for ReLU, SELU and Swish except in
-the first layer, and not for tanh; the tau_k of sigmoid is 2 to 5:
+Share of channels within the bounds, %, all epochs, ResNet-20 on digits (5 trainings,
+2.5 minutes on two cores of an AMD EPYC). The claim holds for ReLU, SELU and Swish
+except in the first layer, and not for tanh; the tau_k of sigmoid is 2 to 5:
 
                      eta_k, stages 1 to 3    tau_k, stages 1 to 3
     sigmoid               100   100   100           0     0     0

@@ -1,5 +1,7 @@
 """The command line of a recipe: flags from its settings, its table at the end."""
 
+import contextlib
+import ctypes
 import signal
 import sys
 import time
@@ -29,6 +31,7 @@ def run(recipe, kind):
             settings = kind.from_flags()
         except ValueError as error:
             sys.exit(f"{error}\nThe same command with --help shows all flags.")
+        keep_freed_memory()
         start = time.monotonic()
         try:
             directory = recipe(settings)
@@ -42,6 +45,18 @@ def run(recipe, kind):
             print(f"Time     {time.monotonic() - start:.0f} s")
 
     app.run(main)
+
+
+def keep_freed_memory():
+    """Makes glibc keep what this process frees: the next step needs as much again.
+
+    Otherwise TensorFlow on a CPU returns large tensors to the system in each step, and
+    a third of the step or more is spent on page faults.
+    """
+    with contextlib.suppress(TypeError, AttributeError):  # Windows; other C libraries
+        glibc = ctypes.CDLL(None)
+        glibc.mallopt(-4, 0)  # M_MMAP_MAX
+        glibc.mallopt(-1, 1_000_000_000)  # M_TRIM_THRESHOLD
 
 
 def parse(kind, arguments):

@@ -17,8 +17,7 @@ ENVIRONMENT = {
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
     "NPROC": "1",  # XLA
-    # Makes glibc keep freed memory: the next step needs as much again. Where page
-    # faults are slow, they took a third of a step on TensorFlow.
+    # As `command.keep_freed_memory`.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "1000000000",
     "TF_CPP_MIN_LOG_LEVEL": "3",  # nothing but the progress bar

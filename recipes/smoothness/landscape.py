@@ -26,10 +26,10 @@ as with steps of up to 4, and 38,690 without a norm. Along a random direction th
 beta is 0.4 with BN and 1.2 without; at the start it is 13.8 and 2.0.
 
 The claims hold except for the smoothness of l-infinity in VGG and the median beta of
-the deep linear network: all norms but l1 train where beta is 2 / learning rate. So does
-the paper's VGG on CIFAR-10 (11,000 steps, 6 minutes on an H200), with and without BN.
-At the same training loss, BN's loss range is 0.3 and its gradient distance 0.5 of those
-without a norm. The tables are in docs/results/landscape.md.
+the deep linear network, which is 2 / learning rate nearly always with BN and l2. So it
+is in the paper's VGG on CIFAR-10 (11,000 steps, 6 minutes on an H200), with and without
+BN. At the same training loss, BN's loss range is 0.3 and its gradient distance 0.5 of
+those without a norm. The tables are in docs/results/landscape.md.
 
 Reference: Santurkar et al., NeurIPS 2018. https://arxiv.org/abs/1805.11604
 """

@@ -24,8 +24,8 @@ ResNet-20 after 4 epochs of CIFAR-10 (77.7 %) loses one point of accuracy when 0
 and 1.1 % of the channels are removed in these ways, and with recalibrated statistics
 when 1.5, 0.3 and 0.8 % are; on digits (98.1 %), recalibrated, 3.4, 2.0 and 4.1 %.
 Merging helps without recalibration, but not for the reason given: units correlate with
-those of the nearest gamma and beta by 0.208, with any other by 0.212. That run takes 20
-minutes on one core of an AMD EPYC, the small one 2.5 minutes on two
+those of the nearest gamma and beta by 0.208, with any other by 0.212. That run takes a
+quarter of an hour of a core of an AMD EPYC, the small one 3 minutes
 (docs/results/pruning.md).
 
 Reference: Sun et al., AAAI 2020, Section 2.2. https://arxiv.org/abs/2006.09104

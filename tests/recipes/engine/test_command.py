@@ -1,7 +1,10 @@
 import os
 import pathlib
+import platform
 import subprocess
 import sys
+
+import pytest
 
 from tests.support.backend import once
 
@@ -32,3 +35,30 @@ def test_a_table_where_the_system_takes_ascii_only(tmp_path):
     ).stdout
     assert b"70 ? 1" in printed
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == "70 ± 1"
+
+
+MEMORY = """
+import numpy as np
+from recipes.engine import command
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+{call}
+before, big = resident(), np.ones(2**23)
+full = resident() - before
+del big
+print((resident() - before) / full)
+"""
+
+
+@once
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_freed_memory_stays_with_the_process():
+    def kept(call):
+        program = [sys.executable, "-c", MEMORY.format(call=call)]
+        return float(subprocess.check_output(program, cwd=ROOT))
+
+    assert kept("command.keep_freed_memory()") > 0.9
+    assert kept("") < 0.1
