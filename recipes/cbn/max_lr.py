@@ -8,18 +8,21 @@ The small run and the paper's, for a GPU:
 
 Claim (Section 6.3, Table 6 and Figure 7): either half of CBN raises the largest
 learning rate of {0.0001, 0.001, 0.01, 0.1, 1} at which training does not collapse (the
-l2 norm more than mean removal) and lowers the norm of the gradient; together they do
-more than either alone. Our copy of the paper lacks the numbers of Table 6.
+l2 norm more than mean removal) and lowers the norm of the gradient; together they gain
+more accuracy than the sum. Our copy of the paper lacks the numbers of Table 6.
 
-The largest rate that trains, ResNet-8 on digits, one seed (60 trainings, 3 to 4 minutes
-on two cores of an AMD EPYC). The claim holds partly with ReLU, and not with tanh:
+The largest rate that trains, ResNet-8, one seed, on digits (60 trainings, 3 to 4
+minutes on two cores of an AMD EPYC) and on 10,000 images of CIFAR-10, 5 epochs, rates
+0.01 to 1. The claim about rates holds with ReLU, partly on digits, and not with tanh:
 
-               none    mean removal    l2 norm     CBN
-    sigmoid       -               1        0.1     0.1
-    tanh          1               1          1     0.1
-    relu        0.1             0.1          1       1
+                         none    mean removal    l2 norm     CBN
+    digits     sigmoid      -               1        0.1     0.1
+               tanh         1               1          1     0.1
+               relu       0.1             0.1          1       1
+    CIFAR-10   tanh         1             0.1        0.1     0.1
+               relu      0.01             0.1        0.1       1
 
-With BN instead (--norms=none,bn), ReLU trains at 1, and no longer at 0.0001.
+With BN, ReLU trains at 1, and on digits (--norms=none,bn) no longer at 0.0001.
 
 The halves are Eq. 4 and Eq. 5 of the paper. Each replaces CBN and uses its moving
 averages. Training has collapsed if the loss is not finite, or if the last epoch's
