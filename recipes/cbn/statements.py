@@ -4,9 +4,9 @@
 
 Claims: Theorem 1, that SGD converges; Lemmas 1, 2 and 4; the steps of Lemma 3, from
 which Theorem 2 follows, that mean removal lowers bounds on gradients; Eq. 14, that BN
-before ReLU equals the l2 norm after it with rho = sqrt 2; Theorem 3's assumption 0 <
-tau < 1; Remark 2, that squared gradients grow with the depth of a plain network, and
-their bounds scale as 1 / rho^2; Appendix I, that the bias of an average of old
+before ReLU equals the l2 norm after it with rho = sqrt 2; Theorem 3's assumption
+0 < tau < 1; Remark 2, that squared gradients grow with the depth of a plain network,
+and their bounds scale as 1 / rho^2; Appendix I, that the bias of an average of old
 statistics is proportional to the learning rate.
 
 NumPy, float64, except for Remark 2: a network of Dense layers of 64 with CBN before
