@@ -13,7 +13,7 @@ more accuracy than the sum. Our copy of the paper lacks the numbers of Table 6.
 
 The largest rate that trains, ResNet-8, one seed, on digits (60 trainings, 3 to 4
 minutes on two cores of an AMD EPYC) and on 10,000 images of CIFAR-10, 5 epochs, rates
-0.01 to 1. The claim about rates holds with ReLU, partly on digits, and not with tanh:
+0.01 to 1. The claim about rates holds partly with ReLU, and not with tanh:
 
                          none    mean removal    l2 norm     CBN
     digits     sigmoid      -               1        0.1     0.1

@@ -51,7 +51,7 @@ def keep_freed_memory():
     """Makes glibc keep what this process frees: the next step needs as much again.
 
     Otherwise TensorFlow on a CPU returns large tensors to the system in each step, and
-    a third of the step or more is spent on page faults.
+    page faults take a good part of it.
     """
     with contextlib.suppress(TypeError, AttributeError):  # Windows; other C libraries
         glibc = ctypes.CDLL(None)

@@ -161,7 +161,10 @@ def run(settings):
 
 
 MEDIANS = [
-    *("loss_range", "gradient_norm", "gradient_distance", "relative_distance"),
+    "loss_range",
+    "gradient_norm",
+    "gradient_distance",
+    "relative_distance",
     "effective_beta",
 ]
 

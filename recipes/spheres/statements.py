@@ -3,19 +3,20 @@
     python -m recipes.spheres.statements
 
 Claims: Eq. 10, BN's outputs lie on a sphere; rank(Sigma_X) <= min(n, B), and its kernel
-has n - B dimensions or more, in or near which W lies "with very high probability" if
-B << n; B = 2 gives +-1 and no gradient (Section 2.2); Eq. 13, LN centres the rows of W,
+has n - B dimensions or more, in or near which W lies "with very high probability" if B
+<< n; B = 2 gives +-1 and no gradient (Section 2.2); Eq. 13, LN centres the rows of W,
 then projects onto the sphere; Eq. 15, spectral normalisation; BN is WN if Sigma_X = I
 (Section 2.4); kernels are orthogonal to their gradients, and a step adds its square to
-their squared norm (Lemmas 2 and 3, Section 5.5); <dL/dy, y^> = 0 (Section 5.4); large
-kernels amplify an attack (Section 3.2). Layers are those of Keras and keras_norms,
-epsilon 1e-12. (Lemma 1, Eqs. 12, 14 and WS: tests/ops/test_weight_norms.py,
-tests/diagnostics/test_geometry.py.) It takes seconds.
+their squared norm (Lemmas 2 and 3, Section 5.5); <dL/dy, y^> = 0 (Section 5.4), in
+Theorem 4.1 of Santurkar et al. too (Section 2.5); large kernels amplify an attack
+(Section 3.2). Layers are those of Keras and keras_norms, epsilon 1e-12. (Lemma 1, Eqs.
+12, 14 and WS: tests/ops/test_weight_norms.py, tests/diagnostics/test_geometry.py.) It
+takes seconds.
 
-All identities hold; the rank is min(n, B - 1). But W does not lie near the kernel: in a
-batch of B, a unit's output has (B - 1) / B of its variance over all data, for any n.
-And where a network is invariant to the scale of a kernel, the attack is too.
-The table is in docs/results/statements.md.
+All identities hold but that of Section 2.5; the rank is min(n, B - 1). But W does not
+lie near the kernel: in a batch of B, a unit's output has (B - 1) / B of its variance
+over all data, for any n. And where a network is invariant to the scale of a kernel, the
+attack is too. The table is in docs/results/statements.md.
 
 Reference: Sun et al., AAAI 2020. https://doi.org/10.1609/aaai.v34i04.6046
 """
@@ -180,14 +181,17 @@ def small_batches(draws):
 
 
 def orthogonal(draws):
-    """Section 5.4."""
-    rng, found = np.random.default_rng(0), []
+    """Section 5.4, and Section 2.5 on the gradient without BN."""
+    rng, found, without = np.random.default_rng(0), [], []
     for _ in range(draws):
         y, g = rng.normal(size=(2, 8))
         y_hat, _ = theorems.normalize(y)
         at_y = theorems.gradient(g, y)
         found.append(abs(at_y @ y_hat) / np.linalg.norm(at_y))
+        without.append(abs(g @ y_hat) / np.linalg.norm(g))
     yield zero("Section 5.4", "<dL/dy, y^> / |dL/dy|, largest", max(found))
+    says = "the same of the gradient without BN, which Theorem 4.1 has"
+    yield zero("Section 2.5, Theorem 4.1", says, max(without))
 
 
 def run(settings):
