@@ -38,7 +38,7 @@ QUICK := tests/layers/test_every_layer.py tests/recipes/test_train.py \
 
 demo: install
 	@echo "CBN against BatchNormalization: 30 small residual networks learn 1,437 images"
-	@echo "of digits. 2 to 3 minutes on two cores."
+	@echo "of digits. 2 to 4 minutes on two cores."
 	@.venv/bin/python -m recipes.compare --models=resnet8 --rho=2
 
 quick: lint
