@@ -1,7 +1,7 @@
 r"""Compares normalisations: CBN learns faster than BN, most of all with sigmoid.
 
 The first comparison is `make demo`: 30 trainings of ResNet-8 on scikit-learn's 8x8
-digits, 2 to 3 minutes on two cores. The second is the paper's, with ten seeds, for a
+digits, 2 to 4 minutes on two cores. The second is the paper's, with ten seeds, for a
 GPU. The third is the same, but trains the ten seeds of a combination together in one
 program (JAX, for an accelerator: a CPU gains nothing; batches come in another order):
 

@@ -14,6 +14,7 @@ the name nor in the JSON of a run. `None` becomes what `usual` says.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -255,6 +256,7 @@ def _flags(cls):
             yield field
 
 
+@functools.cache  # of a grid of runs, each checks every setting
 def _kind(field):
     """The type of a setting without `None`, and the type of its items if several."""
     kind = field.type

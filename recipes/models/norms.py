@@ -97,7 +97,6 @@ def cbn(rho=1.0, omega=10.0, placement="before", kind=CBN, amat=True, **argument
         own = rho.get(stage(name), rho[None]) if isinstance(rho, dict) else rho
         return kind(rho=own, omega=omega, name=name, **arguments)
 
-    layer(1, "checked")  # reports bad arguments early
     return Norm(layer, placement, amat=amat)
 
 

@@ -185,7 +185,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="bn.*cbn.*none.*norm='ln'"):
         build("resnet8", "ln")
     with pytest.raises(ValueError, match="`rho` must be.*rho=0"):
-        norms.get("cbn", rho=0.0)
+        build("resnet8", "cbn", rho=0.0)
     for text in ("", "stage1", "stage1=x", "=1", "stage1=0"):
         with pytest.raises(ValueError, match="`stage_rho` must be like"):
             norms.stage_rho(1.0, text)
