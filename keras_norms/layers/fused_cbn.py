@@ -111,6 +111,7 @@ class FusedCBN(Recomputable, keras.layers.Layer):
                     f"{policy.name!r}. Received: {each.dtype_policy.name!r}"
                 )
         self.supports_masking = True
+        self.input_spec = layers[0].input_spec  # refuses other ranks before `build`
 
     def build(self, input_shape: Shape) -> None:
         rank = len(input_shape)

@@ -32,6 +32,7 @@ class KernelNormalization(keras.layers.Wrapper):
         layer.quantize = self._refuse_quantization  # as in layers that cannot do it
         self.epsilon = arguments.number("epsilon", epsilon, above=0)
         self.gains: dict[str, keras.Variable] = {}
+        self.input_spec = layer.input_spec  # refuses other ranks before `build` does
 
     def _refuse_quantization(self, *args, **kwargs):
         # `model.quantize` warns of it, and continues with the next layer.

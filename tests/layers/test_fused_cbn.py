@@ -120,6 +120,8 @@ def test_inputs_must_fit(is_built):
     if is_built:
         inner.build((None, 4))
     layer = FusedCBN(inner)
+    with pytest.raises(ValueError, match="incompatible with the layer"):
+        layer(data(6)[0])
     layer.build((None, 4))
     with pytest.raises(ValueError, match="incompatible with the layer"):
         layer(data(6, 5))

@@ -307,6 +307,8 @@ def test_weights_are_there_after_build_only_and_inputs_must_fit():
     for use in (layer.normalized_kernels, layer.reset_gain):
         with pytest.raises(ValueError, match="`build`"):
             use()
+    with pytest.raises(ValueError, match="incompatible with the layer"):
+        layer(ops.ones(()))
     layer.build((None, 4))
     with pytest.raises(ValueError, match="incompatible with the layer"):
         layer(keras.Input((5,)))
