@@ -57,7 +57,13 @@ def moves_state(call):
 
         if not training or not self.trainable:
             return run()
-        which = _WHICH[keras.backend.backend()]()
+        backend = keras.backend.backend()
+        if backend not in _WHICH:
+            raise ValueError(
+                f"Layer '{self.name}' trains on {', '.join(_WHICH)} only. "
+                f"Received: training=True with KERAS_BACKEND={backend}"
+            )
+        which = _WHICH[backend]()
         if which is None:
             return run()
         if which == "lost":

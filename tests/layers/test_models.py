@@ -15,11 +15,13 @@ from tests.support.backend import (
     later_on_jax,
     not_torch,
     numpy,
+    once,
     precision,
     some,
     tensorflow_only,
     torch_only,
 )
+from tests.support.processes import run
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(1, 2, (8, 6, 6, 2)).astype("float32")
@@ -201,3 +203,12 @@ def test_pytorch_exports_for_batches_of_any_size(cls, arguments):
     exported = torch.export.export(model.eval(), x, dynamic_shapes=sizes)
     many = torch.tensor(np.tile(IMAGES, (200, 1, 1, 1)))  # large for a CPU
     np.testing.assert_array_equal(numpy(exported.module()(many)), numpy(model(many)))
+
+
+@once
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["numpy", "openvino"])
+def test_inference_where_there_are_no_gradients(backend):
+    program = "tests.programs.inference"
+    printed = run("-m", program, KERAS_BACKEND=backend)
+    assert printed.splitlines()[-1] == "works"
