@@ -185,7 +185,7 @@ def _schedule(optimizer):
         return None
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return rate
-    if callable(rate):
+    if callable(rate) and not isinstance(rate, keras.Variable):  # as those of NNX are
         raise ValueError(
             "AMAT needs a learning rate that is a number or a LearningRateSchedule. "
             "It cannot see what other functions return in the compiled step. "

@@ -254,3 +254,10 @@ def test_models_that_amat_cannot_serve():
     amat.set_model(r.branches(CBN()))
     with pytest.raises(ValueError, match="compiled with an optimizer.*Received: mo"):
         amat.on_train_begin()
+
+
+def test_variables_that_can_be_called(monkeypatch):
+    """As those of Keras are with Flax NNX."""
+    monkeypatch.setattr(keras.Variable, "__call__", lambda self: self, raising=False)
+    model, norm = r.recorder(0.25)
+    r.check(r.fit(model, AMAT()), norm, [0.25] * 6)

@@ -10,7 +10,7 @@ from keras_norms.layers.lp_norm import LpNorm
 from keras_norms.layers.noisy_bn import NoisyBN
 
 
-class Frozen:
+class Frozen(keras.layers.Layer):
     """Mixin before a norm: every call is one at inference; gamma and beta may train.
 
     Nothing else differs from the classes that they freeze. A layer is frozen, and

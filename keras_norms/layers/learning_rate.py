@@ -81,7 +81,7 @@ class FollowsLearningRate(keras.layers.Layer):
                 "learning rate to a tensor. Call the model on a batch first. "
                 f"Received: rate={arguments.shown(rate)}"
             )
-        self._is_told = True
+        self._remember(_is_told=True)
         if self._schedule is not None:
             self.follow(None)
         if self.built:
@@ -191,7 +191,7 @@ class FollowsLearningRate(keras.layers.Layer):
         elif scope is not None:
             # A step is one stateless scope, however often it calls this layer.
             if scope is not _referent(self._counted_scope):
-                self._counted_scope = weakref.ref(scope)
+                self._remember(_counted_scope=weakref.ref(scope))
                 self._assign_rate_of(self.step)
                 self.step.assign(self.step + 1)
         elif not is_jax:  # Where a call without a scope trains nothing.
@@ -201,6 +201,11 @@ class FollowsLearningRate(keras.layers.Layer):
                 "iterations=optimizer.iterations)`. Received: iterations=None"
             )
         return self.learning_rate
+
+    def _remember(self, **attributes):
+        # Past Flax: a layer that is an NNX module may not be changed in a traced call.
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
 
     def _assign_rate_of(self, step):
         self.learning_rate.assign(self._schedule(step) / self._accumulation_steps)
