@@ -14,13 +14,14 @@ class Frozen(keras.layers.Layer):
     """Mixin before a norm: every call is one at inference; gamma and beta may train.
 
     Nothing else differs from the classes that they freeze. A layer is frozen, and
-    unfrozen, by a change of its class.
+    unfrozen, by a change of its class. The mixin is a layer because Python changes a
+    class only to one with the same first base, which NNX modules are not by themselves.
     """
 
     def call(
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
     ) -> Any:
-        return super().call(inputs, training=False)  # type: ignore[misc]
+        return super().call(inputs, training=False)
 
     def scale_and_shift(
         self, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None
