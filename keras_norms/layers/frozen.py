@@ -15,7 +15,7 @@ class Frozen(keras.layers.Layer):
 
     Nothing else differs from the classes that they freeze. A layer is frozen, and
     unfrozen, by a change of its class. The mixin is a layer because Python changes a
-    class only to one with the same first base, which NNX modules are not by themselves.
+    class only to one with the same base, also where layers of Keras are NNX modules.
     """
 
     def call(

@@ -256,7 +256,7 @@ def _flags(cls):
             yield field
 
 
-@functools.cache  # of a grid of runs, each checks every setting
+@functools.cache  # every run of a grid asks for every setting
 def _kind(field):
     """The type of a setting without `None`, and the type of its items if several."""
     kind = field.type
