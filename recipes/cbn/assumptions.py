@@ -25,8 +25,9 @@ except in the first layer, and not for tanh; the tau_k of sigmoid is 2 to 5:
     tanh                   21    47    43          45    37    12
     relu                   94   100   100          53   100   100
 
-On 10,000 images of CIFAR-10 with 10 epochs (docs/results/cbn_assumptions.md) ReLU has
-94, 100, 100 and 69, 100, 100.
+On 10,000 images of CIFAR-10 with 10 epochs (docs/results/cbn_assumptions.md) it is the
+same after stage 1: ReLU has 94, 100, 100 and 69, 100, 100, sigmoid 74, 100, 100 and 10,
+0, 0.
 
 Reference: Peng, Yu and Yu, TPAMI 2023, https://doi.org/10.1109/TPAMI.2023.3319005
 """
