@@ -203,7 +203,7 @@ class FollowsLearningRate(keras.layers.Layer):
         return self.learning_rate
 
     def _remember(self, **attributes):
-        # Past Flax: a layer that is an NNX module may not be changed in a traced call.
+        # Not `setattr`: Flax forbids it in a traced call, if layers are NNX modules.
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
 

@@ -23,8 +23,8 @@ minutes on two cores of an AMD EPYC) and on 10,000 images of CIFAR-10, 5 epochs,
                tanh         1             0.1        0.1     0.1
                relu      0.01             0.1        0.1       1
 
-With BN, all three train at 1 on CIFAR-10, as ReLU does on digits (--norms=none,bn),
-where it no longer does at 0.0001.
+With BN, all three activations train at 1 on CIFAR-10, as ReLU does on digits
+(--norms=none,bn), where it no longer does at 0.0001.
 
 The halves are Eq. 4 and Eq. 5 of the paper. Each replaces CBN and uses its moving
 averages. Training has collapsed if the loss is not finite, or if the last epoch's
