@@ -79,8 +79,8 @@ def convert(
 
     **Blocks** (custom layers with layers inside) and subclassed models are replaced by
     the layers that their `call` calls, with the same weights. The class of a block and
-    the methods of a subclassed model are lost. A block whose `call` cannot be traced
-    with symbolic tensors stays as it is.
+    the methods of a subclassed model are lost, a `train_step` with a warning. A block
+    whose `call` cannot be traced with symbolic tensors stays as it is.
 
     **Frozen** layers (`trainable=False`, or by `freeze`) are replaced by layers frozen
     in the same way. A new CBN has `trainable=False` if no layer that reads it trains,

@@ -186,6 +186,45 @@ def test_layers_that_cannot_be_made_again():
         fold(model_of((3,), PartOfConfig(0.3, name="own"), dense(2), bn))
 
 
+class OwnStep(keras.Model):
+    def train_step(self, *batch):
+        return super().train_step(*batch)
+
+
+class Weighted(OwnStep):
+    def __init__(self, inputs, outputs, weight=1.0, **kwargs):
+        super().__init__(inputs, outputs, **kwargs)
+
+
+class Accumulating(OwnStep):
+    def __init__(self, *args, batches=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches = batches
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_methods_and_settings_of_a_model_that_are_lost(compiled):
+    plain = model_of((6,), dense(), bn)
+    ends = plain.inputs, plain.outputs
+    for model, says in (
+        (OwnStep(*ends), ""),
+        (Weighted(*ends, name="own"), "'own' is of class Weighted.*'train_step'"),
+        (Accumulating(*ends), ""),
+        (Accumulating(*ends, batches=4), r"leaves out batches=4 \(now 1\)"),
+        (OwnLoss(plain.layers), "OwnLoss; .* a Sequential .*'compute_loss'"),
+    ):
+        if compiled:
+            model.compile("sgd", "mse")
+            model.stop_training = True
+        with m.saying(says):
+            fold(model)
+
+
 def test_functions_that_refer_to_layers():
     table = layers.Embedding(9, 5, name="tied")
     last = function(lambda x: x @ ops.transpose(table.embeddings), name="out")

@@ -252,6 +252,8 @@ class Graph:
             unit.give_weights()
         sources = [u.source for u in units if u.graph is None and u.source is not None]
         remake.warn_of_what_is_shared(sources, self.model)
+        remake.warn_of_lost_methods(self.model, model)
+        remake.warn_of_what_is_left_out(self.model, model, stacklevel=4)
         remake.compile_as(self.model, model)
         return model
 

@@ -139,23 +139,36 @@ def _own(layer):
     return [v for v in _variables(layer) if id(v) not in inner]
 
 
-def warn_of_what_is_left_out(old, new):
-    """Warn if a rebuilt layer differs, because its configuration is incomplete."""
+def warn_of_what_is_left_out(old, new, stacklevel=5):
+    """Warn if a rebuilt layer or model differs: its configuration is incomplete."""
     if is_of(type(old), "keras", "keras_norms"):
         return
-    of_all_layers = vars(keras.layers.Layer())
+    of_all_models = vars(keras.Sequential())  # those of all layers are among them
     found = [
         f"{name}={value!r} (now {vars(new)[name]!r})"
         for name, value in vars(old).items()
         if isinstance(value, (bool, int, float, str))
-        and name not in of_all_layers
+        and name not in of_all_models
         and vars(new).get(name, value) != value
     ]
     if found:
         warnings.warn(
             f"Layer '{old.name}' may compute something else in the new model: "
             f"{type(old).__name__}.get_config() leaves out " + ", ".join(found),
-            stacklevel=5,
+            stacklevel=stacklevel,
+        )
+
+
+def warn_of_lost_methods(old, new):
+    """Warn if the new model does not train, or predict, as the old one's class says."""
+    names = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
+    before, now = type(old), type(new)
+    lost = [name for name in names if getattr(before, name) is not getattr(now, name)]
+    if lost:
+        warnings.warn(
+            f"Model '{old.name}' is of class {before.__name__}; the new one is a "
+            f"{now.__name__} without its methods {lost}",
+            stacklevel=4,
         )
 
 
