@@ -11,7 +11,7 @@ from keras_norms._checks import arguments
 from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
 from keras_norms.layers.learning_rate import FollowsLearningRate
-from keras_norms.layers.recomputation import Recomputable, moves_state
+from keras_norms.layers.recomputation import moves_state
 from keras_norms.ops import normalize
 from keras_norms.ops.custom_gradient import snapshot
 from keras_norms.ops.functions import ops
@@ -20,7 +20,7 @@ from keras_norms.ops.shapes import out_of_groups, reduction_axes
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class CBN(FollowsLearningRate, Recomputable, ChannelNormalization):
+class CBN(FollowsLearningRate, ChannelNormalization):
     """Complete batch normalization. Place it before each `Conv` or `Dense` layer.
 
     It goes after the activation, and not before the layer that reads the raw input.

@@ -7,6 +7,7 @@ import keras
 from keras_norms import _keras
 from keras_norms._checks import arguments
 from keras_norms._types import Constraint, Initializer, Regularizer, Shape, Tensor
+from keras_norms.layers.recomputation import Recomputable
 from keras_norms.ops.custom_gradient import snapshot
 from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import moving_averages
@@ -14,7 +15,7 @@ from keras_norms.ops.replicas import check_strategy, warn_of_drift
 from keras_norms.ops.shapes import in_groups
 
 
-class ChannelNormalization(keras.layers.Layer):
+class ChannelNormalization(Recomputable, keras.layers.Layer):
     """Base of a layer with averages, `gamma` and `beta` for each channel.
 
     A subclass names its averages and passes its arguments on (`of_weights`:

@@ -8,14 +8,14 @@ import keras
 from keras_norms._checks import arguments
 from keras_norms._types import Constraint, Initializer, Regularizer, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
-from keras_norms.layers.recomputation import Recomputable, moves_state
+from keras_norms.layers.recomputation import moves_state
 from keras_norms.ops import lp_norm
 from keras_norms.ops.functions import ops
 from keras_norms.ops.shapes import out_of_groups
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class LpNorm(Recomputable, ChannelNormalization):
+class LpNorm(ChannelNormalization):
     """l_p normalization: subtracts the mean, divides by an average l_p norm.
 
     With `mean` and `s_p` of each channel:

@@ -7,7 +7,7 @@ import keras
 from keras_norms._checks import arguments
 from keras_norms._types import Constraint, Initializer, Regularizer, Tensor
 from keras_norms.layers.channel_normalization import ChannelNormalization
-from keras_norms.layers.recomputation import Recomputable, moves_state
+from keras_norms.layers.recomputation import moves_state
 from keras_norms.ops import noise, normalize
 from keras_norms.ops.functions import ops
 from keras_norms.ops.moments import moments
@@ -15,7 +15,7 @@ from keras_norms.ops.shapes import out_of_groups
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class NoisyBN(Recomputable, ChannelNormalization):
+class NoisyBN(ChannelNormalization):
     """Noisy batch normalization: BN, then noise that shifts and scales its output.
 
     With `mean` and `var` of each channel `j`, over all other positions `i`:
