@@ -36,13 +36,13 @@ def _frozen(plain):
     return keras.saving.register_keras_serializable("keras_norms")(cls)
 
 
-FrozenBatchNormalization = _frozen(keras.layers.BatchNormalization)
-FrozenCBN, FrozenNoisyBN, FrozenLpNorm = map(_frozen, (CBN, NoisyBN, LpNorm))
 # From each class to its frozen one.
 FROZEN = {
-    cls.__mro__[2]: cls
-    for cls in (FrozenBatchNormalization, FrozenCBN, FrozenNoisyBN, FrozenLpNorm)
+    plain: _frozen(plain)
+    for plain in (keras.layers.BatchNormalization, CBN, NoisyBN, LpNorm)
 }
+# Under these names `pickle` and `keras.saving` find them.
+FrozenBatchNormalization, FrozenCBN, FrozenNoisyBN, FrozenLpNorm = FROZEN.values()
 
 
 def set_frozen(layer: keras.layers.Layer, frozen: bool) -> bool:
@@ -51,12 +51,12 @@ def set_frozen(layer: keras.layers.Layer, frozen: bool) -> bool:
     Returns:
         Whether its class can be frozen.
     """
-    for plain, cls in FROZEN.items():
-        if type(layer) in (plain, cls):
-            # Past Keras, which would look for weights in the attribute.
-            object.__setattr__(layer, "__class__", cls if frozen else plain)
-            return True
-    return False
+    plain = plain_class(type(layer))
+    if plain not in FROZEN:
+        return False
+    # Past Keras, which would look for weights in the attribute.
+    object.__setattr__(layer, "__class__", FROZEN[plain] if frozen else plain)
+    return True
 
 
 def is_frozen(layer: keras.layers.Layer) -> bool:
