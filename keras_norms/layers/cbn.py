@@ -212,15 +212,7 @@ class CBN(FollowsLearningRate, ChannelNormalization):
     def build(self, input_shape: Shape) -> None:
         super().build(input_shape)
         self.average_weight = self.add_statistic("average_weight", (), "zeros")
-        self._rho = self.add_weight(
-            name="rho",
-            shape=(),
-            # Not `Constant`, which rounds to float32.
-            initializer=lambda shape, dtype: ops.full(shape, self.initial_rho, dtype),
-            dtype=self.statistics_dtype,
-            trainable=False,
-            autocast=False,
-        )
+        self._rho = self.add_scalar("rho", self.initial_rho, self.statistics_dtype)
         self.build_learning_rate()
 
     @property

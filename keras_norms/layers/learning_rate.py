@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 import keras
-from keras import initializers
 from keras.optimizers.schedules import LearningRateSchedule
 
 from keras_norms import _keras
@@ -150,7 +149,7 @@ class FollowsLearningRate(keras.layers.Layer):
         counts = schedule is not None and iterations is None
         if counts and self.built and self.step is None:
             with _keras.unlocked(self):
-                self.step = self._add_scalar("step", 0, "int32")
+                self.step = self.add_scalar("step", 0, "int32")
         self._schedule, self._accumulation_steps = schedule, batches
         # A variable in an attribute would become a weight of this layer.
         self._iterations = None if iterations is None else weakref.ref(iterations)
@@ -158,17 +157,18 @@ class FollowsLearningRate(keras.layers.Layer):
 
     def build_learning_rate(self) -> None:
         """Make the weights."""
-        self.learning_rate = self._add_scalar(
+        self.learning_rate = self.add_scalar(
             "learning_rate", self._first_rate, self.statistics_dtype
         )
         if self._schedule is not None and self._iterations is None:
-            self.step = self._add_scalar("step", 0, "int32")
+            self.step = self.add_scalar("step", 0, "int32")
 
-    def _add_scalar(self, name, value, dtype):
+    def add_scalar(self, name, value, dtype):
         return self.add_weight(
             name=name,
             shape=(),
-            initializer=initializers.Constant(value),
+            # Not `Constant`, which rounds to float32.
+            initializer=lambda shape, dtype: ops.full(shape, value, dtype),
             dtype=dtype,
             trainable=False,
             autocast=False,

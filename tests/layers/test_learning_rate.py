@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_norms import AMAT, CBN
 from tests.support.autodiff import training_step
-from tests.support.backend import BACKEND, jax_only, numpy
+from tests.support.backend import BACKEND, has_float64, jax_only, numpy
 from tests.support.rates import (
     EAGER,
     MOST_STEPS,
@@ -187,3 +187,11 @@ def test_a_counter_that_is_not_in_the_state_is_refused():
     with keras.StatelessScope([(optimizer.iterations, 4)]):
         norm(X, training=True)
         assert float(norm.learning_rate) == pytest.approx(PIECEWISE(4))
+
+
+@has_float64
+def test_a_rate_that_is_set_before_the_layer_is_built_keeps_its_digits():
+    norm = CBN(dtype="float64")
+    norm.set_learning_rate(0.1)
+    norm.build((None, 2))
+    assert numpy(norm.learning_rate) == 0.1
