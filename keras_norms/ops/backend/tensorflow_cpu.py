@@ -115,7 +115,7 @@ def gradient_sums(upstream, x, center, *, axis):
     return tf.stack([_sums(_of_channels(each, groups)) for each in sums])
 
 
-def _rows(x, groups=1):
+def _rows(x, groups):
     """The tensor as the batch of 1 x 1 images that the operations take."""
     return tf.reshape(x, (-1, 1, 1, groups * x.shape[-1]))
 

@@ -12,7 +12,7 @@ from keras_norms.ops import normalize
 from keras_norms.ops.custom_gradient import is_eager_torch
 
 
-def is_plain(batch, *others, settings):
+def is_plain(batch, settings):
     """Without masks, groups, `mean_gradient="ratio"`, or a gradient to record."""
     return (
         batch.count.ndim == 0
@@ -24,7 +24,7 @@ def is_plain(batch, *others, settings):
 
 
 def applies_to(batch, *others, settings):
-    return batch.mean.is_cpu and is_plain(batch, settings=settings)
+    return batch.mean.is_cpu and is_plain(batch, settings)
 
 
 @normalize.map_of_moments.faster(where=applies_to)

@@ -77,11 +77,11 @@ def compiled(template, outputs, settings):
 
 
 def applies_to_map(batch, *others, settings):
-    return batch.mean.is_cuda and is_plain(batch, settings=settings)
+    return batch.mean.is_cuda and is_plain(batch, settings)
 
 
 def applies_to_gradient(local, total, gamma, batch_map, *, replicas, settings):
-    return local.is_cuda and replicas == 1 and is_plain(batch_map, settings=settings)
+    return local.is_cuda and replicas == 1 and is_plain(batch_map, settings)
 
 
 @normalize.map_of_moments.faster(where=applies_to_map)
