@@ -3,7 +3,6 @@
 from typing import Any
 
 import keras
-from keras import initializers
 
 from keras_norms._checks import arguments
 from keras_norms.layers.kernel_normalization import KernelNormalization
@@ -96,7 +95,7 @@ class WS(KernelNormalization):
         return weight_norms.ws(weight, axes, gain, self.epsilon)
 
     def _gain_initializer_of(self, kernel):
-        return initializers.Ones() if self.gain else None
+        return "ones" if self.gain else None
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "gain": self.gain}
