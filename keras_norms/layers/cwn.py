@@ -62,7 +62,7 @@ class CWN(KernelNormalization):
         gain_initializer: Initializer = "ones",
         epsilon: float = 1e-5,
         **kwargs: Any,
-    ):
+    ) -> None:
         super().__init__(layer, epsilon, **kwargs)
         self.scale = arguments.number("scale", scale, above=0)
         self.gain = arguments.boolean("gain", gain)

@@ -123,13 +123,13 @@ class NoisyBN(ChannelNormalization):
         gamma_initializer: Initializer = "ones",
         moving_mean_initializer: Initializer = "zeros",
         moving_variance_initializer: Initializer = "ones",
-        beta_regularizer: Regularizer | None = None,
-        gamma_regularizer: Regularizer | None = None,
-        beta_constraint: Constraint | None = None,
-        gamma_constraint: Constraint | None = None,
+        beta_regularizer: Regularizer = None,
+        gamma_regularizer: Regularizer = None,
+        beta_constraint: Constraint = None,
+        gamma_constraint: Constraint = None,
         group_size: int | None = None,
         **kwargs: Any,
-    ):
+    ) -> None:
         super().__init__(
             axis=axis,
             momentum=momentum,

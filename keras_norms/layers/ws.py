@@ -87,7 +87,7 @@ class WS(KernelNormalization):
         gain: bool = False,
         epsilon: float = 1e-5,
         **kwargs: Any,
-    ):
+    ) -> None:
         super().__init__(layer, epsilon, **kwargs)
         self.gain = arguments.boolean("gain", gain)
 
