@@ -123,8 +123,8 @@ class AMAT(keras.callbacks.Callback):
         # Loss scaling may skip all steps of an epoch while it looks for the scale.
         optimizer = self.model.optimizer
         is_scaled = _keras.inner_optimizer(optimizer) is not optimizer
-        is_told = not is_scaled and not all(map(is_frozen, self._layers))
-        if is_told and self._steps_before == self._steps_done():
+        uses_rate = not all(map(is_frozen, self._layers))
+        if uses_rate and not is_scaled and self._steps_before == self._steps_done():
             warnings.warn(
                 "AMAT tells CBN layers the learning rate of `model.optimizer`, which "
                 "has made no step. If other optimizers train the model, leave AMAT out "

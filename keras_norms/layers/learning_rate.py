@@ -64,7 +64,7 @@ class FollowsLearningRate(keras.layers.Layer):
             wanted = "a number. For a schedule call `layer.follow(schedule)`"
             raise arguments.wrong("rate", wanted, rate)
         if self.built:  # Before that, JAX need not be running.
-            self._check_state(rate)
+            self._check_can_assign(rate)
         is_tensor = (
             not isinstance(rate, numbers.Real)
             and getattr(rate, "shape", None) == ()
@@ -88,7 +88,7 @@ class FollowsLearningRate(keras.layers.Layer):
                 rate = ops.full((), rate, self.statistics_dtype)
             self.learning_rate.assign(rate)
 
-    def _check_state(self, rate):
+    def _check_can_assign(self, rate):
         """Raise where JAX would lose what is assigned, or keep it forever."""
         if keras.backend.backend() != "jax" or _value(ops.zeros(())) is not None:
             return

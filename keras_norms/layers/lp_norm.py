@@ -158,16 +158,16 @@ class LpNorm(ChannelNormalization):
                 axis=self.axis,
             )
         x, gamma, beta, mask, axis = self.in_groups(inputs, mask)
-        static = {
+        common = {
             "p": self.p,
             "centered": self.norm_of == "centered",
             "axis": axis,
             "mask": mask,
             "synchronized": self.synchronized,
         }
-        batch = lp_norm.lp_statistics(x, gamma.dtype, prior=stored[0], **static)
+        batch = lp_norm.lp_statistics(x, gamma.dtype, prior=stored[0], **common)
         outputs = lp_norm.lp_normalization(
-            x, gamma, beta, batch, epsilon=self.epsilon, **static
+            x, gamma, beta, batch, epsilon=self.epsilon, **common
         )
         self.update_statistics(stored, batch.count, batch.mean, batch.norm)
         return out_of_groups(outputs, inputs)
