@@ -18,10 +18,8 @@ CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
 TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
 DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
 SEPARABLE = (layers.SeparableConv1D, layers.SeparableConv2D)
-WITH_A_KERNEL = (
-    *(layers.Dense, layers.EinsumDense),
-    *(*CONVOLUTIONS, *TRANSPOSED, *DEPTHWISE, *SEPARABLE),
-)
+_DENSE = (layers.Dense, layers.EinsumDense)
+WITH_A_KERNEL = _DENSE + CONVOLUTIONS + TRANSPOSED + DEPTHWISE + SEPARABLE
 
 
 class Kernel(NamedTuple):
