@@ -71,8 +71,7 @@ class ChannelNormalization(Recomputable, keras.layers.Layer):
         if self.group_size and self.axis % len(input_shape) == 0:
             raise ValueError(
                 "Argument `group_size` must be None if the first axis is the channel "
-                f"axis. Received: group_size={self.group_size} "
-                f"with axis={self.axis}"
+                f"axis. Received: group_size={self.group_size} with axis={self.axis}"
             )
         for name, is_there in (("gamma", self.scale), ("beta", self.center)):
             if is_there:

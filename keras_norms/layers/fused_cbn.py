@@ -197,7 +197,7 @@ def _check(layer):
 def _call(layer, inputs, scale, shift):
     """`layer(scale * inputs + shift)`."""
     with _keras.without_autocast():  # in mixed precision, a call would cast them
-        # With LoRA, the kernel is computed.
+        # A variable, or with LoRA a tensor.
         kernel = ops.cast(layer.kernel, scale.dtype)
         bias = ops.cast(layer.bias, scale.dtype) if layer.use_bias else None
     if isinstance(layer, keras.layers.Dense):

@@ -144,7 +144,7 @@ class KernelNormalization(keras.layers.Wrapper):
             if value is not before.get(id(variable)):
                 variable.assign(value)
         for loss in scope.losses:
-            # Keras knows which layer added them, which counts in scopes.
+            # In a scope, the layer that added it has noted so already.
             (layer.add_loss if outer is None else outer.add_loss)(loss)
         return outputs
 

@@ -63,7 +63,7 @@ class FollowsLearningRate(keras.layers.Layer):
         if isinstance(rate, LearningRateSchedule):
             wanted = "a number. For a schedule call `layer.follow(schedule)`"
             raise arguments.wrong("rate", wanted, rate)
-        if self.built:  # Before that, JAX need not be running.
+        if self.built:  # Not before: the check would start JAX.
             self._check_can_assign(rate)
         is_tensor = (
             not isinstance(rate, numbers.Real)
@@ -194,7 +194,7 @@ class FollowsLearningRate(keras.layers.Layer):
                 self._remember(_counted_scope=weakref.ref(scope))
                 self._assign_rate_of(self.step)
                 self.step.assign(self.step + 1)
-        elif not is_jax:  # Where a call without a scope trains nothing.
+        elif not is_jax:  # On JAX, a call without a scope trains nothing.
             raise ValueError(
                 f"Layer '{self.name}' follows a schedule but cannot count the steps of "
                 "this training loop. Call `layer.follow(schedule, "

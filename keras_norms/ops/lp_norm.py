@@ -136,7 +136,7 @@ def lp_normalization(
 
     def gradient(upstream, x, gamma, beta, mean, norm, count, *rest):
         ends, mask = rest[: len(batch.ends)], rest[len(batch.ends) :]
-        # All leave out the factor a.
+        # Without the factor a, by which `gradient_x` multiplies.
         inverse = 1 / (norm + epsilon)
         center = mean if centered else ops.zeros_like(mean)
         sums = local = gradient_sums(upstream, x, mean, *mask, axis=axis)

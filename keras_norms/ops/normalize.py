@@ -269,8 +269,8 @@ def map_of_moments(
     # It normalises with the moving averages, or with the batch if the rate is unknown.
     kept_here = ops.where(known, kept, ops.cast(ops.logical_not(seen), kept.dtype))
 
-    # How much mu_B exceeds the mean in use, a constant for the gradient: x - mu_A+ then
-    # differs from x - mu_B by a constant. "ratio" makes it proportional to mu_B.
+    # `ahead` is how much mu_B exceeds the mean in use: for the gradient a constant, and
+    # with "ratio" such that the mean in use is proportional to mu_B.
     excess = ops.stop_gradient(batch.mean - state.mean)
     ahead = kept_here * excess
     mean_weight = ops.ones_like(ahead)
