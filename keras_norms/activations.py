@@ -30,7 +30,7 @@ def relu(x: Tensor) -> Tensor:
 
     >>> keras.layers.Conv2D(64, 3, activation=keras_norms.activations.relu)
     """
-    return ops.relu(x) if _is_left_to_keras(x) else _on_jax(x, None)
+    return _relu(x, ops.relu, None)
 
 
 def relu6(x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def relu6(x: Tensor) -> Tensor:
     Returns:
         Tensor of the same shape and dtype.
     """
-    return ops.relu6(x) if _is_left_to_keras(x) else _on_jax(x, 6)
+    return _relu(x, ops.relu6, 6)
 
 
 # Not as decorators: these have no types, and neither would the functions.
@@ -53,11 +53,9 @@ keras.saving.register_keras_serializable("keras_norms")(relu)
 keras.saving.register_keras_serializable("keras_norms")(relu6)
 
 
-def _is_left_to_keras(x):
-    return keras.backend.backend() != "jax" or isinstance(x, keras.KerasTensor)
-
-
-def _on_jax(x, highest):
+def _relu(x, of_keras, highest):
+    if keras.backend.backend() != "jax" or isinstance(x, keras.KerasTensor):
+        return of_keras(x)
     return _relu_of_jax(highest)(ops.convert_to_tensor(x))
 
 
