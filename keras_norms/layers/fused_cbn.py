@@ -1,7 +1,6 @@
 """FusedCBN: CBN and the linear layers that read it, computed together."""
 
 import functools
-import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -236,4 +235,4 @@ def _inside(layer, inputs):
     shape = ops.shape(inputs)
     sizes = shape[2:] if is_channels_first(layer) else shape[1:-1]
     steps = layer.kernel_size, layer.strides, layer.dilation_rate
-    return list(itertools.starmap(taps_inside, zip(sizes, *steps)))
+    return [taps_inside(*each) for each in zip(sizes, *steps)]
