@@ -164,7 +164,7 @@ def lp_normalization(
         count = ops.maximum(count, 1)
         through_norm = -total[1] * inverse
         # The factor that `_direction` left out.
-        shares = ops.maximum(total[3], ops.ones_like(mean)) if p == math.inf else count
+        shares = ops.maximum(total[3], 1) if p == math.inf else count
         k = -through_norm / shares * unit
         constant = total[0] / count
         if centered and p != 2:
