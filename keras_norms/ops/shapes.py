@@ -47,7 +47,7 @@ def per_channel(vector: Tensor, ndim: int, axis: Axis) -> Tensor:
         groups, channels = ops.shape(vector)
         between, behind = (1,) * (channel - 1), (1,) * trailing
         return ops.reshape(vector, (groups, *between, channels, *behind))
-    if not trailing or not len(vector.shape):
+    if not trailing:
         return vector
     return ops.reshape(vector, tuple(vector.shape) + (1,) * trailing)
 
