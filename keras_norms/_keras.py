@@ -46,9 +46,7 @@ def layers_of(
 ) -> list[keras.layers.Layer]: ...
 @overload
 def layers_of(
-    model: keras.layers.Layer,
-    kind: type[Kind],
-    include_self: bool = True,
+    model: keras.layers.Layer, kind: type[Kind], include_self: bool = True
 ) -> list[Kind]: ...
 @overload
 def layers_of(

@@ -150,12 +150,7 @@ class LpNorm(ChannelNormalization):
         if not training or not self.trainable:
             gamma, beta = self.affine()
             return lp_norm.lp_inference(
-                inputs,
-                gamma,
-                beta,
-                *stored,
-                epsilon=self.epsilon,
-                axis=self.axis,
+                inputs, gamma, beta, *stored, epsilon=self.epsilon, axis=self.axis
             )
         x, gamma, beta, mask, axis = self.in_groups(inputs, mask)
         common = {

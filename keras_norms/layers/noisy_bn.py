@@ -188,12 +188,7 @@ class NoisyBN(ChannelNormalization):
         else:
             gamma, beta = self.affine()
             outputs = normalize.batch_normalization_inference(
-                inputs,
-                gamma,
-                beta,
-                *stored,
-                epsilon=self.epsilon,
-                axis=self.axis,
+                inputs, gamma, beta, *stored, epsilon=self.epsilon, axis=self.axis
             )
         if training or self.noise_at_inference:
             scale, shift = noise.scale_and_shift(
