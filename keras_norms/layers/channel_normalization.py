@@ -15,7 +15,7 @@ from keras_norms.ops.replicas import check_strategy, warn_of_drift
 from keras_norms.ops.shapes import in_groups
 
 
-class ChannelNormalization(Recomputable, keras.layers.Layer):
+class ChannelNormalization(Recomputable):
     """Base of a layer with averages, `gamma` and `beta` for each channel.
 
     A subclass names its averages and passes its arguments on (`of_weights`:

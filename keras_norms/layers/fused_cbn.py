@@ -24,7 +24,7 @@ from keras_norms.ops.linear_of_affine import linear_of_affine, taps_inside
 
 
 @keras.saving.register_keras_serializable(package="keras_norms")
-class FusedCBN(Recomputable, keras.layers.Layer):
+class FusedCBN(Recomputable):
     """Fused complete batch normalization: `layer(CBN(x))` without writing `CBN(x)`.
 
     CBN is `scale * x + shift` with vectors over the channels. With kernel `W`

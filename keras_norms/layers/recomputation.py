@@ -23,12 +23,12 @@ class _Pass(NamedTuple):
     uses: Any
 
 
-class Recomputable:
-    """Mixin for a `keras.layers.Layer` whose training calls change its state.
+class Recomputable(keras.layers.Layer):
+    """Base of a layer whose training calls change its state.
 
     If a call runs again in the backward pass, it reads the state that the first run
     read, random seeds included, and does not change the state. `moves_state` decorates
-    such methods.
+    such methods. It is a layer, not a mixin, for the reason that `Frozen` gives.
     """
 
     def __init__(self, **kwargs):

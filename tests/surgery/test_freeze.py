@@ -16,6 +16,7 @@ from keras_norms import (
     prune,
     unfreeze,
 )
+from keras_norms.layers.frozen import FROZEN
 from tests.support import surgery_models as m
 from tests.support.backend import later, later_on_jax, numpy
 
@@ -156,3 +157,10 @@ def test_a_derived_class_is_fixed_as_keras_fixes_it():
         freeze(model)
     assert not model.get_layer("own").trainable
     m.quiet(freeze, unfreeze(model), affine=True)
+
+
+@pytest.mark.parametrize("cls", FROZEN.values())
+def test_a_frozen_class_derives_from_layers_alone(cls):
+    # With another base, Python refuses the change of the class under Flax NNX.
+    own = [each for each in cls.__mro__ if each.__module__.startswith("keras_norms")]
+    assert all(issubclass(each, layers.Layer) for each in own)
