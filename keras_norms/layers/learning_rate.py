@@ -164,6 +164,7 @@ class FollowsLearningRate(keras.layers.Layer):
             self.step = self.add_scalar("step", 0, "int32")
 
     def add_scalar(self, name, value, dtype):
+        """Add a number that does not train."""
         return self.add_weight(
             name=name,
             shape=(),
