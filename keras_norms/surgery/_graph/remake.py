@@ -163,7 +163,11 @@ def warn_of_lost_methods(old, new):
     """Warn if the new model does not train, or predict, as the old one's class says."""
     names = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
     before, now = type(old), type(new)
-    lost = [name for name in names if getattr(before, name) is not getattr(now, name)]
+    lost = [
+        name
+        for name in names  # NumPy's models have no `train_step`
+        if getattr(before, name, None) is not getattr(now, name, None)
+    ]
     if lost:
         warnings.warn(
             f"Model '{old.name}' is of class {before.__name__}; the new one is a "
