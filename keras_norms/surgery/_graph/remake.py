@@ -143,7 +143,8 @@ def warn_of_what_is_left_out(old, new, stacklevel=5):
     """Warn if a rebuilt layer or model differs: its configuration is incomplete."""
     if is_of(type(old), "keras", "keras_norms"):
         return
-    of_all_models = vars(keras.Sequential())  # those of all layers are among them
+    # Those of all layers are among them. Without a name, Keras would count it.
+    of_all_models = vars(keras.Sequential(name="any"))
     found = [
         f"{name}={value!r} (now {vars(new)[name]!r})"
         for name, value in vars(old).items()
