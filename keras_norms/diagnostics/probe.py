@@ -80,8 +80,11 @@ class Probe(keras.callbacks.Callback):
         if self._is_due:
             self.after_step()
             self._next = (self._step // self.every + 1) * self.every
-        self._step += batch + 1 - self._steps_of_epoch
-        self._steps_of_epoch = batch + 1
+        # Keras counts the batches of an execution that has fewer as if it had all.
+        steps = (self.params or {}).get("steps") or batch + 1
+        done = min(batch + 1, steps)
+        self._step += done - self._steps_of_epoch
+        self._steps_of_epoch = done
         if logs is not None:
             logs.update(self._latest)
 

@@ -162,9 +162,11 @@ def test_a_function_that_returns_no_batch():
 
 
 @not_torch  # Keras has one step in an execution there.
-def test_several_steps_in_one_execution():
-    model = network(run_eagerly=False, steps_per_execution=2)
+@pytest.mark.parametrize("steps", [2, 4])
+def test_several_steps_in_one_execution(steps):
+    model = network(run_eagerly=False, steps_per_execution=steps)
     probe = diagnostics.LandscapeProbe(BATCH, every=3, **LANDSCAPE)
     train(model, probe, batch_size=4, epochs=2)
-    # Executions begin at steps 0, 2, 4 ... 10.
+    # Executions begin at steps 0, 2, 4 ... 10. Of 4 steps, at 0, 4, 6, 10: an epoch has
+    # 6, and its second execution only 2.
     assert probe.history["step"] == [0, 4, 6, 10]
