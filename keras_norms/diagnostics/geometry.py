@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import keras
 import numpy as np
+from keras import ops
 
 from keras_norms import _keras
 from keras_norms._checks import arguments
@@ -140,11 +141,13 @@ def effective_weights(
     if training:  # Renormalised, a batch has other statistics than its own.
         norms = [n for n in norms if is_frozen(n) or not getattr(n, "renorm", False)]
     names = dict(zip(norms, names_of(norms)))
-    makers, found = {}, {}
+    made, found = [], {}
     for call in record(model, [*linear, *norms], x, training):
         if call.layer not in names:
-            makers[id(call.output)] = call.layer
-        elif (layer := makers.get(id(call.input))) and _is_by_unit(call, layer):
+            made.append(call)
+            continue
+        layer = next((c.layer for c in made if _reads(call.input, c.output)), None)
+        if layer and _is_by_unit(call, layer):
             wrapper = wrappers.get(layer)
             found[names[call.layer]] = _effective(call, layer, wrapper, training)
     if not found:
@@ -154,6 +157,13 @@ def effective_weights(
             f"function between. Received: model '{model.name}'"
         )
     return found
+
+
+def _reads(x, output):
+    """Whether an input is that output: itself, or cast by Keras to another dtype."""
+    if x.dtype == output.dtype or x.shape != output.shape:
+        return x is output
+    return bool(ops.all(ops.equal(x, ops.cast(output, x.dtype))))
 
 
 def _is_by_unit(call, layer):

@@ -107,6 +107,21 @@ def test_effective_weights_of_any_model():
             diagnostics.effective_weights(model, np.ones(shape))
 
 
+def test_effective_weights_where_the_norm_has_another_dtype():
+    """The second norm reads what ReLU made of the output of its linear layer."""
+    with precision("mixed_bfloat16"):
+        dense = [layers.Dense(5), layers.Dense(5)]
+    norms = [layers.BatchNormalization(dtype="float32") for _ in dense]
+    stack = [dense[0], norms[0], dense[1], layers.ReLU(dtype="bfloat16"), norms[1]]
+    model = keras.Sequential([keras.Input((5,)), *stack])
+    x = np.random.default_rng(0).normal(size=(8, 5)).astype("float32")
+    (found,) = diagnostics.effective_weights(model, x).values()
+    assert found.layer == dense[0].name
+    y = float64(dense[0](x))
+    expected = float64(dense[0].kernel) / np.sqrt(y.var(0) + norms[0].epsilon)
+    np.testing.assert_allclose(found.kernel, expected, rtol=1e-5)
+
+
 def test_a_model_with_layers_that_are_never_called():
     unused = {"unused": layers.Dense(3), "norm": layers.BatchNormalization()}
     body = [layers.Dense(4), layers.BatchNormalization(name="found")]

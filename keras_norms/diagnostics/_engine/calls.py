@@ -32,7 +32,7 @@ def record(model, layers, x, training):
     """Record the calls of layers, in order, when the model is called on a batch.
 
     The model does not change. If a layer reads the output of another directly, its
-    input is the same tensor.
+    input is the same tensor, unless Keras casts it to the layer's dtype.
     """
     pure = ModelLoss(model, training=training)
     x, _ = as_tensors(model, x, None)
