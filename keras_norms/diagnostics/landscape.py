@@ -116,7 +116,7 @@ def landscape(
 
 def _measure(objective, gradient, displacement):
     """Compute loss, gradient distance and length of a displacement from the start."""
-    point = objective.start - displacement.astype(objective.start.dtype)
+    point = objective._rounded(objective.start - displacement)
     loss, there = objective.value_and_grad(point)
     # The step after rounding.
     step = point.astype("float64") - objective.start

@@ -8,6 +8,7 @@ from keras.losses import mean_squared_error as mse
 
 from keras_norms import diagnostics
 from tests.support import diagnostics_networks as networks
+from tests.support.backend import precision
 from tests.support.diagnostics_networks import assert_same
 
 
@@ -31,6 +32,18 @@ def test_a_quadratic_loss_has_its_exact_beta(linear):
     assert found.loss == pytest.approx(np.mean((x @ w - y) ** 2), tolerance)
     assert found.gradient_norm == pytest.approx(np.linalg.norm(g), tolerance)
     assert found.not_finite == () and found.gradient_evaluations == 6 + 1
+
+
+def test_the_length_of_a_step_is_that_of_the_weights_after_rounding():
+    """The first step is too small to move a weight, the second moves them farther."""
+    with precision("bfloat16"):
+        dense = layers.Dense(2, use_bias=False)
+        model = networks.sequential(dense, shape=(4,), loss="mse")
+    dense.kernel.assign(np.full((4, 2), 8.0))
+    settings = {"learning_rate": 1.0, "step_range": (1e-3, 0.27), "points": 2}
+    found = diagnostics.landscape(model, np.eye(4), np.full((4, 2), 16.0), **settings)
+    # The Hessian of `mean((W - y)^2)` is `I / 4`.
+    np.testing.assert_allclose(found.betas, [np.nan, 1 / 4], rtol=1e-3)
 
 
 def test_a_random_direction_is_as_long_as_the_gradient(linear):

@@ -168,6 +168,10 @@ class Objective:
         parts = np.split(vector, ends[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, self.shapes)]
 
+    def _rounded(self, point):
+        """Round a point as its tensors do, such as those of bfloat16 weights."""
+        return self.flatten([*map(_numpy, self._tensors("point", point))])
+
     def _tensors(self, name, vector):
         return list(map(ops.convert_to_tensor, self._parts(name, vector), self._dtypes))
 
