@@ -276,3 +276,9 @@ def test_what_has_no_gradient():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    ids = keras.Input((5,), dtype="int32")
+    model = keras.Model(ids, layers.Embedding(3, 2, name="embedding")(ids))
+    networks.compiled(model, "mse")
+    given = model, np.ones((8, 5), "int32"), np.zeros((8, 5, 2))
+    with pytest.raises(ValueError, match="a single tensor as its input, of floats"):
+        diagnostics.value_and_grad(*given, layer="embedding", side="input")

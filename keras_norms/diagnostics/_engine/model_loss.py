@@ -149,10 +149,11 @@ class ModelLoss:
 
         def one_tensor(value):
             calls.append(value)
-            if not ops.is_tensor(value):
+            is_tensor = ops.is_tensor(value)
+            if not is_tensor or not keras.backend.is_float_dtype(value.dtype):
                 raise ValueError(
-                    f"Argument `layer` must have a single tensor as its {side}. "
-                    f"Received: layer '{layer.name}', {side} {value}"
+                    f"Argument `layer` must have a single tensor as its {side}, of "
+                    f"floats. Received: layer '{layer.name}', {side} {value}"
                 )
             return function(value)
 

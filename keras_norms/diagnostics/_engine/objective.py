@@ -58,7 +58,7 @@ class Objective:
     Raises:
         ValueError: If the model is not built or has no loss or no trainable weights, if
             the batch is empty, or if the layer is not in the model, does not have one
-            tensor at `side`, or is not called exactly once.
+            tensor of floats at `side`, or is not called exactly once.
     """
 
     def __init__(
