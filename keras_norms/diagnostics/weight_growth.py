@@ -167,10 +167,10 @@ class BatchStatistics(Probe):
             found = [norm for each in every for norm in each]
         self._norms = found
         if not found or not all(isinstance(norm, kinds) for norm in found):
-            names = " or ".join(kind.__name__ for kind in kinds)
+            others = ", CBN, LpNorm or NoisyBN"
             raise ValueError(
-                f"Argument `layers` must name layers of class {names}"
-                f"{'' if self._has_batch else ' if there is no `batch`'}. "
+                "Argument `layers` must name layers of class BatchNormalization"
+                f"{others if self._has_batch else ' if there is no `batch`'}. "
                 f"Received: layers={self._layers} of model '{self.model.name}'"
             )
 
