@@ -70,12 +70,27 @@ def test_long_sums_keep_their_digits(shape, mean, bounds):
     assert_moments(x, *bounds)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "bounds"),
+    [
+        ((64, 64, 64, 4), (2e-7, 4e-6)),
+        ((140_002, 3), (2e-6, 5e-5)),  # twice a prime
+        ((16_384, 64), (2e-7, 4e-6)),
+    ],
+)
+def test_half_precision_is_added_up_in_float32(shape, bounds, dtype):
+    x = np.random.default_rng(5).normal(3, 1, shape).astype("float32")
+    assert_moments(ops.cast(x, dtype), *bounds)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(64, 32, 32, 16), (600_000, 2), (10_000, 2)])
-def test_constant_channels(shape):
-    values = np.linspace(7.3, 9, shape[-1], dtype="float32")
-    x = ops.convert_to_tensor(np.broadcast_to(values, shape))
+def test_constant_channels(shape, dtype):
+    values = ops.cast(np.linspace(7.3, 9, shape[-1], dtype="float32"), dtype)
+    x = ops.broadcast_to(values, shape)
     _, mean, variance = moments(x, "float32", -1)
-    np.testing.assert_array_equal(numpy(mean), values)
+    np.testing.assert_array_equal(numpy(mean), numpy(ops.cast(values, "float32")))
     np.testing.assert_array_equal(numpy(variance), 0)
 
 

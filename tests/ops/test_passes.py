@@ -33,6 +33,11 @@ CASES += [
     for dtypes in WIDE.items()
     if BACKEND != "jax" or dtypes[1] != "float64"
 ]
+CASES += [
+    (shape, -1, half, "float32")
+    for shape in [(50, 30, 40, 24), (6, 1, 1, 16)]
+    for half in ("float16", "bfloat16")
+]
 
 
 @pytest.mark.parametrize(("shape", "axis", "dtype", "wide"), CASES, ids=str)
