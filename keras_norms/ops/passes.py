@@ -14,16 +14,19 @@ from keras_norms.ops.single_pass import in_xla, single_pass
 
 def channel_sums(x, axis):
     """Sum over every axis but that of the channels."""
-    channels_last = channel_axis(axis) % len(x.shape) == len(x.shape) - 1
-    if keras.backend.backend() == "tensorflow" and channels_last and not in_xla():
-        # On a CPU TensorFlow adds elements one by one, see `channel_groups`.
+    channel, axes = channel_axis(axis) % len(x.shape), reduction_axes(len(x.shape), axis)
+    if keras.backend.backend() == "tensorflow" and not in_xla():
+        # On a CPU TensorFlow adds elements one by one, except for neighbours.
         apart = 1 if isinstance(axis, tuple) else 0  # axes that are not added up
+        if channel < len(x.shape) - 1:
+            behind = axes[channel - apart :]
+            return ops.sum(ops.sum(x, behind), axes[: channel - apart])
         groups = channel_groups(x.shape[apart:])
         if groups > 1:
             x = ops.reshape(x, (*ops.shape(x)[:apart], -1, groups, x.shape[-1]))
             x = ops.sum(x, apart)
-            axis = (0, -1) if apart else -1
-    return ops.sum(x, reduction_axes(len(x.shape), axis))
+            axes = reduction_axes(len(x.shape), (0, -1) if apart else -1)
+    return ops.sum(x, axes)
 
 
 def visible(x, mask):

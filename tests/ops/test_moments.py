@@ -72,24 +72,32 @@ def test_long_sums_keep_their_digits(shape, mean, bounds):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    ("shape", "bounds"),
+    ("shape", "axis", "bounds"),
     [
-        ((64, 64, 64, 4), (2e-7, 4e-6)),
-        ((140_002, 3), (2e-6, 5e-5)),  # twice a prime
-        ((16_384, 64), (2e-7, 4e-6)),
+        ((64, 64, 64, 4), -1, (2e-7, 4e-6)),
+        ((140_002, 3), -1, (2e-6, 5e-5)),  # twice a prime
+        ((16_384, 64), -1, (2e-7, 4e-6)),
+        ((16, 3, 50_000), 1, (2e-7, 4e-6)),
     ],
 )
-def test_half_precision_is_added_up_in_float32(shape, bounds, dtype):
+def test_half_precision_is_added_up_in_float32(shape, axis, bounds, dtype):
     x = np.random.default_rng(5).normal(3, 1, shape).astype("float32")
-    assert_moments(ops.cast(x, dtype), *bounds)
+    assert_moments(ops.cast(x, dtype), *bounds, axis=axis)
+
+
+def test_long_sums_of_channels_that_are_first():
+    means = np.array([1e3, -1e3, 3])[:, None]
+    x = np.random.default_rng(6).normal(means, 1, (16, 3, 50_000)).astype("float32")
+    assert_moments(x, 2e-7, 4e-6, axis=1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("shape", [(64, 32, 32, 16), (600_000, 2), (10_000, 2)])
-def test_constant_channels(shape, dtype):
+def test_constant_channels(shape, axis, dtype):
     values = ops.cast(np.linspace(7.3, 9, shape[-1], dtype="float32"), dtype)
-    x = ops.broadcast_to(values, shape)
-    _, mean, variance = moments(x, "float32", -1)
+    x = ops.moveaxis(ops.broadcast_to(values, shape), -1, axis)
+    _, mean, variance = moments(x, "float32", axis)
     np.testing.assert_array_equal(numpy(mean), numpy(ops.cast(values, "float32")))
     np.testing.assert_array_equal(numpy(variance), 0)
 

@@ -23,6 +23,7 @@ SHAPES = [
     ((2, 1, 1, 5), -1),
     ((6, 16, 33, 24), 1),
     ((6, 16, 33, 24), -2),
+    ((9, 5, 10_007), 1),
     ((5, 3), 0),
 ]
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float64"}
@@ -34,8 +35,8 @@ CASES += [
     if BACKEND != "jax" or dtypes[1] != "float64"
 ]
 CASES += [
-    (shape, -1, half, "float32")
-    for shape in [(50, 30, 40, 24), (6, 1, 1, 16)]
+    (*case, half, "float32")
+    for case in [((50, 30, 40, 24), -1), ((6, 1, 1, 16), -1), ((40, 24, 30, 50), 1)]
     for half in ("float16", "bfloat16")
 ]
 

@@ -7,17 +7,24 @@ Each function computes what the one that it is registered for does.
 """
 
 import functools
+import math
 
 import torch
 
 from keras_norms.ops import moments, passes
 from keras_norms.ops.custom_gradient import is_eager_torch
 from keras_norms.ops.forward_mode import have_tangents
-from keras_norms.ops.shapes import channel_groups, reduction_axes, sums_are_long
+from keras_norms.ops.shapes import (
+    channel_groups,
+    per_channel,
+    reduction_axes,
+    sums_are_long,
+)
 
 _LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
 _NEAR = 2.0**-12  # a deviation is small by the mean
-_FEW = 16  # channels; a loop over shorter rows takes two or three times as long
+_FEW = 16  # elements; a loop over shorter rows takes two or three times as long
+_LONGEST_ROW = 4096  # elements that are added up one by one
 _BLOCK = 2**17  # elements of 16 bits that a core converts at once, to stay in its cache
 _WIDE = {  # what to compute in
     torch.float16: torch.float32,
@@ -61,7 +68,7 @@ def applies_to(x, *others, axis):
             for tensor in others
         )
         and isinstance(axis, int)
-        and axis % x.ndim == x.ndim - 1
+        and (_is_last(axis, x) or _behind(x, axis) >= _FEW)
         and not have_tangents(others)
     )
 
@@ -69,34 +76,42 @@ def applies_to(x, *others, axis):
 def elementwise(function):
     """Decorate a function of activations and vectors that treats elements alike.
 
-    If there are few channels, a row has several positions, and a vector is repeated.
+    If channels are last and few, a row has several positions, and a vector is repeated.
     Blocks of 16 bits become float32, one by one.
     """
 
     @functools.wraps(function)
     def call(x, *others, axis):
         half = x.dtype != _WIDE[x.dtype]
-        if x.shape[-1] >= _FEW and not half:
+        if _is_last(axis, x) and x.shape[-1] >= _FEW and not half:
             return function(x, *others)
-        groups = _groups(x)
-        length = groups * x.shape[-1]
-        wide = [
-            _repeated(each, groups) if each.ndim == 1 else each.reshape(-1, length)
-            for each in (x, *others)
-        ]
-        y = _in_blocks(function, *wide) if half else function(*wide)
+        rows = _in_rows((x, *others), axis)
+        y = _in_blocks(function, *rows) if half else function(*rows)
         return y.view(x.shape)
 
     return call
 
 
+def _in_rows(tensors, axis):
+    """Activations and vectors of their channels, in shapes that broadcast."""
+    x = tensors[0]
+    if _is_last(axis, x):
+        parts = _parts(x, axis)
+        shape = -1, math.prod(parts)
+        return [v.reshape(shape) if v.ndim > 1 else _repeated(v, parts) for v in tensors]
+    shape = -1, x.shape[axis], _behind(x, axis)
+    return [v.reshape(shape) if v.ndim > 1 else v[:, None] for v in tensors]
+
+
 def _in_blocks(function, x, *others):
     """Apply it to some rows at a time, in float32."""
-    y = torch.empty_like(x)
-    rows = max(_BLOCK * torch.get_num_threads() // x.shape[1], 1)
+    y = torch.empty(x.shape, dtype=x.dtype)
+    rows = max(_BLOCK * torch.get_num_threads() // math.prod(x.shape[1:]), 1)
     for i in range(0, len(x), rows):
-        block = (v if v.ndim == 1 else v[i : i + rows].float() for v in (x, *others))
-        y[i : i + rows] = function(*block)
+        part = slice(i, i + rows)
+        y[part] = function(
+            *(v if v.ndim < x.ndim else v[part].float() for v in (x, *others))
+        )
     return y
 
 
@@ -118,40 +133,41 @@ def gradient_x(upstream, x, scale, k, pivot, constant):
 @moments.mean_and_variance.faster(where=applies_to)
 def mean_and_variance(x, prior, count, *, axis):
     """Both from one operation, which subtracts the mean itself and needs no prior."""
-    groups = _groups(x)
-    if not sums_are_long(x.shape):
-        mean, variance = _mean_and_variance(x, groups)
+    if not (_is_last(axis, x) and sums_are_long(x.shape)):
+        mean, variance = _mean_and_variance(x, axis)
         # The last digits of a mean matter where nearly all of x is the mean.
         if not torch.any(variance < (_NEAR * mean).square_()):
             return mean, variance
     # Of small numbers.
-    rows = x.reshape(-1, groups * x.shape[-1])
-    shift = rows.mean(0, dtype=_WIDE[x.dtype]).view(groups, -1).mean(0)
-    x = (rows - _repeated(shift, groups)).view(x.shape)
-    mean, variance = _mean_and_variance(x, groups)
+    shift = x.mean(reduction_axes(x.ndim, axis), dtype=prior.dtype)
+    mean, variance = _mean_and_variance(x - per_channel(shift, x.ndim, axis), axis)
     return mean.add_(shift), variance
 
 
-def _mean_and_variance(x, groups):
-    rows, dtype, unused = _rows(x, groups), _WIDE[x.dtype], None
+def _mean_and_variance(x, axis):
+    parts = _parts(x, axis)
+    rows, dtype, unused = _images(x, parts, axis), _WIDE[x.dtype], None
     if x.dtype != dtype:  # results have the dtype of the averages, which it updates
         unused = torch.zeros(rows.shape[1], dtype=dtype)
     means, variances = torch.batch_norm_update_stats(rows, unused, unused, 0.0)
-    means, variances = means.view(groups, -1), variances.view(groups, -1)
-    mean = means.mean(0)
-    return mean, (variances + (means - mean).square_()).mean(0)
+    means, variances = means.view(parts), variances.view(parts)
+    axes = reduction_axes(len(parts), 1)
+    mean = means.mean(axes)
+    spread = (means - per_channel(mean, len(parts), 1)).square_()
+    return mean, variances.add_(spread).mean(axes)
 
 
 @passes.gradient_sums.faster(where=applies_to)
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)), which is how `affine` backpropagates."""
-    groups = _groups(x)
-    ones = center.new_ones(groups * x.shape[-1])
+    parts = _parts(x, axis)
+    center = _repeated(center, parts)
+    ones = torch.ones_like(center)
     _, sum_gx, sum_g = torch.ops.aten.native_batch_norm_backward(
-        _rows(upstream, groups),
-        _rows(x, groups),
+        _images(upstream, parts, axis),
+        _images(x, parts, axis),
         ones,
-        _repeated(center, groups),
+        center,
         ones,
         None,
         None,
@@ -159,20 +175,48 @@ def gradient_sums(upstream, x, center, *, axis):
         0.0,
         [False, True, True],
     )
-    return torch.stack([sum_g, sum_gx]).view(2, groups, -1).sum(1)
+    return torch.stack([sum_g, sum_gx]).view(2, *parts).sum((1, 3)[: len(parts) - 1])
 
 
-def _groups(x):
-    """How many positions make a row: of one sample, or of several."""
-    return channel_groups((1, *x.shape))
+def _is_last(axis, x):
+    return axis % x.ndim == x.ndim - 1
 
 
-def _repeated(vector, groups):
+def _behind(x, axis):
+    """How many positions of a channel follow each other."""
+    return math.prod(x.shape[axis % x.ndim + 1 :])
+
+
+def _parts(x, axis):
+    """How many sums make that of a channel: `(before, channels)`, or with `behind`.
+
+    Where channels are last, neighbouring positions are apart. Elsewhere, rows are.
+    """
+    if _is_last(axis, x):
+        return channel_groups((1, *x.shape)), x.shape[-1]
+    behind = _behind(x, axis)
+    before = x.numel() // (x.shape[axis] * behind)
+    return before, x.shape[axis], behind // _length_of_row(behind)
+
+
+@functools.lru_cache
+def _length_of_row(behind):
+    divisors = (n for n in range(_LONGEST_ROW, _FEW - 1, -1) if behind % n == 0)
+    return next(divisors, behind)
+
+
+def _repeated(vector, parts):
     # `vector.repeat(groups)` takes twice as long. One channel would stay a view, with a
     # stride of 0 that the batch normalization operations do not look at.
-    return vector.expand(groups, -1).reshape(-1).contiguous()
+    return per_channel(vector, len(parts), 1).expand(parts).reshape(-1).contiguous()
 
 
-def _rows(x, groups):
-    """The tensor as the batch of 1 x 1 images that the operations take."""
-    return x.reshape(-1, groups * x.shape[-1], 1, 1)
+def _images(x, parts, axis):
+    """The tensor as the images that the operations take, with a channel for each sum.
+
+    They are of one pixel where channels are last, else of a row, and there is one.
+    """
+    channels = math.prod(parts)
+    if _is_last(axis, x):
+        return x.reshape(-1, channels, 1, 1)
+    return x.reshape(1, channels, -1, 1)
