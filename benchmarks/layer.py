@@ -31,12 +31,15 @@ from keras_norms import CWN, WN, WS, LpNorm, NoisyBN
 _SHAPES = flags.DEFINE_list(
     "shapes",
     ["128x64", "128x1024", "32x8x8x64", "128x32x32x16", "128x32x32x64", "32x56x56x64"],
-    "Input shapes, channels last, as 128x32x32x64.",
+    "Input shapes, as 128x32x32x64.",
 )
 flags.register_validator(
     "shapes",
     lambda given: all(re.fullmatch(r"\d+(x\d+)+", text) for text in given),
     "must be like 128x64 or 128x32x32x64",
+)
+_AXIS = flags.DEFINE_integer(
+    "axis", -1, "Channel axis of the shapes; 1 is channels first."
 )
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the activations."
@@ -49,6 +52,11 @@ _JIT = flags.DEFINE_bool(
     "Whether the step is compiled by XLA (not PyTorch).",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+flags.register_multi_flags_validator(
+    ["kernels", "axis"],
+    lambda given: not given["kernels"] or given["axis"] == -1,
+    "--kernels is for channels last",
+)
 
 
 def convolutions(channels):
@@ -75,9 +83,10 @@ def norms():
         "LpNorm(inf)": functools.partial(LpNorm, "inf"),
         "NoisyBN": NoisyBN,
     }
-    if steps.BACKEND == "tensorflow":
-        layers["tf.nn.fused_batch_norm"] = fused_batch_norm
-    return layers
+    of_axis = {k: functools.partial(v, axis=_AXIS.value) for k, v in layers.items()}
+    if steps.BACKEND == "tensorflow" and _AXIS.value == -1:
+        of_axis["tf.nn.fused_batch_norm"] = fused_batch_norm
+    return of_axis
 
 
 def fused_batch_norm(dtype):
@@ -145,6 +154,7 @@ def main(_):
         _OUTPUT.value,
         "layer",
         rows,
+        axis=_AXIS.value,
         jit_compile=_JIT.value,
         rounds=_ROUNDS.value,
         copy_gigabytes_per_second=bandwidth / 1e9,

@@ -14,11 +14,12 @@ from keras_norms.ops.single_pass import in_xla, single_pass
 
 def channel_sums(x, axis):
     """Sum over every axis but that of the channels."""
-    channel, axes = channel_axis(axis) % len(x.shape), reduction_axes(len(x.shape), axis)
+    ndim = len(x.shape)
+    channel, axes = channel_axis(axis) % ndim, reduction_axes(ndim, axis)
     if keras.backend.backend() == "tensorflow" and not in_xla():
         # On a CPU TensorFlow adds elements one by one, except for neighbours.
         apart = 1 if isinstance(axis, tuple) else 0  # axes that are not added up
-        if channel < len(x.shape) - 1:
+        if channel < ndim - 1:
             behind = axes[channel - apart :]
             return ops.sum(ops.sum(x, behind), axes[: channel - apart])
         groups = channel_groups(x.shape[apart:])

@@ -97,10 +97,10 @@ def _in_rows(tensors, axis):
     x = tensors[0]
     if _is_last(axis, x):
         parts = _parts(x, axis)
-        shape = -1, math.prod(parts)
-        return [v.reshape(shape) if v.ndim > 1 else _repeated(v, parts) for v in tensors]
-    shape = -1, x.shape[axis], _behind(x, axis)
-    return [v.reshape(shape) if v.ndim > 1 else v[:, None] for v in tensors]
+        rows = -1, math.prod(parts)
+        return [v.reshape(rows) if v.ndim > 1 else _repeated(v, parts) for v in tensors]
+    rows = -1, x.shape[axis], _behind(x, axis)
+    return [v.reshape(rows) if v.ndim > 1 else v[:, None] for v in tensors]
 
 
 def _in_blocks(function, x, *others):
