@@ -105,7 +105,7 @@ def _in_rows(tensors, axis):
 
 def _in_blocks(function, x, *others):
     """Apply it to some rows at a time, in float32."""
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = x.new_empty(x.shape)
     rows = max(_BLOCK * torch.get_num_threads() // math.prod(x.shape[1:]), 1)
     for i in range(0, len(x), rows):
         part = slice(i, i + rows)
@@ -148,7 +148,7 @@ def _mean_and_variance(x, axis):
     parts = _parts(x, axis)
     rows, dtype, unused = _images(x, parts, axis), _WIDE[x.dtype], None
     if x.dtype != dtype:  # results have the dtype of the averages, which it updates
-        unused = torch.zeros(rows.shape[1], dtype=dtype)
+        unused = rows.new_zeros(rows.shape[1], dtype=dtype)
     means, variances = torch.batch_norm_update_stats(rows, unused, unused, 0.0)
     means, variances = means.view(parts), variances.view(parts)
     axes = reduction_axes(len(parts), 1)
