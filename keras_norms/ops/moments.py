@@ -79,7 +79,7 @@ def moments(
         found = _around_prior_if_near(x, prior, count, axis, mask)
         mean, variance = (ops.where(count > 0, v, ops.zeros_like(v)) for v in found)
     else:
-        count, mean, variance = _masked_moments(x, mask, axis=axis, dtype=dtype)
+        count, mean, variance = masked_moments(x, mask, axis=axis, dtype=dtype)
     # Averages continue with a finite number, even if squares add up to more.
     largest = _LARGEST_VARIANCE[keras.backend.standardize_dtype(variance.dtype)]
     local = Moments(count, mean, ops.minimum(variance, largest))
@@ -263,7 +263,10 @@ def _mean(x, dtype, count, axis, mask=None):
 
 
 @single_pass()
-def _masked_moments(x, mask, *, axis, dtype):
+def masked_moments(
+    x: Tensor, mask: Tensor, *, axis: Axis, dtype: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and variance of every channel; see `moments`."""
     mask = ops.broadcast_to(mask, ops.shape(x))
     x = ops.cast(x, dtype)
     count = channel_sums(ops.cast(mask, dtype), axis)

@@ -111,6 +111,23 @@ def test_no_variance_rounds_to_less_than_zero():
     assert relative_error(batch.mean, values) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hidden_positions_may_be_anything(dtype):
+    rng = np.random.default_rng(8)
+    x = rng.normal(3, 1, (64, 200, 24)).astype("float32")
+    mask = rng.random((64, 200, 1)) < 0.6
+    x[~mask[..., 0]] = np.nan
+    x = ops.cast(x, dtype)
+    count, *found = moments(x, "float32", -1, ops.convert_to_tensor(mask))
+    np.testing.assert_array_equal(numpy(count), mask.sum())
+    expected = exact_moments(numpy(ops.cast(x, "float32"))[mask[..., 0]])
+    for actual, exact, bound in zip(found, expected, (3e-7, 4e-6), strict=True):
+        assert relative_error(actual, exact) < bound
+    nothing = moments(x, "float32", -1, ops.zeros((64, 200, 1), "bool"))
+    for value in nothing:
+        np.testing.assert_array_equal(numpy(value), np.zeros(24))
+
+
 @pytest.mark.parametrize("shared", [False, True] if BACKEND == "jax" else [False])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shape", [(256, 5), (16, 4, 4, 5)])

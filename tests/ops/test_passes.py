@@ -51,7 +51,8 @@ def test_values(shape, axis, dtype, wide, monkeypatch):
         ops.cast(v, dtype) for v in rng.normal(0.5, 2, (2, *shape)).astype("float32")
     )
     vectors = rng.normal(0.5, 1, (4, shape[axis])).astype("float32")
-    mask = rng.random(shape) < 0.6
+    of_positions = [1 if i == axis % len(shape) else n for i, n in enumerate(shape)]
+    masks = [rng.random(sizes) < 0.6 for sizes in (shape, of_positions)]
     dg, dx = (numpy(ops.cast(v, "float32")).astype("float64") for v in (g, x))
     others = tuple({*range(len(shape))} - {axis % len(shape)})
     a, b, c, d = (np.expand_dims(v.astype("float64"), others) for v in vectors)
@@ -68,9 +69,30 @@ def test_values(shape, axis, dtype, wide, monkeypatch):
     check(passes.affine(x, *vectors[:3], axis=axis), b * (dx - a) + c)
     expected = a * (dg - b * (dx - c) - d)
     check(passes.gradient_x(g, x, *vectors, axis=axis), expected)
-    actual = passes.gradient_x(g, x, *vectors, ops.convert_to_tensor(mask), axis=axis)
-    check(actual, np.where(mask, expected, a * dg))
-    sums = passes.gradient_sums(g, x, vectors[0], axis=axis)
-    assert keras.backend.standardize_dtype(sums.dtype) == wide
+    for mask in masks:
+        mask = ops.convert_to_tensor(mask)
+        actual = passes.gradient_x(g, x, *vectors, mask, axis=axis)
+        check(actual, np.where(mask, expected, a * dg))
     expected = np.stack([dg.sum(others), (dg * (dx - a)).sum(others)])
-    assert relative_error(sums, expected) < 10 * tolerance
+    for mask in (None, *masks):
+        given = () if mask is None else (ops.convert_to_tensor(mask),)
+        sums = passes.gradient_sums(g, x, vectors[0], *given, axis=axis)
+        assert keras.backend.standardize_dtype(sums.dtype) == wide
+        assert relative_error(sums, expected) < 10 * tolerance
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_where_what_is_hidden_is_not_finite(dtype):
+    """It counts if it has a gradient, as that of a loss which ignores the mask."""
+    rng = np.random.default_rng(1)
+    g, x = rng.integers(-8, 9, (2, 64, 64, 24)).astype("float32")
+    mask = rng.random((64, 64, 1)) < 0.6
+    x[~mask[..., 0]], g[~mask[..., 0], 1:] = np.nan, 0
+    center = rng.integers(-8, 9, 24).astype("float32")
+    tensors = ops.cast(g, dtype), ops.cast(x, dtype), center, mask
+    tensors = (ops.convert_to_tensor(v) for v in tensors)
+    actual = numpy(passes.gradient_sums(*tensors, axis=-1))
+    seen = np.where(mask, x, center).astype("float64")
+    expected = np.stack([g.sum((0, 1)), (g * (seen - center)).sum((0, 1))])
+    expected[1, 0] = np.nan
+    np.testing.assert_array_equal(actual, expected)

@@ -178,6 +178,45 @@ def gradient_sums(upstream, x, center, *, axis):
     return torch.stack([sum_g, sum_gx]).view(2, *parts).sum((1, 3)[: len(parts) - 1])
 
 
+def hides_positions(x, *others, axis, **settings):
+    """Whether it is so, and the last of the others is a mask of whole positions."""
+    *others, mask = others
+    return (
+        applies_to(x, *others, axis=axis)
+        and _is_last(axis, x)
+        and mask.dtype == torch.bool
+        and mask.shape == (*x.shape[:-1], 1)
+    )
+
+
+@moments.masked_moments.faster(where=hides_positions)
+def masked_moments(x, mask, *, axis, dtype):
+    """Those of the positions that are seen, copied behind one another."""
+    seen = x[mask[..., 0]]
+    zeros = x.new_zeros(x.shape[-1], dtype=_WIDE[x.dtype])
+    if not len(seen):
+        return zeros, zeros, zeros
+    return zeros + len(seen), *mean_and_variance(seen, zeros, len(seen), axis=-1)
+
+
+@passes.gradient_sums.faster(where=hides_positions)
+def masked_gradient_sums(upstream, x, center, mask, *, axis):
+    sums = gradient_sums(upstream, x, center, axis=axis)
+    if torch.isfinite(sums).all():
+        return sums
+    # What is hidden may be NaN, if it has no gradient.
+    x = torch.where(mask | (upstream != 0), x, center.to(x.dtype))
+    return gradient_sums(upstream, x, center, axis=axis)
+
+
+@passes.gradient_x.faster(where=hides_positions)
+def masked_gradient_x(upstream, x, scale, k, pivot, constant, mask, *, axis):
+    dx = gradient_x(upstream, x, scale, k, pivot, constant, axis=axis)
+    hidden = ~mask[..., 0]
+    dx[hidden] = (upstream[hidden] * scale).to(dx.dtype)
+    return dx
+
+
 def _is_last(axis, x):
     return axis % x.ndim == x.ndim - 1
 
