@@ -179,7 +179,7 @@ def gradient_sums(upstream, x, center, *, axis):
 
 
 def hides_positions(x, *others, axis, **settings):
-    """Whether it is so, and the last of the others is a mask of whole positions."""
+    """The same, for the functions that take a mask of whole positions at the end."""
     *others, mask = others
     return (
         applies_to(x, *others, axis=axis)
@@ -191,7 +191,7 @@ def hides_positions(x, *others, axis, **settings):
 
 @moments.masked_moments.faster(where=hides_positions)
 def masked_moments(x, mask, *, axis, dtype):
-    """Those of the positions that are seen, copied behind one another."""
+    """The moments of the positions that are seen, which it copies."""
     seen = x[mask[..., 0]]
     zeros = x.new_zeros(x.shape[-1], dtype=_WIDE[x.dtype])
     if not len(seen):
@@ -253,7 +253,7 @@ def _repeated(vector, parts):
 def _images(x, parts, axis):
     """The tensor as the images that the operations take, with a channel for each sum.
 
-    They are of one pixel where channels are last, else of a row, and there is one.
+    Where channels are last, many images of one pixel. Elsewhere, one image.
     """
     channels = math.prod(parts)
     if _is_last(axis, x):
