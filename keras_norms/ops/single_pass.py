@@ -132,7 +132,11 @@ def _torch_gradient_of(function, kernel, static):
             tensors = [tensor.view_as(tensor) for tensor in tensors]
             outputs = function(*tensors, **static)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        used = [pair for pair in zip(outputs, upstreams) if pair[1] is not None]
+        used = [
+            (output, upstream)
+            for output, upstream in zip(outputs, upstreams)
+            if upstream is not None and output.requires_grad  # a count does not
+        ]
         outputs, upstreams = zip(*used)
         gradients = iter(
             torch.autograd.grad(
