@@ -15,7 +15,7 @@ import keras
 from keras_norms._types import Tensor
 from keras_norms.ops.functions import ops
 
-_LONGEST_ROW = 4096
+LONGEST_ROW = 4096  # elements of a CPU's loop
 _SHORT = 1024  # elements of a sum
 ALIGNED = 4  # oneDNN takes fifteen times as long for a row of 4,095 as for 4,096
 
@@ -121,10 +121,10 @@ def sums_are_long(shape: Any) -> bool:
 def _channel_groups(shape):
     samples, *sizes, channels = shape
     positions = (sizes[-1] or 1) if None in sizes else math.prod(sizes)
-    groups = _widest(positions, _LONGEST_ROW // channels, channels)
+    groups = _widest(positions, LONGEST_ROW // channels, channels)
     if groups == 1 and None not in shape and samples > _SHORT:
         # Rows of several samples are for the digits, and slower.
-        groups = _widest(samples * positions, _LONGEST_ROW // 4 // channels, channels)
+        groups = _widest(samples * positions, LONGEST_ROW // 4 // channels, channels)
     return groups
 
 

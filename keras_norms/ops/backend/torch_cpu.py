@@ -15,6 +15,7 @@ from keras_norms.ops import moments, passes
 from keras_norms.ops.custom_gradient import is_eager_torch
 from keras_norms.ops.forward_mode import have_tangents
 from keras_norms.ops.shapes import (
+    LONGEST_ROW,
     channel_groups,
     per_channel,
     reduction_axes,
@@ -24,7 +25,6 @@ from keras_norms.ops.shapes import (
 _LARGE = 2**16  # elements; below, what is saved is less than a custom function takes
 _NEAR = 2.0**-12  # a deviation is small by the mean
 _FEW = 16  # elements; a loop over shorter rows takes two or three times as long
-_LONGEST_ROW = 4096  # elements that are added up one by one
 _BLOCK = 2**17  # elements of 16 bits that a core converts at once, to stay in its cache
 _WIDE = {  # what to compute in
     torch.float16: torch.float32,
@@ -77,7 +77,7 @@ def elementwise(function):
     """Decorate a function of activations and vectors that treats elements alike.
 
     If channels are last and few, a row has several positions, and a vector is repeated.
-    Blocks of 16 bits become float32, one by one.
+    Tensors of 16 bits are converted to float32 and back in blocks.
     """
 
     @functools.wraps(function)
@@ -179,7 +179,7 @@ def gradient_sums(upstream, x, center, *, axis):
 
 
 def hides_positions(x, *others, axis, **settings):
-    """The same, for the functions that take a mask of whole positions at the end."""
+    """Whether those below with a mask can: it hides positions with all channels."""
     *others, mask = others
     return (
         applies_to(x, *others, axis=axis)
@@ -227,9 +227,9 @@ def _behind(x, axis):
 
 
 def _parts(x, axis):
-    """How many sums make that of a channel: `(before, channels)`, or with `behind`.
+    """The shape of the partial sums, `(before, channels)` or with a third axis.
 
-    Where channels are last, neighbouring positions are apart. Elsewhere, rows are.
+    Where channels are last, neighbouring positions have their own, elsewhere rows.
     """
     if _is_last(axis, x):
         return channel_groups((1, *x.shape)), x.shape[-1]
@@ -240,7 +240,7 @@ def _parts(x, axis):
 
 @functools.lru_cache
 def _length_of_row(behind):
-    divisors = (n for n in range(_LONGEST_ROW, _FEW - 1, -1) if behind % n == 0)
+    divisors = (n for n in range(LONGEST_ROW, _FEW - 1, -1) if behind % n == 0)
     return next(divisors, behind)
 
 
