@@ -145,6 +145,15 @@ def mean_and_variance(x, prior, count, *, axis):
 
 
 def _mean_and_variance(x, axis):
+    if few := _left_over(x, axis):
+        rows, share = x.reshape(-1, x.shape[-1]), few * x.shape[-1] / x.numel()
+        (mean, variance), others = (
+            _mean_and_variance(part, -1) for part in (rows[:-few], rows[-few:])
+        )
+        apart = others[0] - mean
+        spread = apart.square().mul_(share * (1 - share))
+        variance = torch.lerp(variance, others[1], share).add_(spread)
+        return mean.add_(apart, alpha=share), variance
     parts = _parts(x, axis)
     rows, dtype, unused = _images(x, parts, axis), _WIDE[x.dtype], None
     if x.dtype != dtype:  # results have the dtype of the averages, which it updates
@@ -160,6 +169,10 @@ def _mean_and_variance(x, axis):
 @passes.gradient_sums.faster(where=applies_to)
 def gradient_sums(upstream, x, center, *, axis):
     """sum(g) and sum(g * (x - center)), which is how `affine` backpropagates."""
+    if few := _left_over(x, axis):
+        rows = [tensor.reshape(-1, x.shape[-1]) for tensor in (upstream, x)]
+        parts = ([v[:-few] for v in rows], [v[-few:] for v in rows])
+        return sum(gradient_sums(*part, center, axis=-1) for part in parts)
     parts = _parts(x, axis)
     center = _repeated(center, parts)
     ones = torch.ones_like(center)
@@ -236,6 +249,23 @@ def _parts(x, axis):
     behind = _behind(x, axis)
     before = x.numel() // (x.shape[axis] * behind)
     return before, x.shape[axis], behind // _length_of_row(behind)
+
+
+def _left_over(x, axis):
+    """How many positions to add up by themselves, so that the others have many sums.
+
+    If the number of positions has no suitable divisor, sums would be long.
+    """
+    channels = x.shape[-1]
+    return _is_last(axis, x) and _remainder(x.numel() // channels, channels)
+
+
+@functools.lru_cache
+def _remainder(positions, channels):
+    groups = channel_groups((1, positions, channels))
+    wanted = 2 ** int(math.log2(max(LONGEST_ROW // channels, 1)))
+    short = positions <= LONGEST_ROW * groups or 4 * groups >= wanted
+    return 0 if short else positions % wanted
 
 
 @functools.lru_cache
