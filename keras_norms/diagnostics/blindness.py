@@ -206,7 +206,7 @@ def _slopes_of_terms(outputs, shown, deviation, rng):
 def _layers(model, layers):
     check_layers(layers)
     if layers is not None:
-        return [find_layer(model, layer, "layers") for layer in layers]
+        return list(dict.fromkeys(find_layer(model, one, "layers") for one in layers))
     found = norms_in(model, _NORM_CLASSES)
     if not found:
         raise arguments.wrong("layers", "given if a model has no normalisation", None)

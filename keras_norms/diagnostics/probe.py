@@ -63,6 +63,7 @@ class Probe(keras.callbacks.Callback):
         done = 0 if optimizer is None else _keras.step_counter(optimizer)
         self._step = int(ops.convert_to_numpy(done))
         self._next = -(-self._step // self.every) * self.every
+        self._steps_of_epoch = 0
         self._latest = {}
         if self.log_dir is not None:
             self._writer = self._open_writer(str(self.log_dir))
@@ -93,7 +94,7 @@ class Probe(keras.callbacks.Callback):
             logs.update(self._latest)
 
     def on_train_end(self, logs: Logs = None) -> None:
-        if not self._latest:
+        if self._steps_of_epoch and not self._latest:
             warnings.warn(
                 f"{type(self).__name__} has measured nothing: no step of this "
                 f"training, up to {self._step - 1}, is a multiple of "

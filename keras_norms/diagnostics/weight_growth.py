@@ -164,7 +164,7 @@ class BatchStatistics(Probe):
         found = norms_in(self.model, kinds)
         if self._layers is not None:
             every = (matching_layers(self.model, one) for one in self._layers)
-            found = [norm for each in every for norm in each]
+            found = list(dict.fromkeys(norm for each in every for norm in each))
         self._norms = found
         if not found or not all(isinstance(norm, kinds) for norm in found):
             others = ", CBN, LpNorm or NoisyBN"

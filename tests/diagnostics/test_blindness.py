@@ -221,7 +221,9 @@ def test_samples_that_a_mask_hides():
 @later_on_jax
 def test_batches_and_table():
     model, x = build(LpNorm(name="norm")), inputs()
-    assert probe.blindness(model, x, np.ones(8, int)).batches == ("one label",)
+    twice = ["norm", model.get_layer("norm")]
+    found = probe.blindness(model, x, np.ones(8, int), layers=twice)
+    assert (found.layers, found.batches) == (("norm",), ("one label",))
     targets = np.eye(3)[LABELS], "mse"
     assert probe.blindness(model, x, *targets).batches == ("mixed",)
     found = probe.blindness(model, x, *targets, labels=LABELS)

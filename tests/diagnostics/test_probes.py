@@ -1,6 +1,7 @@
 """Probes in `fit`: what they measure, where it goes, and that training is the same."""
 
 import pickle
+import warnings
 
 import keras
 import numpy as np
@@ -136,6 +137,9 @@ def test_a_probe_that_measures_nothing_says_so():
     train(network(), probe)  # Step 0 is one of them.
     with pytest.warns(UserWarning, match="WeightGrowth has measured nothing"):
         train(model, probe)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has measured nothing")
+        train(model, probe, epochs=0)  # It had no step to measure.
 
 
 def test_a_probe_can_be_pickled():

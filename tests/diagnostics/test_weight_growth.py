@@ -69,7 +69,7 @@ def test_batch_statistics():
     gamma, beta, moving_mean, moving_variance = map(float64, norm.variables)
     outputs = x @ float64(dense.kernel)
     moving = diagnostics.BatchStatistics()
-    of_batch = diagnostics.BatchStatistics(x, ["norm"])
+    of_batch = diagnostics.BatchStatistics(x, ["norm", norm])
     logs = train(model, moving, of_batch, size=8).history
     for probe, mean, variance in (
         (moving, moving_mean, moving_variance),
