@@ -9,6 +9,7 @@ import pytest
 from keras import ops
 
 from keras_norms.ops import passes, single_pass
+from keras_norms.ops.moments import moments
 from tests.support.backend import BACKEND, numpy
 from tests.support.batch_reference import relative_error
 
@@ -97,3 +98,38 @@ def test_sums_where_what_is_hidden_is_not_finite(dtype):
     expected = np.stack([g.sum((0, 1)), (g * (seen - center)).sum((0, 1))])
     expected[1, 0] = np.nan
     np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((3, 60, 20, 70), -1), ((3, 60, 20, 70), 2), ((2, 9, 7, 5), 3)]
+)
+def test_groups(shape, axis, dtype):
+    """What they have in common, and what each has of its own."""
+    rng = np.random.default_rng(2)
+    g, x = (
+        ops.cast(v, dtype) for v in rng.normal(0.5, 2, (2, *shape)).astype("float32")
+    )
+    groups, channels = shape[0], shape[axis]
+    own = rng.normal(0.5, 1, (3, groups, channels)).astype("float32")
+    shared = rng.normal(0.5, 1, channels).astype("float32")
+    others = tuple({*range(1, len(shape))} - {axis % len(shape)})
+    dg, dx = (numpy(ops.cast(v, "float32")).astype("float64") for v in (g, x))
+    a, b, c = (np.expand_dims(v.astype("float64"), others) for v in own)
+    d = np.expand_dims(shared.astype("float64"), (0, *others))
+    own, shared = [ops.convert_to_tensor(v) for v in own], ops.convert_to_tensor(shared)
+    at = {"axis": (0, axis)}
+    rounding = 0 if dtype == "float32" else ROUNDING[dtype]
+    for actual, expected in (
+        (passes.affine(x, *own[:2], shared, **at), b * (dx - a) + d),
+        (passes.gradient_x(g, x, *own, shared, **at), a * (dg - b * (dx - c) - d)),
+    ):
+        assert keras.backend.standardize_dtype(actual.dtype) == dtype
+        error = np.abs(numpy(ops.cast(actual, "float32")) - expected)
+        bound = rounding * np.abs(expected) + 1e-6 * np.abs(expected).max()
+        assert np.all(error <= bound)
+    expected = np.stack([dg.sum(others), (dg * (dx - a)).sum(others)])
+    assert relative_error(passes.gradient_sums(g, x, own[0], **at), expected) < 1e-5
+    _, mean, variance = moments(x, "float32", prior=shared, **at)
+    assert relative_error(mean, dx.mean(others)) < 1e-6
+    assert relative_error(variance, dx.var(others)) < 1e-6
