@@ -248,9 +248,9 @@ def _around(x, shift, count, axis, mask=None):
     shift = ops.stop_gradient(shift)
     x = ops.cast(x, shift.dtype)
     divisor = ops.maximum(count, 1)
-    # Two differences, not one: XLA on CPU would write a shared one to memory.
-    ahead = visible(x + per_channel(-shift, len(x.shape), axis), mask)
-    behind = visible(per_channel(shift, len(x.shape), axis) - x, mask)
+    ahead = behind = visible(x + per_channel(-shift, len(x.shape), axis), mask)
+    if in_xla():  # on a CPU it would write a shared difference to memory
+        behind = visible(per_channel(shift, len(x.shape), axis) - x, mask)
     mean = channel_sums(ahead, axis) / divisor
     square = channel_sums(ops.square(behind), axis) / divisor
     variance = ops.relu(square - ops.square(mean))
