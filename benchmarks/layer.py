@@ -41,6 +41,12 @@ flags.register_validator(
 _AXIS = flags.DEFINE_integer(
     "axis", -1, "Channel axis of the shapes; 1 is channels first."
 )
+_GROUP_SIZE = flags.DEFINE_integer(
+    "group_size",
+    None,
+    "Samples of a group with statistics of its own, in the norms of this package.",
+    lower_bound=1,
+)
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the activations."
 )
@@ -75,18 +81,20 @@ def convolutions(channels):
 
 def norms():
     """The same for layers that normalise activations."""
-    layers = {
-        "keras BatchNormalization": keras.layers.BatchNormalization,
+    axis, yardstick = _AXIS.value, keras.layers.BatchNormalization
+    layers = {"keras BatchNormalization": functools.partial(yardstick, axis=axis)}
+    ours = {
         "CBN": steps.cbn,
         "LpNorm(1)": functools.partial(LpNorm, 1),
         "LpNorm(2)": functools.partial(LpNorm, 2),
         "LpNorm(inf)": functools.partial(LpNorm, "inf"),
         "NoisyBN": NoisyBN,
     }
-    of_axis = {k: functools.partial(v, axis=_AXIS.value) for k, v in layers.items()}
-    if steps.BACKEND == "tensorflow" and _AXIS.value == -1:
-        of_axis["tf.nn.fused_batch_norm"] = fused_batch_norm
-    return of_axis
+    for name, make in ours.items():
+        layers[name] = functools.partial(make, axis=axis, group_size=_GROUP_SIZE.value)
+    if steps.BACKEND == "tensorflow" and axis == -1:
+        layers["tf.nn.fused_batch_norm"] = fused_batch_norm
+    return layers
 
 
 def fused_batch_norm(dtype):
@@ -155,6 +163,7 @@ def main(_):
         "layer",
         rows,
         axis=_AXIS.value,
+        group_size=_GROUP_SIZE.value,
         jit_compile=_JIT.value,
         rounds=_ROUNDS.value,
         copy_gigabytes_per_second=bandwidth / 1e9,

@@ -35,7 +35,7 @@ def test_network(made):
         assert f"| vgg16, 2 x 4 | {row['norm']} |" in printed
 
 
-@pytest.mark.parametrize("flag", ["--kernels", "--nokernels"])
+@pytest.mark.parametrize("flag", ["--kernels", "--group_size=2"])
 def test_layer(made, flag):
     _, report = made("layer", flag, "--shapes=2x4x4x8", "--rounds=4")
     yardstick, *others = report["rows"]
