@@ -77,17 +77,19 @@ def elementwise(function):
     """Decorate a function of activations and vectors that treats elements alike.
 
     If channels are last and few, a row has several positions, and a vector is repeated.
-    Tensors of 16 bits are converted to float32 and back in blocks.
+    Tensors of 16 bits are converted to float32 and back in blocks. `out` is a
+    contiguous tensor for the result.
     """
 
     @functools.wraps(function)
-    def call(x, *others, axis):
+    def call(x, *others, axis, out=None):
         half = x.dtype != _WIDE[x.dtype]
         if _is_last(axis, x) and x.shape[-1] >= _FEW and not half:
-            return function(x, *others)
+            return function(x, *others, out=out)
         rows = _in_rows((x, *others), axis)
-        y = _in_blocks(function, *rows) if half else function(*rows)
-        return y.view(x.shape)
+        out = None if out is None else out.view(rows[0].shape)
+        compute = functools.partial(_in_blocks, function) if half else function
+        return compute(*rows, out=out).view(x.shape)
 
     return call
 
@@ -103,9 +105,9 @@ def _in_rows(tensors, axis):
     return [v.reshape(rows) if v.ndim > 1 else v[:, None] for v in tensors]
 
 
-def _in_blocks(function, x, *others):
+def _in_blocks(function, x, *others, out):
     """Apply it to some rows at a time, in float32."""
-    y = x.new_empty(x.shape)
+    y = x.new_empty(x.shape) if out is None else out
     rows = max(_BLOCK * torch.get_num_threads() // math.prod(x.shape[1:]), 1)
     for i in range(0, len(x), rows):
         part = slice(i, i + rows)
@@ -117,15 +119,15 @@ def _in_blocks(function, x, *others):
 
 @passes.affine.faster(where=applies_to)
 @elementwise
-def affine(x, center, scale, offset=None):
-    y = (x - center).mul_(scale)
+def affine(x, center, scale, offset=None, out=None):
+    y = torch.sub(x, center, out=out).mul_(scale)
     return y if offset is None else y.add_(offset)
 
 
 @passes.gradient_x.faster(where=applies_to)
 @elementwise
-def gradient_x(upstream, x, scale, k, pivot, constant):
-    y = x - pivot
+def gradient_x(upstream, x, scale, k, pivot, constant, out=None):
+    y = torch.sub(x, pivot, out=out)
     torch.addcmul(upstream, y, k, value=-1, out=y)
     return y.sub_(constant).mul_(scale)
 

@@ -53,7 +53,7 @@ def _written_by(function, *tensors, axis):
     x = tensors[0]
     y = x.new_empty(x.shape)
     for i in range(len(x)):
-        y[i] = function(*_group(i, *tensors), axis=_axis(x, axis))
+        function(*_group(i, *tensors), axis=_axis(x, axis), out=y[i])
     return y
 
 
