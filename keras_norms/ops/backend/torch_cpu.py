@@ -77,8 +77,8 @@ def elementwise(function):
     """Decorate a function of activations and vectors that treats elements alike.
 
     If channels are last and few, a row has several positions, and a vector is repeated.
-    Tensors of 16 bits are converted to float32 and back in blocks. `out` is a
-    contiguous tensor for the result.
+    Tensors of 16 bits are converted to float32 and back in blocks. The result is
+    written to `out` if there is one, a contiguous tensor.
     """
 
     @functools.wraps(function)

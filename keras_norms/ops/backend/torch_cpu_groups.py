@@ -1,7 +1,4 @@
-"""Passes over groups of samples for PyTorch on a CPU: group after group.
-
-What a group has in a cache need not be read again from memory.
-"""
+"""Passes over groups of samples for PyTorch on a CPU: group after group."""
 
 import torch
 
