@@ -102,7 +102,13 @@ def test_sums_where_what_is_hidden_is_not_finite(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("shape", "axis"), [((3, 60, 20, 70), -1), ((3, 60, 20, 70), 2), ((2, 9, 7, 5), 3)]
+    ("shape", "axis"),
+    [
+        ((3, 60, 20, 70), -1),
+        ((3, 60, 20, 70), 2),
+        ((2, 40, 30, 30, 3), -1),
+        ((2, 9, 7, 5), 3),
+    ],
 )
 def test_groups(shape, axis, dtype):
     """What they have in common, and what each has of its own."""
