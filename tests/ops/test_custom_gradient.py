@@ -82,35 +82,38 @@ def test_compiled_pass_by_pass_as_on_a_gpu(monkeypatch, name, axis, mode):
 
 
 # `test_passes` has each kernel on each kind of shape.
-LARGE = later(((64, 8192), -1, False), ((60, 3, 5, 10, 60), -1, False))
+LARGE = later(((64, 8192), {}, False), ((60, 3, 5, 10, 60), {}, False))
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis", "masked"),
+    ("shape", "settings", "masked"),
     {
         # Smaller ones have none.
-        "tensorflow": [((60, 30, 25, 12), -1, False), *LARGE],
+        "tensorflow": [((60, 30, 25, 12), {}, False), *LARGE],
         "torch": [
-            ((64, 1024), -1, False),
-            ((8, 64, 64, 3), -1, False),
-            ((4, 3, 37, 11, 211), -1, False),
-            ((8, 24, 20, 20), 1, False),
-            ((8, 20, 20, 24), -1, True),
+            ((64, 1024), {}, False),
+            ((8, 64, 64, 3), {}, False),
+            ((4, 3, 37, 11, 211), {}, False),
+            ((8, 24, 20, 20), {"axis": 1}, False),
+            ((8, 20, 20, 24), {}, True),
+            ((8, 32, 32, 24), {"group_size": 4}, False),
         ],
     }.get(BACKEND, []),
 )
-def test_kernels_for_the_cpu_equal_the_composition(monkeypatch, shape, axis, masked):
+def test_kernels_for_the_cpu_equal_the_composition(
+    monkeypatch, shape, settings, masked
+):
     rng = np.random.default_rng(1)
     x, g = rng.normal(1, 2, (2, *shape)).astype("float32")
     mask = {}
     if masked:
         mask["mask"] = ops.convert_to_tensor(rng.random(shape[:-1]) < 0.6)
-    actual = results(CBN(axis=axis), x, g, COMPILED, **mask)
+    actual = results(CBN(**settings), x, g, COMPILED, **mask)
     names = ("affine", "gradient_sums", "gradient_x")
     functions = [getattr(passes, name) for name in names]
     for function in [moments.mean_and_variance, moments.masked_moments, *functions]:
         monkeypatch.setattr(function, "kernels", [])
-    expected = results(CBN(axis=axis), x, g, COMPILED, **mask)
+    expected = results(CBN(**settings), x, g, COMPILED, **mask)
     assert_near(actual, expected)
     # Equal to the last digit, no kernel would have run.
     assert not np.array_equal(actual[1], expected[1])
