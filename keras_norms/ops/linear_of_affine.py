@@ -171,11 +171,17 @@ def taps_inside(
     """Which taps of a convolution read no padding along an axis: (outputs, taps)."""
     # With a known size, NumPy starts no operation on a device.
     np_or_ops: Any = np if isinstance(size, int) else keras.ops
-    outputs, reach = -(-size // stride), (taps - 1) * dilation
-    before = reach
+    before = (taps - 1) * dilation
     if padding != "causal":
-        padded = (outputs - 1) * stride + reach + 1
-        before = np_or_ops.maximum(padded - size, 0) // 2
-    first = np_or_ops.arange(outputs, dtype="int32")[:, None] * stride - before
-    place = first + np_or_ops.arange(taps, dtype="int32") * dilation
+        before, _ = same_padding(size, taps, stride, dilation)
+    first = np_or_ops.arange(-(-size // stride), dtype="int32")[:, None] * stride
+    place = first - before + np_or_ops.arange(taps, dtype="int32") * dilation
     return np_or_ops.logical_and(place >= 0, place < size)
+
+
+def same_padding(size: Any, taps: int, stride: int, dilation: int) -> tuple[Any, Any]:
+    """How many zeros `padding="same"` puts before and behind an axis."""
+    np_or_ops: Any = np if isinstance(size, int) else keras.ops
+    read = (-(-size // stride) - 1) * stride + (taps - 1) * dilation + 1
+    zeros = np_or_ops.maximum(read - size, 0)
+    return zeros // 2, zeros - zeros // 2

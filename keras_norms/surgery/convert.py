@@ -103,8 +103,9 @@ def convert(
             is left alone with all its layers.
         fused: Boolean, whether each CBN is fused with the layers that read it, as a
             `FusedCBN` under its name: the same weights and function, with less memory
-            in training. A CBN stays before a layer that `FusedCBN` does not
-            take, such as one after explicit zero padding.
+            in training. Convolutions take over the zero padding before them, if
+            `padding="same"` is as much. A CBN stays before a layer that `FusedCBN` does
+            not take.
         inline: Boolean, whether blocks are entered. If not, their layers stay, and
             subclassed models are refused.
 

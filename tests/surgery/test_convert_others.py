@@ -290,7 +290,7 @@ def test_fused_ones_are_fused_and_recalibrate_and_fold_like_the_unfused():
     first, second = m.conv(6, "first", strides=2), m.conv(6, "second", activation=None)
     shortcut = m.conv(6, "shortcut", size=1, strides=2, activation=None)
     block = m.branches(layers.add, m.chain(first, second), shortcut)
-    padded = layers.ZeroPadding2D(), layers.Conv2D(5, 3, activation="relu")
+    padded = layers.ZeroPadding2D(2), layers.Conv2D(5, 3, activation="relu")
     head = layers.GlobalAveragePooling2D(), dense(name="logits")
     model = m.model_of((8, 8, 3), m.conv(4, "stem"), block, relu, *padded, *head)
     model.compile("sgd", "mse")
@@ -309,6 +309,48 @@ def test_fused_ones_are_fused_and_recalibrate_and_fold_like_the_unfused():
     for new in plain, fused:
         recalibrate(new, other, verbose=0)
     m.assert_same_outputs(fused, plain, x)
+
+
+PAD_END = ((0, 1), (0, 1))  # what "same" is for an even size, three taps and a stride
+
+
+@later_on_jax
+@pytest.mark.parametrize(
+    ("shape", "padding", "convolutions", "is_same"),
+    [
+        ((8, 8, 3), PAD_END, [layers.DepthwiseConv2D(3, 2)], True),
+        ((8, 9, 3), 1, [layers.Conv2D(4, 3), layers.Conv2D(5, 1)], False),
+        ((None, None, 3), 1, [layers.Conv2D(4, 3)], False),
+        *later(
+            ((7, 7, 3), PAD_END, [layers.DepthwiseConv2D(3, 2)], False),
+            ((7, 7, 3), 1, [layers.DepthwiseConv2D(3, 2)], True),
+            ((8, 8, 3), ((1, 2), (1, 2)), [layers.Conv2D(4, 5, 2)], True),
+            ((8, 8, 3), ((2, 1), (2, 1)), [layers.Conv2D(4, 5, 2)], False),
+            ((8, 9, 3), ((2, 2), (2, 2)), [layers.Conv2D(4, 3, dilation_rate=2)], True),
+            ((8, 9, 3), 1, [layers.Conv2D(4, 3, dilation_rate=2)], False),
+            ((8, 9, 3), 1, [layers.Conv2D(4, 3), layers.Conv2D(5, 3)], True),
+            ((8, 8, 3), 1, [layers.Conv2D(4, 3, padding="same")], False),
+            ((9, 3), 1, [layers.Conv1D(4, 3)], True),
+            ((8, 3), (0, 1), [layers.DepthwiseConv1D(3, 2)], True),
+            ((4, 5, 6, 2), 1, [layers.Conv3D(4, 3)], True),
+        ),
+    ],
+)
+def test_fused_convolutions_pad_by_themselves(shape, padding, convolutions, is_same):
+    """If `padding="same"` is as much; else the padding and the CBN stay."""
+    rank = len(shape) - 1
+    pad = getattr(layers, f"ZeroPadding{rank}D")(padding, name="pad")
+    pool = getattr(layers, f"GlobalMaxPooling{rank}D")
+    steps = [m.chain(each, pool()) for each in convolutions]
+    join = layers.Concatenate() if len(steps) > 1 else lambda made: made[0]
+    stem = getattr(layers, f"Conv{rank}D")(3, 1)
+    model = m.model_of(shape, stem, bn, relu, pad, m.branches(join, *steps))
+    x = m.images(6, *(size or 8 for size in shape))
+    fused = m.check_convert(model, CBN(rho=2), x, data=x, fused=True)
+    made = m.of_class(fused, FusedCBN)
+    assert [len(layer.layers) for layer in made] == [len(steps)] * is_same
+    assert ("pad" in m.names(fused)) == (not is_same)
+    m.check_fold(fused, x)
 
 
 @later_on_jax
