@@ -22,7 +22,6 @@ from keras_norms.diagnostics._engine.reading import (
     names_of,
 )
 from keras_norms.layers.frozen import is_frozen, plain_class
-from keras_norms.layers.kernel_normalization import KernelNormalization
 from keras_norms.layers.kernels import (
     has_kernels,
     kernels_of,
@@ -120,7 +119,7 @@ def effective_weights(
     Returns:
         A dict from the name of each such `BatchNormalization`, or its path if several
         have that name, to the `EffectiveWeight` of its last call. For a linear layer in
-        `WS`, `CWN` or `WN`, `W` is the normalised kernel.
+        `WS`, `CWN`, `WN` or `SpectralNormalization`, `W` is the normalised kernel.
 
     Raises:
         ValueError: If the model is not built, the batch is empty, or no
@@ -135,7 +134,6 @@ def effective_weights(
     check_inputs(model, x)
     arguments.boolean("training", training)
     linear = list(filter(_is_linear, _keras.layers_of(model)))
-    wrappers = {w.layer: w for w in _keras.layers_of(model, KernelNormalization)}
     norms = _keras.layers_of(model, keras.layers.BatchNormalization)
     norms = [norm for norm in norms if not overrides_call(plain_class(type(norm)))]
     if training:  # Renormalised, a batch has other statistics than its own.
@@ -146,10 +144,9 @@ def effective_weights(
         if call.layer not in names:
             made.append(call)
             continue
-        layer = next((c.layer for c in made if _reads(call.input, c.output)), None)
-        if layer and _is_by_unit(call, layer):
-            wrapper = wrappers.get(layer)
-            found[names[call.layer]] = _effective(call, layer, wrapper, training)
+        read = next((c for c in made if _reads(call.input, c.output)), None)
+        if read and _is_by_unit(call, read.layer):
+            found[names[call.layer]] = _effective(call, read, training)
     if not found:
         raise ValueError(
             "Argument `model` must have a BatchNormalization of the units of a Dense, "
@@ -172,13 +169,10 @@ def _is_by_unit(call, layer):
     return unit_axes(layer, ndim) == (call.layer.axis % ndim,)
 
 
-def _effective(call, layer, wrapper, training):
-    """Compute the `EffectiveWeight` of a layer and of the call of the norm after it."""
-    norm, (kernel,) = call.layer, kernels_of(layer)
-    weight = getattr(layer, kernel.name)
-    if wrapper is not None:
-        weight = wrapper.normalized_kernels()[kernel.name]
-    weight = float64(weight)
+def _effective(call, read, training):
+    """Compute the `EffectiveWeight` of a norm's call, and the layer's that it read."""
+    norm, layer, weight = call.layer, read.layer, float64(read.kernel)
+    (kernel,) = kernels_of(layer)
     if training and not is_frozen(norm):
         mean, variance = moments(call.input, norm.axis, call.mask)
     else:

@@ -87,6 +87,17 @@ def test_effective_weights_are_one_layer_that_does_the_same(kind):
     np.testing.assert_array_equal(frozen.kernel, found.kernel)  # at inference
 
 
+def test_effective_weights_of_a_kernel_that_each_call_replaces():
+    dense, norm = layers.Dense(4), layers.BatchNormalization(epsilon=0.1)
+    spectral = layers.SpectralNormalization(dense)
+    model = keras.Sequential([keras.Input((3,)), spectral, norm])
+    networks.randomize(model)
+    x = np.random.default_rng(0).normal(1, 2, (8, 3)).astype("float32")
+    (found,) = diagnostics.effective_weights(model, x).values()
+    expected = float64(model(x, training=True))
+    np.testing.assert_allclose(x @ found.kernel + found.bias, expected, atol=1e-4)
+
+
 def test_effective_weights_of_any_model():
     """Of the branches only the first is a linear layer and a norm after it."""
     inputs = keras.Input((5,))

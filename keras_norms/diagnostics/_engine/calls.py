@@ -16,11 +16,12 @@ from keras_norms.diagnostics._engine.model_loss import (
 
 
 class Call(NamedTuple):
-    """One call of a layer, with its first input and its output."""
+    """One call of a layer: its first input, its output, the kernel that it used."""
 
     layer: keras.layers.Layer
     input: Tensor
     output: Tensor
+    kernel: Tensor | None
 
     @property
     def mask(self) -> Tensor | None:
@@ -40,8 +41,13 @@ def record(model, layers, x, training):
 
     def recording(layer):
         def call_with(x, call):
-            calls.append(Call(layer, x, call(x)))
-            return calls[-1].output
+            output = call(x)
+            # Here: a wrapper around the layer may have replaced it for this call.
+            kernel = getattr(layer, "kernel", None)
+            with _keras.without_autocast():
+                kernel = getattr(kernel, "value", None)
+            calls.append(Call(layer, x, output, kernel))
+            return output
 
         return replacing_call(layer, call_with)
 
