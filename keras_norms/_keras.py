@@ -165,6 +165,17 @@ def compiled_loss(model):
     return getattr(model, "_compile_loss", None)
 
 
+def unbuilt_loss(model):
+    """What `compile` made of the loss, as it was before its first batch, or `None`."""
+    loss = compiled_loss(model)
+    if loss is None:
+        return None
+    given = loss._user_loss, loss._user_loss_weights
+    unbuilt = CompileLoss(*given, output_names=loss.output_names)
+    unbuilt._dtype = loss.dtype  # `keras.config.floatx()` may have changed since.
+    return unbuilt
+
+
 def compute_loss(model, x, y, predictions, training):
     """The loss of a compiled model with what its layers add, as `fit` computes it."""
     return model._compute_loss(x, y, predictions, None, training)

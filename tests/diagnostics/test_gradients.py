@@ -174,6 +174,26 @@ def test_several_inputs_and_outputs_with_their_losses_and_weights():
             diagnostics.value_and_grad(model, wrong, y)
 
 
+def test_the_first_training_is_the_same_after_a_measurement():
+    """`fit` builds the loss itself, for which it reads one batch more."""
+    (x, labels), trained = networks.batch(24), []
+    y = [x[:, :2], labels]
+    cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for measures in (False, True):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((networks.FEATURES,))
+        outputs = layers.Dense(2)(inputs), layers.Dense(networks.CLASSES)(inputs)
+        model = keras.Model(inputs, outputs)
+        networks.compiled(model, ["mse", cross_entropy])
+        before = len(model.metrics_variables)
+        if measures:
+            diagnostics.value_and_grad(model, x, y)
+        assert len(model.metrics_variables) == before
+        model.fit(x, y, batch_size=4, verbose=0)  # of shuffled samples
+        trained.append(networks.variables(model))
+    networks.assert_same(*trained)
+
+
 def test_an_objective_keeps_its_weights_and_no_model_is_kept():
     model = networks.build("BatchNormalization", run_eagerly=False)
     x, y = networks.batch()

@@ -1,7 +1,6 @@
 """The loss of a model as a function of tensors in place of its variables, compiled."""
 
 import contextlib
-import functools
 import weakref
 
 import keras
@@ -30,10 +29,13 @@ class ModelLoss:
         self._model, self._layer = weak_reference(model), weak_reference(layer)
         self._side = side
         self._training = training
-        self._loss = None
-        if loss is not None:
+        self._is_given = loss is not None
+        if self._is_given:
             names = getattr(model, "output_names", None)  # of a Functional model
             self._loss = _keras.CompileLoss(loss, output_names=names)
+        else:
+            # Not the model's own: the first `fit` reads one batch more to build it.
+            self._loss = _keras.unbuilt_loss(model)
         compiled = compiler(model)
         self.activation = compiled(self._activation)
         self.value_and_grad = compiled(self._value_and_grad)
@@ -60,21 +62,19 @@ class ModelLoss:
     def build(self, x, y):
         """Build the loss, as it does on its first batch."""
         model, loss = self._model(), self._loss
-        compiled = _keras.compiled_loss(model) if loss is None else loss
-        if compiled is not None and y is None:
+        if loss is not None and y is None:
             raise ValueError(
                 "Argument `y` must hold the targets of the loss. Received: y=None"
             )
-        if compiled is None or compiled.built:
+        if loss is None or loss.built:
             return
         x, y = tree.map_structure(_symbolic, (x, y))
         with _keras.keeping_losses(model):
             predictions = _keras.compute_output_spec(model, x)
-            if loss is not None:
+            if self._is_given:
                 _keras.compute_output_spec(loss, y, predictions)
             else:
-                compute = functools.partial(_keras.compute_loss, model)
-                _keras.compute_output_spec(compute, x, y, predictions, False)
+                _keras.compute_output_spec(self._compiled, x, y, predictions, False)
 
     def __call__(self, values, state, x, y):
         """Compute the loss, a scalar tensor, of tensors in place of `self.values()`.
@@ -86,12 +86,17 @@ class ModelLoss:
             replacing = self._intercepting(lambda a: ops.cast(values[0], a.dtype))
         with self._scope(values, state), replacing:
             predictions = self._forward(x)
-            if self._loss is None:
-                return _keras.compute_loss(model, x, y, predictions, self._training)
+            if not self._is_given:
+                return self._compiled(x, y, predictions, self._training)
             total = self._loss(y, predictions)
             for term in model.losses:
                 total = total + ops.cast(ops.sum(term), total.dtype)
             return total
+
+    def _compiled(self, *args):
+        """Compute the loss that the model was compiled with."""
+        with _keras.replaced(self._model(), _compile_loss=self._loss):
+            return _keras.compute_loss(self._model(), *args)
 
     def outputs(self, values, state, x):
         """Compute what the model returns."""
