@@ -130,8 +130,8 @@ class BatchStatistics(Probe):
 
     Raises:
         ValueError: When training begins, if a layer is not in the model, is not of
-            these kinds, or if there is none; when it is measured, if the model does not
-            call a layer.
+            these kinds, or if there is none; when it is measured, if the batch does not
+            fit the model, or if the model does not call a layer.
 
     Reference:
 
@@ -178,6 +178,7 @@ class BatchStatistics(Probe):
         model = self.model  # which brings the state from JAX
         if self._has_batch:
             batch = self._batch(self._step)
+            check_inputs(model, batch, "batch")
             calls = record(model, self._norms, batch, training=True)
             found = {
                 call.layer: moments(call.input, call.layer.axis, call.mask)

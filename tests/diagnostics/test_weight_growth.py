@@ -139,6 +139,8 @@ def test_layers_that_cannot_be_followed():
         (growth(["norm"]), "with a trainable kernel"),
         (statistics(), "layers of class BatchNormalization if"),
         (statistics(x, ["first", "norm"]), "must name layers of class"),
+        (statistics(x[:, :3]), "`batch` must have the shape of the inputs"),
+        (statistics(lambda step: None), "`batch` must be an array .*: batch=None"),
     ):
         with pytest.raises(ValueError, match=message):
             train(model, probe)
