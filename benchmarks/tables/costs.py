@@ -89,7 +89,8 @@ def _network_summary(*reports):
     for report in reports:
         place = report["device"].removeprefix("NVIDIA ").split()[0]
         if place == "cpu":
-            place = f"{report['cores']} CPU cores"
+            maker = report["processor"].split()[0].removesuffix("(R)")
+            place = f"{report['cores']} {maker} cores"
         place += f", {BACKENDS[report['backend']]}"
         policy = report["dtype_policy"].removeprefix("mixed_")
         for row in report["rows"]:
@@ -98,7 +99,7 @@ def _network_summary(*reports):
             name += f", {policy}" * (policy != "float32")
             lines.setdefault((name, place), {})[row["norm"]] = f"{row['ratio']:.2f}"
     cells = [
-        [*key, *(of.get(norm, "") for norm in _NORMS)] for key, of in lines.items()
+        [*key, *(of.get(norm, "–") for norm in _NORMS)] for key, of in lines.items()
     ]
     return markdown(["network, batch", "where", *_NORMS.values()], cells, left=2)
 
