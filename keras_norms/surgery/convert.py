@@ -104,7 +104,7 @@ def convert(
         fused: Boolean, whether each CBN is fused with the layers that read it, as a
             `FusedCBN` under its name: the same weights and function, mostly with less
             memory in training. Convolutions take over the zero padding before them, if
-            `padding="same"` is as much. A CBN stays before a layer that `FusedCBN` does
+            `padding="same"` pads as much. A CBN stays before a layer that `FusedCBN` does
             not take.
         inline: Boolean, whether blocks are entered. If not, their layers stay, and
             subclassed models are refused.
