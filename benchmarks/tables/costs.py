@@ -89,7 +89,7 @@ def _network_summary(*reports):
     for report in reports:
         place = report["device"].removeprefix("NVIDIA ").split()[0]
         if place == "cpu":
-            maker = report["processor"].split()[0].removesuffix("(R)")
+            maker = report["processor"].partition(" ")[0].removesuffix("(R)")
             place = f"{report['cores']} {maker} cores"
         place += f", {BACKENDS[report['backend']]}"
         policy = report["dtype_policy"].removeprefix("mixed_")

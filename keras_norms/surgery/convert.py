@@ -104,8 +104,8 @@ def convert(
         fused: Boolean, whether each CBN is fused with the layers that read it, as a
             `FusedCBN` under its name: the same weights and function, mostly with less
             memory in training. Convolutions take over the zero padding before them, if
-            `padding="same"` pads as much. A CBN stays before a layer that `FusedCBN` does
-            not take.
+            `padding="same"` pads as much. A CBN stays before a layer that `FusedCBN`
+            does not take.
         inline: Boolean, whether blocks are entered. If not, their layers stay, and
             subclassed models are refused.
 
