@@ -343,7 +343,8 @@ def test_fused_convolutions_pad_by_themselves(shape, padding, convolutions, is_s
     pool = getattr(layers, f"GlobalMaxPooling{rank}D")
     steps = [m.chain(each, pool()) for each in convolutions]
     join = layers.Concatenate() if len(steps) > 1 else lambda made: made[0]
-    stem = getattr(layers, f"Conv{rank}D")(3, 1)
+    # A name of its own: Keras named the others at import, and may count anew since.
+    stem = getattr(layers, f"Conv{rank}D")(3, 1, name="stem")
     model = m.model_of(shape, stem, bn, relu, pad, m.branches(join, *steps))
     x = m.images(6, *(size or 8 for size in shape))
     fused = m.check_convert(model, CBN(rho=2), x, data=x, fused=True)
