@@ -18,7 +18,8 @@ from keras_norms.surgery._convert.replace import (
     remove_norms,
     replace_norms,
 )
-from keras_norms.surgery._convert.template import Report, Template
+from keras_norms.surgery._convert.report import Report
+from keras_norms.surgery._convert.template import Template
 from keras_norms.surgery._convert.wrap import keep_function, wrap
 from keras_norms.surgery._graph import affine as affine_lib
 from keras_norms.surgery._graph import linear
@@ -160,50 +161,27 @@ def convert(
         replace_norms(report, units, template)
     if of_keras:
         take_relu_of_keras(units)
-    hidden = [] if template.cls in linear.WRAPPERS else affine_lib.hidden_norms(units)
+    if template.cls not in linear.WRAPPERS:
+        report.hidden += affine_lib.hidden_norms(units)
+    if template.cls is not None and not _has(graph, template.cls):
+        report.no_place.append(model.name)
     new = report.new if preserve else {}
     for unit, (affine, statistics) in new.items():
         unit.arrays, met = affine_lib.weights_for(unit, affine, statistics)
         report.changed += [] if met else [unit.name]
-    is_there = template.cls is None or _has(graph, template.cls)
     result = graph.make()
     if report.new and report.unknown and hasattr(data, "__next__"):
         data = list(data)  # It is read twice.
     if preserve:
         keep_function(report, units)
-    empty = _calibrate(result, report, new, data)
-    changed = report.changed if preserve else []
+    else:
+        report.changed.clear()
+    _calibrate(result, report, new, data)
     if data is not None and (report.unknown or (report.new and not preserve)):
         measure_anew(result, [u.made for u in (*report.new, *report.unknown)], data)
     elif preserve:
-        empty += [u.name for u in report.unknown if u.name not in empty]
-    wanted = getattr(template.cls, "__name__", None)
-    parts = {
-        f"Found no place for {wanted} in model {{}}.": (
-            [] if is_there else [model.name]
-        ),
-        "Existing CBN layers keep their settings: {}.": report.there,
-        "Other norms stay beside the new CBN layers: {}.": report.beside,
-        "These have seen no batch: {}. If the model is not trained, pass "
-        "preserve=False: a CBN that keeps its function hardly normalises at first, "
-        "and it may not learn.": report.fresh,
-        "No CBN replaces {}, which no layer with a kernel reads. To keep them, name "
-        "them in `skip`.": report.lost,
-        "The function could not be preserved. These layers change it: {}.": changed,
-        "These layers cannot be wrapped and stay: {} (units of one weight, LoRA, "
-        "quantization, FusedCBN, or a class that overrides the kernel).": (
-            report.unwrapped
-        ),
-        "The moving statistics of {} are unknown, and the first training step changes "
-        "the function. Pass `data` to measure them, or preserve=False to train from "
-        "scratch.": [] if report.fresh else empty,
-        "These stay as they are: {}. They have another axis than the channels, an "
-        "explicit mask or training=True, or the new norm would normalise single "
-        "numbers.": report.kept,
-        "These stay as they are: {}. They are inside other layers, or of a class "
-        "that overrides `call`.": hidden,
-    }
-    warn_of_layers("convert", parts)
+        report.empty += [u.name for u in report.unknown if u.name not in report.empty]
+    warn_of_layers("convert", report.parts(template.cls))
     return fuse_cbn(result) if fused else result
 
 
@@ -236,17 +214,14 @@ def _skipped(graph, skip):
 
 
 def _calibrate(model, report, new, data):
-    """Give new norms the statistics of their inputs, measured on `data` if given.
-
-    Returns the names of those without any.
-    """
-    empty, measured = [], [None] * len(new)
+    """Give new norms the statistics of their inputs, measured on `data` if given."""
+    measured = [None] * len(new)
     if new and data is not None:
         measured = measure(model, [unit.made for unit in new], data)
     for (unit, (affine, statistics)), found in zip(new.items(), measured):
         if found is None:
             if statistics.weight == 0 or affine_lib.norm_is_guessed(unit):
-                empty.append(unit.name)
+                report.empty.append(unit.name)
             continue
         arrays, met = affine_lib.weights_for(unit, affine, found)
         if not met and unit.name not in report.changed:
@@ -255,4 +230,3 @@ def _calibrate(model, report, new, data):
                 continue
             report.changed.append(unit.name)
         assign_all(unit.made, arrays)
-    return empty

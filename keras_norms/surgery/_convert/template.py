@@ -1,4 +1,4 @@
-"""What the argument `norm` of `convert` asks for, and what became of layers."""
+"""What the argument `norm` of `convert` asks for."""
 
 import functools
 
@@ -29,24 +29,6 @@ NAMES = {
     "layer_norm": keras.layers.LayerNormalization,
     "rms_norm": keras.layers.RMSNormalization,
 }
-
-
-class Report:
-    """What becomes of layers, by name.
-
-    `new` has units instead: norms with moving statistics, each with the map that it
-    must be at inference and the `Statistics` of its input.
-    """
-
-    def __init__(self):
-        self.new = {}
-        self.changed = []  # the function
-        self.kept, self.unwrapped = [], []
-        self.fresh = []  # BatchNormalization that has seen no batch
-        self.lost = []  # BatchNormalization that no CBN replaces
-        self.unknown = []  # new BatchNormalization without statistics: units
-        self.there = []  # CBN with other settings than the new ones
-        self.beside = []  # other norms than BatchNormalization in a model with new CBN
 
 
 class Template:
