@@ -175,7 +175,7 @@ def convert(
     if preserve:
         keep_function(report, units)
     else:
-        report.changed.clear()
+        report.changed.clear()  # Nobody asked for the old function.
     _calibrate(result, report, new, data)
     if data is not None and (report.unknown or (report.new and not preserve)):
         measure_anew(result, [u.made for u in (*report.new, *report.unknown)], data)

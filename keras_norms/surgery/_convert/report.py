@@ -1,4 +1,4 @@
-"""What `convert` did to layers."""
+"""What `convert` did to layers, and how it says so."""
 
 
 class Report:
@@ -17,9 +17,10 @@ class Report:
         self.fresh = []  # BatchNormalization that has seen no batch
         self.lost = []  # BatchNormalization that no CBN replaces
         self.changed = []  # the function
-        self.unwrapped = []
+        self.unwrapped = []  # layers that WS, CWN or WN cannot wrap
         self.empty = []  # norms without statistics
-        self.kept, self.hidden = [], []
+        self.kept = []  # norms that the new one cannot replace
+        self.hidden = []  # norms that cannot be seen or understood
 
     def parts(self, cls):
         """Texts for a warning, each with its names. `cls` is that of the new norms."""
