@@ -127,6 +127,8 @@ def load(dataset, data_dir=None, train_size=None, download=False, validation_siz
     if train_size is not None:
         about = f"the training images of {dataset}"
         check_size("train_size", train_size, len(x_train), about)
+    # A file may be sorted by class, and some recipes measure the first images.
+    if train_size is not None or dataset.endswith(".npz"):
         chosen = np.random.default_rng(0).permutation(len(x_train))[:train_size]
         x_train, y_train = x_train[chosen], y_train[chosen]
     if validation_size is not None:
@@ -222,7 +224,7 @@ def _npz(path):
             f"from {y.min()} to {y.max()}, of test images {y_test.min()} to "
             f"{y_test.max()}"
         )
-    # A file may be sorted by class, and some recipes test on the first images.
+    # Permuted for the same reason as training images in `load`.
     order = np.random.default_rng(0).permutation(len(x_test))
     return x, y, x_test[order], y_test[order]
 

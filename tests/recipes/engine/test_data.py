@@ -35,12 +35,14 @@ def test_npz_and_a_part_of_it(made):
     assert data.augmented(path) and not data.augmented("digits")
     pixels = arrays["x_train"].astype("float64")
     mean, deviation = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2)) + [0, 0, 1]
-    expected = (arrays["x_test"] - mean) / deviation
-    # Images for testing are in no order, so that the first ones are of all classes.
-    order = [np.abs(expected - x).sum((1, 2, 3)).argmin() for x in images.x_test]
-    assert sorted(order) == list(range(10)) != order
-    np.testing.assert_allclose(images.x_test, expected[order], rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(images.y_test, arrays["y_test"][order, 0])
+    # The images are in no order, so that the first ones are of all classes.
+    for name, count in ("train", 50), ("test", 10):
+        found, labels = getattr(images, f"x_{name}"), getattr(images, f"y_{name}")
+        expected = (arrays[f"x_{name}"] - mean) / deviation
+        order = [np.abs(expected - x).sum((1, 2, 3)).argmin() for x in found]
+        assert sorted(order) == list(range(count)) != order
+        np.testing.assert_allclose(found, expected[order], rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(labels, arrays[f"y_{name}"][order, 0])
     few, more = (data.load(path, train_size=size) for size in (20, 21))
     assert few.x_train.shape == (20, 6, 5, 3) and few.x_test.shape == (10, 6, 5, 3)
     np.testing.assert_array_equal(more.y_train[:20], few.y_train)
