@@ -51,7 +51,8 @@ def recalibrate(
         model: A built Keras model of any kind. It is changed in place.
         data: What `fit` takes: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset`,
             a PyTorch `DataLoader`, or any iterable of batches. `(x, y)` and
-            `(x, y, sample_weight)` are recognised; only `x` is used.
+            `(x, y, sample_weight)` are recognised; only `x` is used. It is read in
+            order: mix the classes, as in training.
         steps: Optional positive integer, how many batches to use. Needed for endless
             data.
         batch_size: Optional positive integer, for arrays. 32 by default.
