@@ -17,9 +17,9 @@ def single_pass(xla: bool | str = False) -> Callable:
     """Decorate a function of activations to read and write them once.
 
     The function is written in `keras.ops`. Under JAX and `jit_compile=True` XLA fuses
-    it with its neighbours, and it stays as it is. Otherwise TensorFlow launches a
-    kernel for each operation, and each reads and writes the whole tensor: on a GPU XLA
-    compiles the function. On a CPU, and for PyTorch, there are better ways for some
+    it with its neighbours, and it mostly stays as it is. Otherwise TensorFlow launches
+    a kernel for each operation, and each reads and writes the whole tensor: on a GPU
+    XLA compiles the function. On a CPU, and for PyTorch, there are better ways for some
     passes over large tensors.
 
     Tensors are positional arguments, everything static (the channel axis) is a hashable
@@ -28,8 +28,8 @@ def single_pass(xla: bool | str = False) -> Callable:
     `xla` says whether TensorFlow compiles it by XLA on a CPU too: `"large"` if the
     first tensor is large, `True` always. There XLA is slow at reductions and fast at
     element-wise functions. The decorated function has `faster(where)`: it decorates a
-    function without a gradient that computes the same, faster, when
-    `where(*tensors, **static)` is true.
+    function that computes the same, faster, when `where(*tensors, **static)` is true,
+    and needs a gradient on JAX alone.
     """
 
     def decorate(function):
@@ -155,4 +155,12 @@ def _torch_gradient_of(function, kernel, static):
     return functools.partial(apply_in_torch, kernel, gradient)
 
 
-_GRADIENT_OF = {"tensorflow": _tensorflow_gradient_of, "torch": _torch_gradient_of}
+def _jax_gradient_of(function, kernel, static):
+    return functools.partial(kernel, **static)  # JAX differentiates it
+
+
+_GRADIENT_OF = {
+    "jax": _jax_gradient_of,
+    "tensorflow": _tensorflow_gradient_of,
+    "torch": _torch_gradient_of,
+}

@@ -4,6 +4,8 @@ import keras
 
 if keras.backend.backend() == "tensorflow":
     from keras_norms.ops.backend import tensorflow_cpu as tensorflow_cpu
+elif keras.backend.backend() == "jax":
+    from keras_norms.ops.backend import jax_cpu as jax_cpu
 elif keras.backend.backend() == "torch":
     from keras_norms.ops.backend import torch_cpu as torch_cpu
     from keras_norms.ops.backend import torch_cpu_groups as torch_cpu_groups
