@@ -105,7 +105,7 @@ def load(dataset, data_dir=None, train_size=None, download=False, validation_siz
         dataset: `"digits"` (scikit-learn's 1,797 images of 8x8, the same 360 of them
             for testing every time), `"mnist"`, `"cifar10"`, `"cifar100"` (through
             tensorflow_datasets), or the path of an .npz file with the arrays
-            x_train, y_train, x_test and y_test.
+            x_train, y_train, x_test and y_test, which are permuted.
         data_dir: Where tensorflow_datasets looks. None: its own default.
         train_size: Use only this many training images, the first ones of a fixed
             permutation. None: all.
