@@ -1,7 +1,7 @@
 """Sums over few channels for JAX on a CPU.
 
-There XLA adds up rows of channels, and a short row takes as long as one of several
-vector registers. Each function computes what the one of that name in `moments` or
+There XLA adds up one row of channels after the other, and a row of few channels takes
+as long as one of many. Each function computes what the one of that name in `moments` or
 `passes` does, with neighbouring positions as channels of their own.
 """
 
