@@ -63,10 +63,16 @@ class Training(Images):
     """The settings of one network."""
 
     NAMED = ("dataset", "network", "norm", "kind", "seed")
-    VARIABLE = ("kind", "seed", "epochs", "learning_rate", "train_size", "test_size")
+    VARIABLE = (
+        *("kind", "seed", "omega", "epochs", "learning_rate"),
+        *("train_size", "test_size"),
+    )
 
     network: str = setting("vgg11", models.NAMES)
     norm: str = setting("bn", "Normalisation.", choices=sorted(norms.NORMS))
+    omega: float | None = setting(
+        None, "omega of CBN layers; 10 if not given.", at_least=0
+    )
     kind: str = setting("one_label", "Labels in a batch: one, or mixed.", choices=KINDS)
     test_size: int = setting(1000, "Test images to measure.", at_least=1)
     width: float = setting(0.125, "Factor of all channels.", above=0)
@@ -125,13 +131,13 @@ class OneLabel(data.Batches):
         return self.x[chosen], self.y[chosen]
 
 
-def build(network, image_shape, num_classes, norm, width=1.0):
+def build(network, image_shape, num_classes, norm, width=1.0, omega=10.0):
     """A `keras.Model` whose last layer makes the logits.
 
     VGG-11 and VGG-16 have one norm, before the second Dense layer from the top; other
     networks are normalised everywhere. `width` multiplies all channels and sizes.
     """
-    kind, shape = norms.get(norm), (image_shape, num_classes)
+    kind, shape = norms.get(norm, omega=omega), (image_shape, num_classes)
     if make := models.SMALL.get(network):
         size = max(1, round(width * 4096))
         layer = kind.layer(size, name="norm") if kind.layer else None
@@ -161,7 +167,8 @@ def problem(settings):
 
 def _network(settings, images):
     shape = images.x_train.shape[1:], images.num_classes
-    model = build(settings.network, *shape, settings.norm, settings.width)
+    omega = 10.0 if settings.omega is None else settings.omega
+    model = build(settings.network, *shape, settings.norm, settings.width, omega)
     model.compile(
         keras.optimizers.Adam(settings.learning_rate),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

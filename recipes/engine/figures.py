@@ -25,6 +25,7 @@ _STYLE_OF = {
     "none": ("#999999", "no normalization"),
     "bn": ("#D55E00", "BN"),
     "cbn": ("#0072B2", "CBN"),
+    "cbn_no_se": ("#EE3377", "CBN, not in SE"),
     "cbn_batch": ("#E69F00", "CBN without AMAT"),
     "cbn_fixed": ("#88CCEE", "CBN, eta = 0.9"),
     "mean_removal": ("#44AA99", "mean removal alone"),

@@ -6,7 +6,8 @@ including the one inside squeeze-and-excitation, but not its sigmoid gates; the 
 is logits; a convolution has a bias unless a norm follows it; EfficientNet does not
 scale its input, which is already standardised. Convolutions of ResNet and DenseNet
 start with `he_normal`, like those of the other networks. CBN also stands before the
-convolutions of squeeze-and-excitation, which no BatchNormalization follows. DenseNet
+convolutions of squeeze-and-excitation, which no BatchNormalization follows, if the norm
+does not skip them. DenseNet
 normalises concatenated inputs again in each layer that reads them, before the
 activation; CBN stands after that activation.
 
@@ -60,7 +61,7 @@ def application(name, input_shape, num_classes, norm, activation):
 
     model = keras.models.clone_model(model, clone_function=original)
     if norm.placement == "before":
-        model = convert(model, CBN, preserve=False)
+        model = convert(model, CBN, preserve=False, skip=norm.skip)
 
     def normalised(layer):
         if isinstance(layer, NORMALISED):

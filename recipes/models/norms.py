@@ -5,6 +5,7 @@
 | none | nothing | |
 | bn | keras BatchNormalization | after |
 | cbn | CBN with AMAT | before |
+| cbn_no_se | the same, but not inside squeeze-and-excitation | before |
 | bn_before | BN as CBN's coupled form, batch statistics, rho | before |
 | bn_rho, bn_rho_amat | the same, and that with AMAT | after |
 | cbn_batch | CBN of batch statistics, without AMAT | before |
@@ -52,12 +53,14 @@ class Norm:
             linear layer and after the activation, or `None`: nowhere.
         wrapper: Callable, `wrapper(layer, name=...)` wraps a convolution.
         amat: Whether its layers get the learning rate from the `AMAT` callback.
+        skip: Layers without this norm, as `convert`'s argument.
     """
 
     layer: Callable | None = None
     placement: str | None = None
     wrapper: Callable | None = None
     amat: bool = False
+    skip: Callable | None = None
 
     @property
     def use_bias(self):
@@ -90,14 +93,27 @@ def after(kind, wrapper=None, **arguments):
     return Norm(lambda channels, name: kind(**arguments, name=name), "after", wrapper)
 
 
-def cbn(rho=1.0, omega=10.0, placement="before", kind=CBN, amat=True, **arguments):
+def cbn(
+    rho=1.0,
+    omega=10.0,
+    placement="before",
+    kind=CBN,
+    amat=True,
+    skip=None,
+    **arguments,
+):
     """A `Norm` of CBN layers. `rho` is a number, or what `stage_rho` returns."""
 
     def layer(channels, name):
         own = rho.get(stage(name), rho[None]) if isinstance(rho, dict) else rho
         return kind(rho=own, omega=omega, name=name, **arguments)
 
-    return Norm(layer, placement, amat=amat)
+    return Norm(layer, placement, amat=amat, skip=skip)
+
+
+def in_squeeze_and_excitation(layer):
+    """Whether a layer of a network of keras.applications is inside that."""
+    return "_se_" in layer.name
 
 
 def without_amat(rate=-1.0, **arguments):
@@ -115,6 +131,7 @@ def fixed_average(omega, **arguments):
 cbn_batch = partial(cbn, kind=without_amat, amat=False)
 CBN_FAMILY = {
     "cbn": cbn,
+    "cbn_no_se": partial(cbn, skip=in_squeeze_and_excitation),
     "bn_before": partial(cbn_batch, decouple=False),
     "bn_rho": partial(cbn_batch, placement="after", decouple=False),
     "bn_rho_amat": partial(cbn, placement="after", decouple=False),

@@ -104,6 +104,13 @@ def test_places_of_norms_for_features(norm):
     assert below.output_shape == (None, 16) and last.name == "logits"
 
 
+@pytest.mark.parametrize("given, omega", [({}, 10.0), ({"omega": 0.0}, 0.0)])
+def test_omega_of_a_network_for_features(given, omega):
+    settings = features.Training(norm="cbn", kind="mixed", width=1 / 64, **given)
+    model = features.problem(settings).network()
+    assert model.get_layer("norm").omega == omega
+
+
 def test_points_without_a_silhouette():
     points, labels = np.array([[0.0], [1], [10], [11]]), np.array([0, 0, 1, 1])
     assert features.silhouette(points, labels) > 0.8

@@ -97,6 +97,11 @@ def test_places_of_norms(name):
     assert {(layer.initial_rho, layer.omega) for layer in found} == {(2.0, 3.0)}
     if name in SMALL:
         assert all(isinstance(before(layer), NONLINEAR) for layer in found)
+    if gates:  # each is two convolutions, and reads the mean of all positions
+        model = imagenet(name, "cbn_no_se")
+        assert len(of(model, CBN)) == len(found) - 2 * gates
+        gated = [layer for layer in of(model, L.Conv2D) if "_se_" in layer.name]
+        assert not any(isinstance(before(layer), CBN) for layer in gated)
     model = imagenet(name, "none")
     assert not of(model, NORMS) and all(layer.use_bias for layer in of(model, LINEAR))
 
