@@ -5,12 +5,15 @@ from typing import Any
 
 import keras
 from keras import ops
+from keras.optimizers.schedules import LearningRateSchedule
 
 from keras_norms import _keras
 from keras_norms._types import Logs
 from keras_norms.layers.frozen import is_frozen
 from keras_norms.layers.learning_rate import FollowsLearningRate
 
+_ADAM = keras.optimizers.Adam, keras.optimizers.Adamax, keras.optimizers.Nadam
+_WEIGHT_WITH_ADAM = 0.1  # `omega * learning_rate`
 
 class AMAT(keras.callbacks.Callback):
     """Adaptive moving average technique: `model.fit(..., callbacks=[AMAT()])`.
@@ -23,6 +26,9 @@ class AMAT(keras.callbacks.Callback):
     `on_train_batch_begin`. A `LearningRateSchedule` becomes part of the compiled step
     and is right with any `steps_per_execution`.
 
+    * With Adam, which moves the weights at small rates too, use
+      `CBN(omega=0.1 / learning_rate)`: longer averages lag behind the weights
+      (docs/results/adam.md). A warning says so if the rate is not a schedule.
     * With `gradient_accumulation_steps=n`, layers get an `n`-th of the rate: the
       averages of one update of the weights then span its `n` small batches.
     * If other optimizers than `model.optimizer` train the model, as in a GAN, do not
@@ -86,6 +92,24 @@ class AMAT(keras.callbacks.Callback):
         self._attach()
         if not self._layers and self._was_built:
             warnings.warn("AMAT found no CBN layer in the model.", stacklevel=2)
+        self._check_adam()
+
+    def _check_adam(self):
+        optimizer = _keras.inner_optimizer(self.model.optimizer)
+        omegas = [layer.omega for layer in self._layers if not is_frozen(layer)]
+        follows = isinstance(_keras.learning_rate_of(optimizer), LearningRateSchedule)
+        if not isinstance(optimizer, _ADAM) or follows or not omegas:
+            return
+        rate = _number(optimizer.learning_rate) / self._accumulation_steps()
+        if 0 < min(omegas) * rate < 0.99 * _WEIGHT_WITH_ADAM:
+            warnings.warn(
+                "With Adam, CBN's averages lag behind the weights if a batch enters "
+                "them with a weight, `omega * learning_rate`, of less than "
+                f"{_WEIGHT_WITH_ADAM:g}. Use CBN(omega={_WEIGHT_WITH_ADAM / rate:.3g}), "
+                "or leave AMAT out. "
+                f"Received: omega={min(omegas):g} with learning_rate={rate:g}",
+                stacklevel=3,
+            )
 
     def _attach(self):
         model = self.model
@@ -183,7 +207,7 @@ def _schedule(optimizer):
     rate = _keras.learning_rate_of(optimizer)
     if keras.backend.backend() == "torch":
         return None
-    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+    if isinstance(rate, LearningRateSchedule):
         return rate
     if callable(rate) and not isinstance(rate, keras.Variable):  # as those of NNX are
         raise ValueError(

@@ -62,6 +62,30 @@ def test_a_warning_of_averages_of_the_last_batch_alone(rate, alone):
         assert warned == (alone and steps is None and not stay)
 
 
+@pytest.mark.parametrize(
+    "optimizer, rate, steps, better",
+    [
+        ("AdamW", 0.01, None, "omega=10)"),  # CBN has `omega` of 1 here
+        ("Adam", 0.05, 2, "omega=4)"),
+        ("Adam", 0.1, None, None),
+        ("Nadam", COSINE, None, None),
+        ("SGD", 0.01, None, None),
+    ],
+)
+def test_a_warning_of_averages_that_lag_behind_adam(optimizer, rate, steps, better):
+    optimizer = getattr(keras.optimizers, optimizer)(rate)
+    optimizer.gradient_accumulation_steps = steps
+    model, _ = r.recorder(optimizer)
+    for change in (lambda model: model), freeze:
+        change(model)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            r.fit(model, AMAT())
+        said = [str(each.message) for each in found if "lag" in str(each.message)]
+        assert len(said) == (better is not None and change is not freeze)
+        assert all(better in each for each in said)
+
+
 def test_weights_are_as_many_after_a_schedule():
     model, _ = r.recorder(COSINE)
     before = model.get_weights()

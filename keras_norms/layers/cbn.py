@@ -67,8 +67,8 @@ class CBN(FollowsLearningRate, ChannelNormalization):
             during an epoch: a callback must read `self.model` first.) It is not
             trained.
         omega: Non-negative float. A batch enters the averages with the weight
-            `omega * learning_rate`, at most 1. With Adam at 0.001, 100 was better than
-            10 (docs/results/adam.md). A compiled step keeps the value that it was
+            `omega * learning_rate`, at most 1. With Adam, use `0.1 / learning_rate`
+            (docs/results/adam.md). A compiled step keeps the value that it was
             compiled with.
         momentum: Float in [0, 1), decay of the averages while the learning rate is
             unknown.

@@ -49,8 +49,9 @@ class FusedCBN(Recomputable):
     hold the scales of all groups. Inference is fused.
 
     Layers may have LoRA, enabled before or after. Quantized layers (`model.quantize`)
-    are not fused. Quantization costs as much accuracy as with BatchNormalization
-    (`python -m benchmarks.quantization`).
+    are not fused. Quantization of `Dense` layers cost as much accuracy as with
+    BatchNormalization (`python -m benchmarks.quantization`); docs/results/deployment.md
+    has convolutions.
 
     Args:
         layer: A `Dense`, `Conv1D`, `Conv2D`, `Conv3D`, `DepthwiseConv1D` or
