@@ -96,17 +96,17 @@ class AMAT(keras.callbacks.Callback):
 
     def _check_adam(self):
         optimizer = _keras.inner_optimizer(self.model.optimizer)
-        omegas = [layer.omega for layer in self._layers if not is_frozen(layer)]
         follows = isinstance(_keras.learning_rate_of(optimizer), LearningRateSchedule)
+        omegas = [layer.omega for layer in self._layers if not is_frozen(layer)]
         if not isinstance(optimizer, _ADAM) or follows or not omegas:
             return
         rate = _number(optimizer.learning_rate) / self._accumulation_steps()
-        if 0 < min(omegas) * rate < 0.99 * _WEIGHT_WITH_ADAM:
+        better = _WEIGHT_WITH_ADAM / rate if rate > 0 else 0
+        if 0 < min(omegas) < 0.99 * better:
             warnings.warn(
                 "With Adam, CBN's averages lag behind the weights if a batch enters "
                 "them with a weight, `omega * learning_rate`, of less than "
-                f"{_WEIGHT_WITH_ADAM:g}. Use CBN(omega={_WEIGHT_WITH_ADAM / rate:.3g}), "
-                "or leave AMAT out. "
+                f"{_WEIGHT_WITH_ADAM}. Use CBN(omega={better:.3g}), or leave AMAT out. "
                 f"Received: omega={min(omegas):g} with learning_rate={rate:g}",
                 stacklevel=3,
             )
