@@ -15,6 +15,7 @@ from keras_norms.layers.learning_rate import FollowsLearningRate
 _ADAM = keras.optimizers.Adam, keras.optimizers.Adamax, keras.optimizers.Nadam
 _WEIGHT_WITH_ADAM = 0.1  # `omega * learning_rate`
 
+
 class AMAT(keras.callbacks.Callback):
     """Adaptive moving average technique: `model.fit(..., callbacks=[AMAT()])`.
 
