@@ -96,8 +96,7 @@ def test_passes_and_collectives_of_a_layer_on_gpus():
     for size in "13":
         without = passes[f"none {size}"]
         assert passes[f"cbn {size}"] - without < 4.2
-        # Two: the output of the convolution before, beside the activation, and x.
-        assert passes[f"fused_cbn {size}"] - without < 2.2
+        assert passes[f"fused_cbn {size}"] - without < 1.3
 
 
 @pytest.mark.thorough
