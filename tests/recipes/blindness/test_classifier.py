@@ -161,7 +161,7 @@ SWEEP |= {"epochs": 1, "seeds": 1, "workers": 1}
 
 @pytest.mark.thorough
 def test_features(tmp_path, monkeypatch, small_network):
-    def build(network, image_shape, num_classes, norm, width):
+    def build(network, image_shape, num_classes, norm, width, omega):
         return small.convolutions(network, image_shape, num_classes, norm, "relu")
 
     monkeypatch.setattr(features, "build", build)
