@@ -6,10 +6,9 @@ including the one inside squeeze-and-excitation, but not its sigmoid gates; the 
 is logits; a convolution has a bias unless a norm follows it; EfficientNet does not
 scale its input, which is already standardised. Convolutions of ResNet and DenseNet
 start with `he_normal`, like those of the other networks. CBN also stands before the
-convolutions of squeeze-and-excitation, which no BatchNormalization follows, if the norm
-does not skip them. DenseNet
-normalises concatenated inputs again in each layer that reads them, before the
-activation; CBN stands after that activation.
+convolutions of squeeze-and-excitation, which no BatchNormalization follows, unless the
+norm skips them. DenseNet normalises concatenated inputs again in each layer that reads
+them, before the activation; CBN stands after that activation.
 
 Reference: https://arxiv.org/abs/1512.03385 (Table 1), https://arxiv.org/abs/1905.11946,
 https://arxiv.org/abs/1608.06993 (Table 1)
